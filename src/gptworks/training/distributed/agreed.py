@@ -1,5 +1,5 @@
-"""Agreement of all ranks on the run folder and the checkpoint. Rank 0 chooses the checkpoint for all, since the folder
-may change meanwhile."""
+"""Checks that all ranks see the same run folder, and the choice of one checkpoint for all. Rank 0 chooses it, since the
+folder may change while ranks look."""
 
 import secrets
 import time
@@ -12,13 +12,13 @@ from gptworks.files import read_regular, write_whole
 from gptworks.training.distributed.ranks import Ranks
 
 SHARED = ".shared"
-"""Temporary file of random characters in a run folder, for which all ranks look."""
+"""Name of a temporary file in the run folder: rank 0 writes random characters to it, which all ranks must find."""
 
 SHARED_SECONDS = 5.0
 
 
 def agreed_checkpoint(ranks: Ranks, run_dir: Path, choose: Callable[[], Checkpoint | None]) -> Checkpoint | None:
-    """On every rank, the checkpoint that `choose` returns on rank 0, found by its name and the sha256 of its manifest.
+    """Return, on every rank, the checkpoint that `choose` returns on rank 0; ranks compare the sha256 of its manifest.
 
     Raises:
         UserError: a rank does not see the checkpoint in `run_dir`; raised on all ranks.
@@ -39,11 +39,11 @@ def agreed_checkpoint(ranks: Ranks, run_dir: Path, choose: Callable[[], Checkpoi
 
 
 def check_shared(ranks: Ranks, run_dir: Path) -> None:
-    """Refuse a run folder that a rank does not see: rank 0 writes random characters there, and all look for them for
-    `SHARED_SECONDS`, since a network file system may show a new file late.
+    """Check that every rank sees the run folder: rank 0 writes random characters to a file, and the others look for it
+    for up to `SHARED_SECONDS`, since a network file system may show a new file late.
 
     Raises:
-        UserError: a rank does not find the characters; raised on all ranks.
+        UserError: a rank does not find the file; raised on all ranks.
         RunError: rank 0 cannot write to the folder.
     """
     if ranks.size == 1:
@@ -75,11 +75,11 @@ def _holds(file: Path, text: str) -> bool:
 
 
 def refuse_blind(ranks: Ranks, sees: bool, what: str, rule: str) -> None:
-    """Raise an error on all ranks if `sees` is false on any; the message names these ranks.
+    """Raise an error on all ranks if `sees` is false on any rank; the message names the ranks where it is false.
 
     Args:
-        what: the file or folder that a rank may not see.
-        rule: the condition that must hold in addition to a shared disk.
+        what: the file or folder that a rank may fail to see, for the message.
+        rule: what must hold, besides a shared disk, for the message.
 
     Raises:
         UserError: `sees` is false on a rank.

@@ -1,9 +1,9 @@
-"""Building a model that ranks divide: each rank keeps its part.
+"""Initialization of a sharded model without ever holding it whole.
 
-On one device, building a model draws random numbers tensor by tensor. Here the same code builds it on the meta device,
-and its operations are recorded. Once the model is divided, they are repeated: each tensor is drawn whole, in the same
-order and from the same generator, and the rank keeps its part. The weights are the same bits as on one device, and a
-rank holds its parts and one whole tensor; with `init: induction`, the embedding, the head and two blocks' attention.
+On one device, building a model draws random numbers tensor by tensor. Here the same code builds the model on the meta
+device, and its operations are recorded. Once the model is sharded, the operations are repeated: each rank draws each
+whole tensor, in the same order and from the same generator, and keeps its part. Weights are the same bits as on one
+device. A rank holds its parts and one whole tensor; with `init: induction`, embedding, head and two blocks' attention.
 """
 
 from collections.abc import Mapping
@@ -24,17 +24,17 @@ from gptworks.training.distributed.shards import local, part_of
 
 aten = torch.ops.aten
 DRAWS = frozenset((aten.normal_.default, aten.uniform_.default))
-"""Operations that fill a tensor with random numbers, of which a build draws some that it then replaces."""
+"""Random operations: repeated even if a later one overwrites the tensor, to leave the generator in the same state."""
 
 _INDUCTION = ("token_embedding.", "untied_head.", "blocks.0.attention.", "blocks.1.attention.")
-"""Beginnings of the names of tensors that `begin_with_induction` reads or changes."""
+"""Prefixes of the names of tensors that `begin_with_induction` reads or changes."""
 
 CONSTANTS = frozenset((aten.zero_.default, aten.fill_.Scalar))
 _CREATED_WITH = {aten.zeros.default: 0.0, aten.ones.default: 1.0, aten.full.default: None}
 
 
 class Deferred(TorchDispatchMode):
-    """A context in which a model is built on the meta device. It records how each tensor gets its values."""
+    """Context for building a model on the meta device; it records the operations that fill each tensor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -61,17 +61,17 @@ class Deferred(TorchDispatchMode):
         return made
 
     def name(self, model: GPT) -> None:
-        """Remember the parameters' names, before the model is divided."""
+        """Record the parameters' names. Call it before the model is sharded."""
         self._names = {_storage(parameter): name for name, parameter in model.named_parameters()}
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, Tensor], config: ModelConfig, mesh: DeviceMesh) -> None:
-        """Give this rank's parts of the parameters their values, from torch's global random state.
+        """Initialize this rank's parts of the parameters, with random numbers from torch's global generator.
 
         Args:
             parameters: all parameters of the model, by name, on their device.
             config: the settings of the whole model.
-            mesh: all ranks, by the dimensions data and tensor.
+            mesh: all ranks, in dimensions data and tensor.
         """
         last = {_storage(tensor): number for number, (tensor, *_) in enumerate(self._record)}
         begins = _INDUCTION if config.init == "induction" else ()
@@ -101,13 +101,13 @@ class Deferred(TorchDispatchMode):
                 whole[name] = value
             elif is_last:
                 keep(name, value)
-            del value  # before the next is made
+            del value  # frees it before the next tensor is made
         begin()
         assert not left, f"no recorded operation fills {min(left)}"
 
 
 def _begin_with_induction(config: ModelConfig, whole: dict[str, Tensor]) -> None:
-    """Write the heads of `init: induction` into the tensors."""
+    """Write the attention heads of `init: induction` into whole tensors, by name."""
     embedding = whole["token_embedding.weight"]
     with torch.device("meta"):
         first, second = (Attention(config, layer) for layer in (0, 1))
@@ -119,5 +119,5 @@ def _begin_with_induction(config: ModelConfig, whole: dict[str, Tensor]) -> None
 
 
 def _storage(tensor: Tensor) -> int:
-    """A number that tensors with the same memory share; unique while one of them exists."""
+    """Return a number that identifies the tensor's storage while the storage exists."""
     return int(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""Starts several processes of one command on this machine, as `torchrun --standalone` does.
+"""Start several processes of one command on this machine, as `torchrun --standalone` does.
 
 Unlike torchrun, `launch` passes signals to every rank, exits with the code of the first failure, and prints only the
 ranks' own messages. For several machines, use torchrun.
@@ -17,13 +17,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from gptworks.machine import usable_cpus
 
 GRACE_SECONDS = 5.0
-"""Time for the other ranks to end by themselves after one has failed."""
+"""Seconds that other ranks have to exit on their own after one has failed."""
 
 _POLL_SECONDS = 0.05
 
 
 def launch(n_ranks: int, arguments: Sequence[str]) -> int:
-    """Run `gptworks` with these arguments in `n_ranks` processes; returns the exit code of the first to fail, or 0."""
+    """Run `gptworks` with these arguments in `n_ranks` processes; return the exit code of the first to fail, or 0."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     threads = str(max(1, usable_cpus() // n_ranks))
     common = {
@@ -31,7 +31,7 @@ def launch(n_ranks: int, arguments: Sequence[str]) -> int:
         "LOCAL_WORLD_SIZE": str(n_ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher hosts the store, which outlives any rank
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher hosts the store, so that it outlives any rank
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
     }
     ranks: list[subprocess.Popen[bytes]] = []
@@ -57,7 +57,7 @@ def launch(n_ranks: int, arguments: Sequence[str]) -> int:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until all ranks have ended, or `GRACE_SECONDS` after one has failed; returns the exit code."""
+    """Wait for all ranks, or for `GRACE_SECONDS` after one failed; return the first failure's exit code, or 0."""
     code, deadline = 0, float("inf")
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

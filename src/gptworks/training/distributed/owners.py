@@ -1,9 +1,9 @@
-"""The division of work on whole matrices among ranks that hold them in parts, in copies, or both.
+"""Division of computations on whole matrices among ranks, which hold the matrices in parts, in copies, or both.
 
-Each matrix has an owner: the rank that gathers its parts, computes with the whole matrix, and sends each rank its part
-of the result, as in the distributed Muon of torchtitan and Megatron. `n_copies` groups of `n_parts` ranks each hold
-every matrix. The owner gathers and sends within its group; then each rank of the group broadcasts its part of the
-result to the ranks that hold the same part. Ranks are numbered copy by copy: number = copy · n_parts + part.
+Each matrix has an owner: the rank that gathers the matrix's parts, computes with the whole matrix, and sends each rank
+its part of the result, as in the distributed Muon of torchtitan and Megatron. `n_copies` groups of `n_parts` ranks each
+hold every matrix. The owner gathers and sends within its group; then each rank of the group broadcasts its part of the
+result to the ranks that hold the same part. A rank's number as an owner is copy · n_parts + part.
 
     replicated (DDP)             n_copies = ranks, n_parts = 1
     sharded (FSDP)               n_copies = 1,     n_parts = ranks
@@ -31,19 +31,19 @@ from gptworks.training.distributed.shards import (
 )
 
 Matrices = Sequence[nn.Parameter]
-"""Matrices of one shape that are divided alike, which one rank computes together."""
+"""Matrices of one shape and one kind of sharding, which one rank computes together."""
 
 NOTHING: Part = (slice(0, 0), slice(0, 0))
 
 
 class Owners:
-    """The ranks that hold certain matrices, and their exchange of parts."""
+    """The ranks that hold certain matrices, and the collectives with which they exchange parts."""
 
     def __init__(self, mesh: DeviceMesh | None = None, divided_over: Sequence[str] = ()) -> None:
         """
         Args:
-            mesh: all ranks, by the dimensions data and tensor; None: a single rank.
-            divided_over: the dimensions over which the matrices are divided.
+            mesh: all ranks, in dimensions data and tensor; None: a single rank.
+            divided_over: names of the mesh dimensions over which the matrices are sharded.
         """
         self._mesh, self._divided_over = mesh, divided_over
         self.n_copies, self.copy, self.n_parts, self.part = 1, 0, 1, 0
@@ -59,23 +59,23 @@ class Owners:
 
     @property
     def n_ranks(self) -> int:
-        """Number of ranks among which the matrices are divided."""
+        """Number of ranks that own matrices."""
         return self.n_copies * self.n_parts
 
     @property
     def number(self) -> int:
-        """This rank's number."""
+        """This rank's number, copy · n_parts + part."""
         return self.copy * self.n_parts + self.part
 
     def rank_of(self, number: int) -> int:
-        """The rank with this number."""
+        """Return the global rank of the owner with this number."""
         if self._mesh is None:
             return 0
         places = self._places(number)
         return int(self._mesh.mesh[tuple(places[name] for name in DIMENSIONS)])
 
     def _places(self, number: int) -> dict[str, int]:
-        """The index in each dimension of the mesh of the rank with this number."""
+        """Return the index, in each dimension of the mesh, of the owner with this number."""
         assert self._mesh is not None, "a single rank has no mesh"
         copy, part = divmod(number, self.n_parts)
         sizes, places = sizes_of(self._mesh), {}
@@ -87,22 +87,22 @@ class Owners:
         return places
 
     def _group(self, of_parts: bool) -> distributed.ProcessGroup | None:
-        """The ranks that hold the parts of this rank's copy, or those that hold copies of its part."""
+        """Return the group of the ranks that hold parts of this rank's copy, or else copies of its part."""
         names = [name for name in DIMENSIONS if (name in self._divided_over) == of_parts]
         return self._mesh.get_group(names[0]) if self._mesh is not None and len(names) == 1 else None  # None: all ranks
 
     def part_of(self, matrix: Tensor, number: int | None = None) -> Part:
-        """The part of a matrix that the rank with this number holds; None: this rank."""
+        """Return the part of a matrix that the owner with this number holds; None: this rank."""
         if self._mesh is None or number is None:
             return part_of(matrix, self._mesh)
         return part_of(matrix, self._mesh, self._places(number))
 
     def gather(self, owned: Sequence[Matrices], made: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        """This rank's matrices, whole, from the parts that each rank makes: [N, rows, columns].
+        """Return a whole tensor for each matrix that this rank owns, [N, rows, columns], from the parts of all ranks.
 
         Args:
-            owned: each rank's matrices, by its number among `n_parts`; not all are empty.
-            made: returns this rank's part of a tensor of a matrix's shape; all have one dtype.
+            owned: the matrices that each rank of this copy owns, by part number; at least one rank owns some.
+            made: returns this rank's part of the tensor for a matrix, which has the matrix's shape and one dtype.
         """
         mine = owned[self.part]
         if self.n_parts == 1:
@@ -118,11 +118,11 @@ class Owners:
         return whole
 
     def send(self, owned: Sequence[Matrices], whole: Tensor) -> list[Tensor]:
-        """This rank's parts of each owner's tensors, [N, rows, columns] by owner.
+        """Send each rank of this copy its parts of `whole`; return this rank's parts, [N, rows, columns] by owner.
 
         Args:
-            owned: each rank's matrices, by its number among `n_parts`.
-            whole: a tensor for each of this rank's matrices, [N, rows, columns].
+            owned: the matrices that each rank of this copy owns, by part number.
+            whole: a tensor for each matrix that this rank owns, [N, rows, columns].
         """
         if self.n_parts == 1:
             return [whole]
@@ -135,10 +135,11 @@ class Owners:
         return [v.view(len(m), *shape_of(part)) for v, m, part in zip(received, owned, here, strict=True)]
 
     def send_rows(self, owned: Sequence[Matrices], values: Tensor) -> list[Tensor]:
-        """Each owner's numbers, one per row of its matrices: [N, rows] by owner.
+        """Send each rank of this copy a number per row of the matrices; return all owners' numbers, [N, rows] by owner.
 
         Args:
-            values: this rank's numbers, [N, rows].
+            owned: the matrices that each rank of this copy owns, by part number.
+            values: a number per row of the matrices that this rank owns, [N, rows].
         """
         if self.n_parts == 1:
             return [values]
@@ -147,19 +148,19 @@ class Owners:
         return [each.view(shape) for each, shape in zip(received, shapes, strict=True)]
 
     def broadcast(self, tensor: Tensor, copy: int) -> None:
-        """Send the tensor of the rank in this copy to the ranks with copies of its part, which receive in place."""
+        """Broadcast a tensor from copy number `copy` to the ranks that hold the same part in other copies, in place."""
         if self.n_copies > 1:
-            sent = tensor.contiguous()  # the receivers' tensor is
+            sent = tensor.contiguous()  # receivers pass a tensor that is contiguous already
             distributed.broadcast(sent.view(torch.uint8), group=self._group(of_parts=False), group_src=copy)
 
     def _parts_of(self, matrices: Matrices) -> list[Part]:
-        """The part that each rank holds of such matrices."""
+        """Return the part of such matrices that each rank of a copy holds."""
         return [self.part_of(matrices[0], number) if matrices else NOTHING for number in range(self.n_parts)]
 
     def _exchange(self, sent: list[list[Tensor]], sizes: list[int], like: Tensor) -> list[Tensor]:
-        """Send flat tensors to each rank that holds parts, and receive one of the given size from each."""
+        """Send lists of flat tensors to the ranks of this copy; return a flat tensor from each, of the given sizes."""
         received, bytes_each = like.new_empty(sum(sizes)), like.element_size()
-        distributed.all_to_all_single(  # of bytes: gloo does not send bf16
+        distributed.all_to_all_single(  # as bytes, because gloo does not send bf16
             received.view(torch.uint8),
             torch.cat([like.new_empty(0), *chain(*sent)]).view(torch.uint8),
             [bytes_each * size for size in sizes],
@@ -172,12 +173,12 @@ class Owners:
 def divided_among_owners(
     matrices: Matrices, mesh: DeviceMesh | None, work: Callable[[tuple[int, ...]], int]
 ) -> Iterator[tuple[Owners, list[list[nn.Parameter]]]]:
-    """For matrices divided over the same dimensions, their owners and each owner's matrices, by its number.
+    """Yield, for matrices sharded over the same mesh dimensions, their owners and each owner's matrices, by number.
 
-    Owners get about equal work. All ranks divide alike, since only shapes and order matter.
+    Owners get about equal work. All ranks compute the same division, which depends only on shapes and order.
 
     Args:
-        work: returns the cost of a matrix with this shape.
+        work: returns the cost of the computation for a matrix of a shape.
     """
     alike: dict[tuple[str, ...], list[nn.Parameter]] = {}
     for matrix in matrices:

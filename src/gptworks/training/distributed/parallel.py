@@ -1,4 +1,4 @@
-"""Division of a model and its batches among devices, and the devices' collective operations.
+"""Division of a model and its batches among devices, and the collectives of the devices.
 
     ranks = data × tensor    a mesh of two dimensions, tensor the inner one
 
@@ -8,9 +8,9 @@
     tensor    ranks have the same micro-batches and a shard of each block's heads and inner width. Embeddings, norms and
               the head are replicated.
 
-Gradients are sums over ranks, because the loss is divided by the targets of the step beforehand; they are float32. A
-block's matrices are gathered in the precision of the products, which rounds them as autocast would; shards, embedding,
-head, vectors, routers and the residual stream are float32.
+Gradients are float32, and are summed over ranks, not averaged: the loss is already divided by the number of targets of
+the step. A block's matrices are gathered in the precision of the products, which rounds them as autocast would. Shards,
+embedding, head, vectors, routers and the residual stream are float32.
 """
 
 import logging
@@ -44,98 +44,98 @@ from gptworks.training.distributed.shards import divided_over, local, sizes_of
 from gptworks.training.distributed.sums import GradientSums, Timed
 
 NO_HOLDERS: Mapping[str, int] = {}
-"""No tensor is kept by one rank alone."""
+"""For tensors that are all sharded or replicated."""
 
 
 class StopAsked(Exception):
-    """A signal to stop the run has interrupted an evaluation."""
+    """A signal to stop the run interrupted an evaluation."""
 
 
 class Parallel:
-    """Training on one device. `ManyDevices` overrides the collective operations."""
+    """Training on one device. `ManyDevices` overrides the methods that need other devices."""
 
     layout = ONE_DEVICE
     ranks = ALONE
     samples = True
-    """Whether this rank takes part in making samples."""
+    """Whether this rank takes part in generating samples."""
     mesh: DeviceMesh | None = None
-    """All ranks, by the dimensions data and tensor; None: a single rank."""
+    """All ranks, in dimensions data and tensor; None: a single rank."""
 
     def __init__(self, train: TrainConfig, varying_widths: bool = False) -> None:
         """
         Args:
-            varying_widths: whether batches have different lengths, so that blocks are compiled for any length.
+            varying_widths: whether batches differ in length; blocks are then compiled for any length.
         """
         self.compile, self.varying_widths = train.compile, varying_widths
         self.stop_asked: Callable[[], str | None] = lambda: None
-        """Returns the signal that asked this process to stop, or None; an evaluation then ends at its next batch."""
+        """Returns the signal that asked this process to stop, or None; evaluations end at the next batch after one."""
         self.micro_batch_size = train.micro_batch_size
         self._data_rank, self._n_data = 0, 1
 
     def micro_steps(self, batch_size: int) -> range:
-        """This rank's micro-batches of a step of `batch_size` samples, by their number within the step."""
+        """Return the numbers, within a step of `batch_size` samples, of this rank's micro-batches."""
         return range(self._data_rank, batch_size // self.micro_batch_size, self._n_data)
 
     def build(self, make: Callable[[], GPT], device: torch.device) -> GPT:
-        """A new model on the device, or this rank's parts of it; `make` initializes it from torch's random state."""
+        """Make a model on the device, or this rank's parts of it; `make` draws from torch's global generator."""
         return self.place(make(), device)
 
     def place(self, model: GPT, device: torch.device) -> GPT:
-        """The model on the device, or this rank's parts of it."""
+        """Move the model, or this rank's parts of it, to the device."""
         compile_blocks(model, self.compile, device, self.varying_widths)
         self.parameters = dict(model.to(device).named_parameters())
         return model
 
     def all_reduce(self, value: Tensor) -> Tensor:
-        """Sum a tensor over the data-parallel ranks, in place; returns it."""
+        """Sum a tensor over the data-parallel ranks, in place, and return it."""
         return value
 
     def all_reduce_numbers(self, numbers: list[float]) -> list[float]:
-        """Sums of plain numbers over the data-parallel ranks, in float64."""
+        """Return the sums of numbers over the data-parallel ranks, in float64."""
         return numbers
 
     def begin_all_reduce(self, timed: Timed) -> None:
-        """Call before the last micro-batch's backward pass, which may reduce gradients; `timed` measures waits."""
+        """Call before the last micro-batch's backward pass, which may all-reduce gradients; `timed` measures waits."""
 
     def finish_gradients(self) -> None:
-        """Call after the last micro-batch: completes the reduction of the step's gradients."""
+        """Finish the all-reduce of the step's gradients. Call it after the last micro-batch."""
 
     def gradient_norm(self, prefix: str = "") -> float:
-        """The norm of all gradients, or of those of parameters with this prefix."""
+        """Return the norm of the gradients of all parameters whose names start with `prefix`."""
         named = self.parameters.items()
         return nn.utils.get_total_norm([p.grad for n, p in named if p.grad is not None and n.startswith(prefix)]).item()
 
     def clip_gradients(self, max_norm: float, norm: float) -> None:
-        """Scale gradients of this norm down to `max_norm`."""
+        """Scale the gradients, whose norm is `norm`, down to `max_norm`."""
         nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, torch.tensor(norm))
 
     def shard_tensors(self, tensors: dict[str, Tensor], holders: Mapping[str, int] = NO_HOLDERS) -> dict[str, Tensor]:
-        """This rank's shards of tensors named `parameter` or `parameter/key`.
+        """Return this rank's shards of whole tensors, which are named `parameter` or `parameter/key`.
 
         Args:
-            holders: the rank that alone keeps a tensor, by the tensor's name. On other ranks the tensor is on the meta
-                device, without memory.
+            holders: for tensors that only one rank keeps, that rank, by name. Other ranks get a tensor without memory,
+                on the meta device.
         """
         return tensors
 
     def gather_tensors(
         self, tensors: dict[str, Tensor], holders: Mapping[str, int] = NO_HOLDERS
     ) -> Iterable[tuple[str, Tensor]]:
-        """Names and complete tensors, one by one. All ranks must iterate to the end together.
+        """Yield names and whole tensors, one by one. All ranks must iterate together, to the end.
 
         Args:
-            tensors: this rank's shards.
-            holders: as for `shard_tensors`.
+            tensors: this rank's shards, as `shard_tensors` returns them.
+            holders: for tensors that only one rank keeps, that rank, by name.
         """
         return tensors.items()
 
     @contextmanager
     def inference_mode(self) -> Iterator[None]:
-        """A context in which the model is used without being trained."""
+        """Context in which the model is used but not trained."""
         yield
 
     def split_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """This rank's part of the batches of an evaluation.
+        """Yield this rank's batches of an evaluation.
 
         Raises:
             StopAsked: a rank was asked to stop; all ranks raise it before the same batch.
@@ -147,7 +147,7 @@ class Parallel:
 
 
 def choose_parallel(recipe: Recipe, ranks: Ranks, device: torch.device, layout: Layout) -> Parallel:
-    """The `Parallel` of this layout. All ranks call it together."""
+    """Make the `Parallel` of a layout. All ranks must call it together."""
     if ranks.size == 1:
         return Parallel(recipe.train, recipe.objective.varying_widths)
     mesh = init_device_mesh(
@@ -170,13 +170,13 @@ class ManyDevices(Parallel):
         self._data_rank, self._n_data = self._data.get_local_rank(), self._data.size()
         self.micro_batch_size = train.rank_micro_batch_size(self._n_data)
         self.samples = ranks.is_rank_zero or self._sharded or self._tensor.size() > 1
-        # DTensor warns about two-step gathers of matrices divided over both dimensions, which are intended here.
+        # DTensor warns about gathering matrices over both dimensions in two steps, which is intended here.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
     # ------------------------------------------------------------------------------------------- model
 
     def build(self, make: Callable[[], GPT], device: torch.device) -> GPT:
-        """A new model's parts on this rank, which never holds more than a whole tensor besides them."""
+        """Make this rank's parts of a model, holding at most one whole tensor besides them."""
         if self.layout.n_parts == 1:
             return self.place(make(), device)
         with Deferred() as deferred:
@@ -190,22 +190,22 @@ class ManyDevices(Parallel):
         return self._placed(model)
 
     def place(self, model: GPT, device: torch.device) -> GPT:
-        """This rank's parts of a model that every rank has built from the same seed."""
+        """Shard a model that every rank built from the same seed; return it with this rank's parts."""
         self._divide(model, device)
         return self._placed(model.to(device))
 
     def _divide(self, model: GPT, device: torch.device) -> None:
-        """Divide the model's parameters, block by block.
+        """Shard the model's parameters, block by block.
 
-        The root group holds the parameters outside the blocks, because a tied embedding is the head too.
+        Parameters outside the blocks form one FSDP group, the root's, because a tied embedding is also the head.
         """
         if self._tensor.size() > 1:
             for block in model.blocks:
                 parallelize_module(block, self._tensor, tensor_plan(model.config), src_data_rank=None)
-            heads = ("n_heads", "n_kv_heads")  # caches are sized for this rank's heads
+            heads = ("n_heads", "n_kv_heads")  # a cache has room for this rank's heads only
             here = {name: getattr(model.config, name) // self._tensor.size() for name in heads}
             model.config = model.config.model_copy(update=here)
-            # A recomputation that stops early leaves its last sum over ranks unread, and in memory for ever.
+            # Recomputation that stops early never reads its last all-reduce, whose result then stays in memory.
             model.features = set_checkpoint_early_stop(False)(model.features)  # type: ignore[method-assign]
         compile_blocks(model, self.compile, device, self.varying_widths)  # before FSDP adds hooks to them
         if self._sharded:
@@ -219,33 +219,33 @@ class ManyDevices(Parallel):
                 )  # fmt: skip
             policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
             fully_shard(model, mesh=self._data, mp_policy=policy, reshard_after_forward=False)
-            register_fsdp_forward_method(model, "features")  # the root stays gathered after it: the loss needs the head
+            register_fsdp_forward_method(model, "features")  # keeps the root gathered, since the loss needs the head
             for module in _sharded_modules(model):
-                module.set_gradient_divide_factor(1.0)  # sums, not means
+                module.set_gradient_divide_factor(1.0)  # sum gradients; do not average them
                 module.set_force_sum_reduction_for_comms(True)
 
     def _placed(self, model: GPT) -> GPT:
-        """The divided model on its device, ready for collectives."""
+        """Prepare a sharded model on its device for collectives, and return it."""
         for module in _sharded_modules(model):
-            module.unshard()  # first outside inference mode, whose tensors cannot be trained
+            module.unshard()  # the first time here: buffers made in inference mode could not be trained
             module.reshard()
         self.model, self.parameters = model, dict(model.named_parameters())
         if self._data.size() > 1:
             trained = [p for p in self.parameters.values() if p.requires_grad and "data" not in divided_over(p)]
             self._sums = GradientSums(reversed(trained), self._data.get_group())
-        # each forward pass calls it
+        # count forward passes: each looks up the embedding
         model.token_embedding.register_forward_pre_hook(lambda *_: self.ranks.count_work())
         return model
 
     @contextmanager
     def inference_mode(self) -> Iterator[None]:
-        gathered = self._sharded and self.layout.gathers == "bf16"  # bf16 matrices need autocast in products
+        gathered = self._sharded and self.layout.gathers == "bf16"  # products with gathered bf16 matrices need autocast
         try:
             with torch.autocast(self.mesh.device_type, dtype=torch.bfloat16, enabled=gathered):
                 yield
         finally:
-            for module in _sharded_modules(self.model):  # parameters gathered by a forward pass without a
-                module.reshard()  # backward pass would stay, with averaged or outdated weights
+            for module in _sharded_modules(self.model):  # else parameters gathered by a forward pass
+                module.reshard()  # without a backward pass would stay, with averaged or outdated weights
 
     # --------------------------------------------------------------------------------------- gradients
 
@@ -254,7 +254,7 @@ class ManyDevices(Parallel):
         return value
 
     def all_reduce_numbers(self, numbers: list[float]) -> list[float]:
-        counts = self._tensor.get_local_rank() == 0  # the other tensor ranks saw the same sequences
+        counts = self._tensor.get_local_rank() == 0  # count once: other tensor ranks saw the same sequences
         return self.ranks.all_reduce([number * counts for number in numbers])
 
     def begin_all_reduce(self, timed: Timed) -> None:
@@ -271,8 +271,8 @@ class ManyDevices(Parallel):
     def _agree_over_tensor_ranks(self) -> None:
         """Make gradients of replicated parameters equal on all tensor ranks.
 
-        The norms of queries and keys see only this rank's heads, so their gradients are summed. Other gradients differ
-        only by the order in which some kernels add: all ranks take the first rank's, so that copies stay equal.
+        Gradients of query and key norms are summed, because each rank computes them from its own heads only. Other
+        gradients differ only by the order in which some kernels add; all ranks take those of the first tensor rank.
         """
         group = self._tensor.get_group()
         for name, gradient in self._local_gradients().items():
@@ -334,8 +334,8 @@ class ManyDevices(Parallel):
     # --------------------------------------------------------------------------------------- evaluation
 
     def split_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """This rank's batches: every n-th. In the last round, a rank without a batch computes the round's last batch
-        with all targets ignored, because gathering blocks needs all ranks."""
+        """Yield every n-th batch. In the last round, a rank without a batch yields the round's last batch with all
+        targets ignored, because all ranks must take part in gathering blocks."""
         n, index = self._data.size(), self._data.get_local_rank()
         while turn := list(islice(batches, n)):
             if self.ranks.agree_to_stop(self.stop_asked()):
@@ -345,11 +345,11 @@ class ManyDevices(Parallel):
 
 
 def compile_blocks(model: GPT, setting: str, device: torch.device, varying_widths: bool = False) -> None:
-    """Compile each block at its first run, if the setting says so; auto: on CUDA, but not with packed matrices, which a
-    compiled block might keep unpacked until the backward pass.
+    """Make each block compile at its first run, if the setting is `block`, or `auto` on CUDA. Auto does not compile
+    blocks with packed matrices, which might then stay unpacked until the backward pass.
 
-    If widths vary, one graph serves all: a graph for each width would soon exceed torch's limit of 8, beyond which
-    blocks are not compiled.
+    If batches vary in width, one graph serves all widths: a graph per width would soon exceed torch's limit of 8, after
+    which blocks run uncompiled.
     """
     if setting == "block" or (setting == "auto" and device.type == "cuda" and not packed_matrices(model)):
         for block in model.blocks:
@@ -357,9 +357,8 @@ def compile_blocks(model: GPT, setting: str, device: torch.device, varying_width
 
 
 def tensor_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
-    """The tensor-parallel plan of a block: heads and inner width split by columns, projections to the stream by rows.
-
-    Products with a common input share one copy of it, so that its gradient is reduced once.
+    """Return a block's tensor-parallel plan: projections to heads and inner width are split by columns, those to the
+    residual stream by rows. Products of one input share a single copy of it, so that its gradient is all-reduced once.
     """
     gate: dict[str, ParallelStyle] = {"mlp.gate": ColwiseParallel()} if model.gated else {}
     whole = Replicate()
@@ -376,8 +375,8 @@ def tensor_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
 
 
 def is_whole(name: str, parameter: Tensor) -> bool:
-    """Whether a block's parameter stays replicated in float32 when the rest is sharded: vectors and routers, which are
-    small, and are not rounded for products."""
+    """Return whether FSDP leaves a block's parameter replicated, in float32: vectors and routers are small, and are not
+    rounded for products."""
     return parameter.ndim < 2 or name == "mlp.router.weight"
 
 

@@ -1,15 +1,14 @@
-"""The processes of a run: how they agree on decisions, and how a rank that hangs is found.
+"""The processes (ranks) of a run: how they agree on decisions, and how they find a rank that hangs.
 
 A launcher (torchrun, or `gptworks launch`) starts the processes and gives each a rank, from 0, through the environment.
-They train the same model in step: one rank makes any decision that depends on a clock, a signal or a file, or all agree
-on it, since ranks that disagree would wait for one another for ever.
+They train the same model in step. A decision that depends on a clock, a signal or a file is made by one rank or agreed
+by all, since ranks that disagree would wait for one another for ever.
 
-They communicate through the launcher's store. A thread of each rank writes a heartbeat to it every few seconds, with
-counts of the rank's work: common points passed, forward passes begun, collectives issued. A rank whose heartbeats stop
-(killed, or its machine lost) is named by the others within `timeout_seconds`, and the run ends. The run also ends if
-all heartbeats continue and no rank's counts rise. Every batch of training, evaluation, sampling or a reference is a
-forward pass, which a hook on the model counts (`ManyDevices.place`), so a run that computes is not taken for one that
-hangs.
+Ranks communicate through the launcher's store. A thread of each rank writes a heartbeat to it every few seconds, with
+counts of the rank's work: common points passed, forward passes begun, collectives issued. If a rank's heartbeats stop
+(killed, or its machine lost), the others name it within `timeout_seconds` and the run ends. The run also ends if all
+heartbeats continue but no counts rise. Every batch of training, evaluation, sampling or a reference needs a forward
+pass, which a hook on the model counts (`ManyDevices.place`): a run that computes is not taken for one that hangs.
 """
 
 import contextlib
@@ -39,7 +38,7 @@ _DONE, _FAILED = "done", "failed"
 
 
 class Ranks:
-    """Communication between ranks; this class serves a run with one process."""
+    """Communication between ranks. This class is for a run with one process; subclasses override its methods."""
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
 
@@ -49,42 +48,42 @@ class Ranks:
         return self.rank == 0
 
     def from_rank_zero(self, work: Callable[[], T]) -> T:
-        """On every rank, the result of `work` on rank 0 (any JSON value). Waits as long as `work` takes.
+        """Run `work` on rank 0, and return its result (any JSON value) on every rank, however long it takes.
 
         An error on rank 0 ends all ranks.
         """
         return work()
 
     def rank_zero_first(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0, then on the others, which can read the files that rank 0 wrote."""
+        """Run `work` on rank 0, then on the others, which can read the files it wrote; return this rank's result."""
         return work()
 
     def agree_to_stop(self, stop: str | None) -> str | None:
-        """The signal that asked any rank to stop, or None; the same on all ranks at the same step."""
+        """Return, on all ranks, a signal that asked any rank to stop, or None; `stop` is the one of this rank."""
         return stop
 
     def all_reduce_max(self, seconds: float) -> float:
-        """The maximum over all ranks, so that all make the same decisions by the clock."""
+        """Return the maximum over all ranks, so that all ranks make the same decisions by the clock."""
         return seconds
 
     def all_reduce(self, numbers: list[float]) -> list[float]:
-        """Sums over all ranks, in float64."""
+        """Return the sums of numbers over all ranks, in float64."""
         return numbers
 
     def broadcast(self, numbers: list[float]) -> list[float]:
-        """Rank 0's numbers on every rank, so that all make the same decisions."""
+        """Return rank 0's numbers on every rank, so that all ranks make the same decisions."""
         return numbers
 
     def count_point(self) -> None:
-        """Count a point that all ranks pass."""
+        """Count a point of the run that all ranks pass, as a sign of progress."""
 
     def count_work(self) -> None:
-        """Count work that this rank has begun, such as a forward pass; counts may differ between ranks."""
+        """Count work that this rank began, such as a forward pass, as a sign of progress; counts may differ by rank."""
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """A context in which this rank does uncounted work of unknown length, such as reading files: no rank takes the
-        wait for a hang."""
+        """Context for uncounted work of unknown length, such as reading files: no rank takes this rank's silence for a
+        hang."""
         yield
 
 
@@ -93,14 +92,14 @@ ALONE = Ranks()
 
 @contextmanager
 def join(timeout_seconds: float, device: torch.device) -> Iterator[Ranks]:
-    """A context with the run's ranks, if a launcher has started several processes; else only this process.
+    """Context with the ranks of the run: all processes that a launcher started, or only this process.
 
     Args:
-        timeout_seconds: the run ends after this time without a rank's heartbeat, or without a rise of any count.
-        device: the kind of device that each rank has.
+        timeout_seconds: the run ends if a rank writes no heartbeat, or if no rank's counts rise, for this time.
+        device: the type of device that each rank uses.
 
     Raises:
-        UserError: a rank has no device, or the environment is not a launcher's.
+        UserError: a rank has no device, or environment variables that a launcher sets are missing.
         RunError: a rank died or hangs inside the context; the message names it.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -114,9 +113,9 @@ def join(timeout_seconds: float, device: torch.device) -> Iterator[Ranks]:
     except RuntimeError as error:
         gone = ranks.watch.who_is_gone() if _is_of_a_collective(error) else None
         ranks.leave(_FAILED)
-        if gone is None:  # this rank's own error
+        if gone is None:  # all ranks are alive: the error is this rank's own
             raise
-        if not gone or not ranks.watch.may_speak():  # another rank reports it
+        if not gone or not ranks.watch.may_speak():  # another rank reports the error
             raise SystemExit(RunError.exit_code) from error
         raise RunError(gone) from error
     except BaseException:
@@ -125,12 +124,12 @@ def join(timeout_seconds: float, device: torch.device) -> Iterator[Ranks]:
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:
-    """Whether a collective failed. Gloo's errors have no class of their own."""
+    """Return whether a collective raised the error. Gloo's errors have no class of their own, only a message."""
     return isinstance(error, distributed.DistError) or "gloo" in str(error).lower()
 
 
 class _Joined(Ranks):
-    """Communication of one of several ranks."""
+    """Communication of a rank with the others."""
 
     def __init__(self, timeout_seconds: float, device: torch.device) -> None:
         try:
@@ -142,7 +141,7 @@ class _Joined(Ranks):
         _take_device(device, self.local_rank)
         hosts_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         attempt = f"gptworks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        stores = [  # two, so that the watch's calls need not wait for a long one of this rank
+        stores = [  # two connections, so that the watch does not wait for a long call of this rank
             PrefixStore(attempt, TCPStore(host, port, is_master=hosts_store and own, wait_for_workers=False))
             for own in (True, False)
         ]
@@ -154,7 +153,7 @@ class _Joined(Ranks):
             store=PrefixStore("collectives", self._store),
             rank=self.rank,
             world_size=self.size,
-            timeout=timedelta(seconds=2 * timeout_seconds + 60),  # the watch reports a hang first
+            timeout=timedelta(seconds=2 * timeout_seconds + 60),  # longer than the watch takes to report a hang
         )
         self.watch.start()
 
@@ -162,7 +161,7 @@ class _Joined(Ranks):
         key = f"first/{self._turn}"
         with self.watch.patience(busy=self.is_rank_zero):
             if self.is_rank_zero:
-                value = work()  # an error leaves `failed` under this key, see `leave`
+                value = work()  # on an error, `leave` stores `failed` under this key
                 self._store.set(key, json.dumps({"value": value}))
             else:
                 self._store.wait([key], _FOR_EVER)
@@ -204,7 +203,7 @@ class _Joined(Ranks):
             yield
 
     def leave(self, how: str) -> None:
-        """Replace this rank's heartbeats by how it ended: `_DONE` or `_FAILED`."""
+        """Stop the heartbeats and store how this rank ended: `_DONE` or `_FAILED`."""
         error = sys.exc_info()[1]
         with contextlib.suppress(RuntimeError):  # the launcher and its store may be gone
             if how == _FAILED and self.is_rank_zero:
@@ -231,9 +230,9 @@ def _take_device(device: torch.device, local_rank: int) -> None:
 
 
 def _collectives_issued() -> int:
-    """Number of collectives that this rank has begun, in all process groups.
+    """Return the number of collectives that this rank has begun, in all process groups.
 
-    A rank that others wait for has begun fewer than they have; with NCCL too, whose calls return at once.
+    A rank for which others wait has begun fewer than they have, also with NCCL, whose calls return at once.
     """
     total = 0
     if distributed.is_initialized():
@@ -247,7 +246,7 @@ def _collectives_issued() -> int:
 
 @dataclass(frozen=True)
 class _Beat:
-    """A heartbeat of a rank."""
+    """A heartbeat: a rank's counts of its work, and its process."""
 
     number: int
     marks: int
@@ -259,12 +258,12 @@ class _Beat:
 
     @property
     def done(self) -> tuple[int, int, int]:
-        """Counts that rise while the rank works."""
+        """The counts that rise while the rank works."""
         return self.marks, self.moves, self.collectives
 
 
 class _Watch(threading.Thread):
-    """Writes this rank's heartbeats and reads the others'."""
+    """Thread that writes this rank's heartbeats and reads those of other ranks."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout_seconds: float) -> None:
         super().__init__(name="watch", daemon=True)
@@ -272,14 +271,14 @@ class _Watch(threading.Thread):
         self._interval = min(timeout_seconds / 5, 5.0)
         self._over = threading.Event()
         self._beats = self._marks = self._moves = 0
-        self._moved_at = time.monotonic()  # when any rank last made progress
+        self._moved_at = time.monotonic()  # the last time that any rank made progress
         self._patient = self._busy = False
-        self._heard: dict[int, tuple[_Beat | str, float]] = {}  # each rank's last heartbeat, and its time of arrival
+        self._heard: dict[int, tuple[_Beat | str, float]] = {}  # each rank's last heartbeat, and when it arrived
         store.set_timeout(timedelta(seconds=max(10.0, timeout_seconds)))
         self._beat()
 
     def count_point(self) -> None:
-        """Count a point that all ranks pass."""
+        """Count a point of the run that all ranks pass."""
         self._marks += 1
 
     def count_work(self) -> None:
@@ -288,8 +287,8 @@ class _Watch(threading.Thread):
 
     @contextmanager
     def patience(self, busy: bool) -> Iterator[None]:
-        """A context in which unchanged counts do not end the run: this rank does uncounted work (`busy`), or waits for
-        a rank that does, whose heartbeats must continue."""
+        """Context in which the run goes on although no counts rise; heartbeats must continue. This rank does uncounted
+        work (`busy`), or waits for a rank that does."""
         before = self._patient, self._busy
         self._patient, self._busy = True, busy or self._busy
         try:
@@ -299,7 +298,7 @@ class _Watch(threading.Thread):
             self.count_point()
 
     def stop(self, how: str) -> None:
-        """Stop the thread; `how` replaces this rank's last heartbeat."""
+        """Stop the thread, and store `how` in place of this rank's last heartbeat."""
         self._over.set()
         if self.is_alive():
             self.join(self._interval)
@@ -319,7 +318,7 @@ class _Watch(threading.Thread):
                 self._end(verdict)
 
     def verdict(self) -> str | None:
-        """The reason why the run must end; None: it may continue."""
+        """Return the reason why the run must end, or None if it may continue."""
         silent = self._still(self._timeout)
         stuck = time.monotonic() - self._moved_at > self._timeout
         if not silent and not stuck:
@@ -327,8 +326,8 @@ class _Watch(threading.Thread):
         return self._accuse(silent or self._still(3 * self._interval) or self._behind())
 
     def who_is_gone(self) -> str | None:
-        """After a failed collective, a sentence naming the ranks whose heartbeats have stopped; "": a rank failed and
-        reports its own error; None: all ranks are alive."""
+        """After a failed collective, return a sentence naming ranks whose heartbeats stopped; "" if a rank failed and
+        reports its own error; None if all ranks are alive."""
         try:
             deadline = time.monotonic() + 4 * self._interval
             while time.monotonic() < deadline:
@@ -342,7 +341,7 @@ class _Watch(threading.Thread):
         return self._accuse(silent) if silent else None
 
     def may_speak(self) -> bool:
-        """Whether this rank is the first to report others: one message is enough."""
+        """Return whether this rank is the first that reports a hang: one message is enough."""
         try:
             return self._store.add("spoken", 1) == 1  # type: ignore[no-any-return]
         except RuntimeError:
@@ -372,7 +371,7 @@ class _Watch(threading.Thread):
             self._moved_at = now
 
     def _still(self, seconds: float) -> list[int]:
-        """The other running ranks without a new heartbeat for this many seconds."""
+        """Return the other running ranks that wrote no heartbeat for this many seconds."""
         now = time.monotonic()
         return [
             rank
@@ -381,7 +380,7 @@ class _Watch(threading.Thread):
         ]
 
     def _behind(self) -> list[int]:
-        """The ranks that the others wait for: those with fewer collectives begun, else fewer common points passed."""
+        """Return the ranks for which the others wait: those that began fewer collectives, or passed fewer points."""
         beats = {rank: beat for rank, (beat, _) in self._heard.items() if isinstance(beat, _Beat)}
         collectives = {rank: beat.collectives for rank, beat in beats.items()}
         marks = {rank: beat.marks for rank, beat in beats.items()}
@@ -404,7 +403,7 @@ class _Watch(threading.Thread):
         )
 
     def _end(self, message: str) -> None:
-        """End the process from this thread: the main thread is inside a collective, where no exception reaches it."""
+        """End the process from this thread, because no exception reaches the main thread inside a collective."""
         if self.may_speak():
             sys.stderr.write(f"error: {message}\n")
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The parts of a tensor that ranks hold."""
+"""Which part of a sharded tensor a rank holds."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -9,19 +9,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 DIMENSIONS = ("data", "tensor")
-"""The dimensions of the mesh, the inner one last."""
+"""Names of the mesh's dimensions, outer first."""
 
 Part = tuple[slice, ...]
-"""The elements of a tensor that a rank holds: a slice of each of its dimensions."""
+"""The elements of a tensor that a rank holds: a slice of each dimension."""
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing the tensor's memory."""
+    """Return this rank's part of a tensor, as a view."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def divided_over(tensor: Tensor) -> tuple[str, ...]:
-    """The dimensions of the mesh over which a tensor is divided."""
+    """Return the names of the mesh dimensions over which a tensor is sharded."""
     if not isinstance(tensor, DTensor):
         return ()
     names = tensor.device_mesh.mesh_dim_names or ()
@@ -30,29 +30,29 @@ def divided_over(tensor: Tensor) -> tuple[str, ...]:
 
 @cache
 def sizes_of(mesh: DeviceMesh) -> dict[str, int]:
-    """The size of each dimension of the mesh; cached, because slicing a mesh takes a tenth of a millisecond."""
+    """Return the size of each dimension of the mesh; cached, because slicing a mesh takes 0.1 ms."""
     return {name: mesh[name].size() for name in DIMENSIONS}
 
 
 def places_of(mesh: DeviceMesh) -> dict[str, int]:
-    """This rank's index in each dimension of the mesh."""
+    """Return this rank's index in each dimension of the mesh."""
     return dict(zip(DIMENSIONS, divmod(mesh.get_rank(), sizes_of(mesh)["tensor"]), strict=True))
 
 
 def part_of(tensor: Tensor, mesh: DeviceMesh | None, places: Mapping[str, int] | None = None) -> Part:
-    """The part of a tensor that a rank holds.
+    """Return the part of a tensor that a rank holds.
 
-    Tensor parallelism divides a dimension first, and FSDP what is left, each as `torch.chunk` does.
+    Tensor parallelism splits a dimension first, then FSDP splits the result; both split as `torch.chunk` does.
 
     Args:
-        mesh: all ranks, by the dimensions data and tensor; None: one rank.
-        places: the rank's index in each dimension of the mesh; None: this rank's.
+        mesh: all ranks, in dimensions data and tensor; None: a single rank.
+        places: the rank's index in each dimension of the mesh; None: this rank's index.
     """
     held = [range(n) for n in tensor.shape]
     if isinstance(tensor, DTensor) and mesh is not None:
         sizes, places = sizes_of(mesh), places or places_of(mesh)
         ways = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
-        for name in sorted(ways, reverse=True):  # tensor, data
+        for name in sorted(ways, reverse=True):  # tensor first, then data
             if not ways[name].is_replicate():
                 dimension = ways[name].dim  # type: ignore[attr-defined]
                 held[dimension] = _chunk(held[dimension], sizes[name], places[name])
@@ -60,16 +60,16 @@ def part_of(tensor: Tensor, mesh: DeviceMesh | None, places: Mapping[str, int] |
 
 
 def shape_of(part: Part) -> tuple[int, ...]:
-    """Numbers of elements of a part, by dimension."""
+    """Return the shape of a part."""
     return tuple(one.stop - one.start for one in part)
 
 
 def numel_of(part: Part) -> int:
-    """Number of elements of a part."""
+    """Return the number of elements of a part."""
     return prod(shape_of(part))
 
 
 def _chunk(numbers: range, n_chunks: int, index: int) -> range:
-    """One of the chunks that `torch.chunk` makes; empty beyond the last."""
+    """Return the chunk with this index, as `torch.chunk` splits; empty if `torch.chunk` makes fewer chunks."""
     size = -(-len(numbers) // n_chunks)
     return numbers[index * size : (index + 1) * size]

@@ -1,4 +1,4 @@
-"""Reduction of gradients over ranks: a bucket at a time, while the backward pass computes the next bucket."""
+"""All-reduce of gradients over ranks, a bucket at a time while the backward pass computes the next bucket."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +14,7 @@ Timed = Callable[[], AbstractContextManager[None]]
 
 
 class GradientSums:
-    """Reduces the gradients of replicated parameters over the ranks of a group.
+    """All-reduces the gradients of replicated parameters over the ranks of a group.
 
     Buckets and their order depend only on the parameters: all ranks send the same buckets, whichever gradients they
     have and whenever they are ready. At most one bucket is in flight, so only its copy takes memory.
@@ -23,10 +23,10 @@ class GradientSums:
     def __init__(self, parameters: Iterable[nn.Parameter], group: distributed.ProcessGroup) -> None:
         """
         Args:
-            parameters: the parameters, roughly in the order in which a backward pass computes their gradients.
+            parameters: replicated parameters, roughly in the order in which a backward pass computes their gradients.
         """
-        self._buckets: list[list[nn.Parameter]] = []  # each of about BUCKET_BYTES
-        self._awaited: list[int] = []  # per bucket: gradients not computed yet
+        self._buckets: list[list[nn.Parameter]] = []  # each bucket has about BUCKET_BYTES of parameters
+        self._awaited: list[int] = []  # number of gradients of each bucket that are not computed yet
         self._n_sent = 0
         self._under_way: tuple[list[nn.Parameter], list[int], Tensor, distributed.Work] | None = None
         self._group = group
@@ -39,7 +39,7 @@ class GradientSums:
             parameter.register_post_accumulate_grad_hook(made)  # type: ignore[no-untyped-call]
 
     def begin(self, timed: Timed) -> None:
-        """Call before a step's last backward pass, which then sends the buckets in order, each once ready.
+        """Call before a step's last backward pass, which then sends buckets in order, as their gradients are ready.
 
         Args:
             timed: context manager that measures the wait for other ranks.
@@ -47,7 +47,7 @@ class GradientSums:
         self._awaited, self._timed = [len(bucket) for bucket in self._buckets], timed
 
     def finish(self) -> None:
-        """Finish all sums after the last backward pass. A gradient that no rank has stays None."""
+        """Finish the all-reduce of all buckets after the last backward pass. Gradients that no rank has stay None."""
         self._awaited = []
         while self._n_sent < len(self._buckets):
             self._send()
@@ -55,7 +55,7 @@ class GradientSums:
         self._n_sent = 0
 
     def _made(self, number: int, _: Tensor) -> None:
-        if self._awaited:  # otherwise a later micro-batch will add to it
+        if self._awaited:  # empty before the last micro-batch: a later one will add to the gradient
             self._awaited[number] -= 1
             while self._n_sent < len(self._buckets) and not self._awaited[self._n_sent]:
                 with self._timed():

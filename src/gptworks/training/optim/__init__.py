@@ -1,1 +1,1 @@
-"""Updates of the weights: optimizers, their schedule and their guards."""
+"""Optimizers, and the choice of the parameters that they train."""

@@ -1,4 +1,4 @@
-"""torch's AdamW, in fp32; cautious weight decay is applied before torch's step."""
+"""torch's AdamW in fp32, with optional cautious weight decay before torch's step."""
 
 from typing import Any
 
@@ -12,14 +12,14 @@ from gptworks.training.optim.base import Group, Mesh, decay_where_agreed
 
 
 def build(groups: list[Group], train: TrainConfig, mesh: Mesh) -> torch.optim.Optimizer:
-    """A new AdamW, with cautious weight decay if the recipe sets it."""
+    """Make an AdamW, with cautious weight decay if the recipe sets it."""
     fused = all(p.device.type in ("cpu", "cuda", "mps") for group in groups for p in group["params"])
     kind = CautiousAdamW if train.cautious_weight_decay else torch.optim.AdamW
     return kind(groups, betas=train.betas, eps=train.eps, fused=fused)
 
 
 class CautiousAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` with cautious weight decay, for which the first moment gives the update's sign."""
+    """`torch.optim.AdamW` with cautious weight decay, which takes the update's sign from the first moment."""
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
         decays = [group | {"weight_decay": 0.0, "cautious_decay": group["weight_decay"]} for group in groups]
@@ -38,10 +38,10 @@ class CautiousAdamW(torch.optim.AdamW):
 
 
 def _decay(parameter: nn.Parameter, moment: Tensor | None, amount: float, beta: float) -> None:
-    """Decay this rank's part of a parameter before its update, a piece at a time.
+    """Decay this rank's part of a parameter before its update, a slice at a time to save memory.
 
     Args:
-        moment: the first moment, without this step's gradient; None at the first step.
+        moment: the first moment before this step's gradient is added; None at the first step.
     """
     assert parameter.grad is not None
     weights, gradients = _local(parameter).view(-1), _local(parameter.grad).reshape(-1)

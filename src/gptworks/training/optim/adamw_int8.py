@@ -1,11 +1,11 @@
-"""AdamW whose moments are kept in 8 bits, with a scale for each block of 256 elements (Dettmers et al., 2022).
+"""AdamW with moments in 8 bits and one scale per block of 256 elements (Dettmers et al., 2022).
 
-    first moment    int8    sign(code) · (code / 127)² · largest magnitude of the block
-    second moment   uint8   (code / 255)⁴ · largest of the block
+    first moment    int8    sign(code) · (code / 127)² · largest magnitude in the block
+    second moment   uint8   (code / 255)⁴ · largest value in the block
 
-Roots give small values as many codes as large ones: the smallest nonzero first moment is 6e-5 of its block's largest,
-the smallest second moment 2e-10. The second moment never gets code 0, because a step divides by its root. A step
-computes in float32, on a piece of a matrix at a time.
+The powers give small values as many codes as large ones: the smallest nonzero first moment is 6e-5 of its block's
+largest, the smallest second moment 2e-10. No second moment has code 0, because a step divides by its root. A step
+computes in float32, one slice of a matrix at a time.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ SLOTS = ("exp_avg", "exp_avg_sq")
 
 
 def build(groups: list[Group], train: TrainConfig, mesh: Mesh) -> torch.optim.Optimizer:
-    """A new AdamW with moments in 8 bits."""
+    """Make an AdamW with moments in 8 bits."""
     return AdamWInt8(groups, train.betas, train.eps, train.cautious_weight_decay)
 
 
@@ -64,15 +64,15 @@ class AdamWInt8(torch.optim.Optimizer):
             weights[piece].addcdiv_(first, second.sqrt().div_(root).add_(group["eps"]), value=-rate)
             pack_unsigned(second, *parts[1])
             pack_signed(first, *parts[0])
-            del first, second  # free them before the next piece
+            del first, second  # free both before the next slice allocates
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore a state that `state_dict` returned."""
         restore_state(self, state_dict["state"])
 
 
 def _pieces(parameter: Tensor) -> Iterator[tuple[slice, slice]]:
-    """For each piece that is updated at once, a slice of its elements and a slice of its blocks' scales."""
+    """Yield the slice of elements, and of their blocks' scales, of each part of a parameter that is updated at once."""
     at_once = CPU_AT_ONCE if parameter.device.type == "cpu" else AT_ONCE
     for start in range(0, parameter.numel(), at_once):
         end = min(start + at_once, parameter.numel())
@@ -80,28 +80,28 @@ def _pieces(parameter: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def unpack_signed(codes: Tensor, scale: Tensor) -> Tensor:
-    """The first moment [n] from codes, int8 [n], and their blocks' scales."""
+    """Decode a first moment, float32 [n], from int8 codes [n] and the scales of their blocks."""
     values = codes.float().div_(127)
     return _scaled(values.mul_(values.abs()), scale)
 
 
 def unpack_unsigned(codes: Tensor, scale: Tensor) -> Tensor:
-    """The second moment [n] from codes, uint8 [n], and their blocks' scales."""
+    """Decode a second moment, float32 [n], from uint8 codes [n] and the scales of their blocks."""
     return _scaled(codes.float().div_(255).square_().square_(), scale)
 
 
 def pack_signed(values: Tensor, codes: Tensor, scale: Tensor) -> None:
-    """Write a first moment [n] as codes and scales."""
+    """Encode a first moment [n] into `codes` and `scale`."""
     codes.copy_(_ratios(values.abs(), scale).sqrt_().mul_(127).round_().copysign_(values))
 
 
 def pack_unsigned(values: Tensor, codes: Tensor, scale: Tensor) -> None:
-    """Write a second moment [n] as codes and scales. Overwrites `values`."""
+    """Encode a second moment [n] into `codes` and `scale`. Overwrites `values`."""
     codes.copy_(_ratios(values, scale).sqrt_().sqrt_().mul_(255).round_().clamp_(min=1))
 
 
 def _ratios(values: Tensor, scale: Tensor) -> Tensor:
-    """Divide non-negative values in place by the largest of their block, which becomes the block's scale."""
+    """Write the largest value of each block to `scale`, and divide non-negative values by it in place."""
     whole, rest = _blocks(values)
     scale[: len(whole)] = whole.amax(1)
     if len(rest):
@@ -118,6 +118,6 @@ def _scaled(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def _blocks(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of the full blocks, [blocks, 256], and of the remaining elements of values [n]."""
+    """Return views of values [n]: the full blocks [blocks, 256], and the elements after them."""
     n_whole = values.numel() // BLOCK * BLOCK
     return values[:n_whole].view(-1, BLOCK), values[n_whole:]

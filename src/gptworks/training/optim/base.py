@@ -21,17 +21,17 @@ from gptworks.training.distributed.owners import Matrices, Owners, divided_among
 from gptworks.training.distributed.shards import local
 
 Group = dict[str, Any]
-"""Parameters that share a peak learning rate and a weight decay, as torch's optimizers take them."""
+"""A parameter group of torch's optimizers: parameters that share a peak learning rate and a weight decay."""
 
 Mesh = DeviceMesh | None
-"""The ranks that hold the model, by the dimensions data and tensor; None: only this rank."""
+"""The ranks that hold the model, in a mesh with dimensions data and tensor; None: only this rank."""
 
 Build = Callable[[list[Group], TrainConfig, Mesh], torch.optim.Optimizer]
-"""The function `build` in each optimizer's file: it makes the optimizer of parameter groups from the settings."""
+"""Type of each optimizer file's function `build`, which makes the optimizer from parameter groups and settings."""
 
 Update = tuple[Tensor, ...]
-"""This rank's parts of the updates of one owner's N matrices, [N, rows, columns], and other tensors that each rank gets
-whole."""
+"""This rank's parts of the updates of N matrices of one owner, [N, rows, columns]; optionally followed by tensors that
+each rank gets whole."""
 
 
 class ByOwners(torch.optim.Optimizer):
@@ -54,7 +54,7 @@ class ByOwners(torch.optim.Optimizer):
 
     @property
     def holders(self) -> dict[nn.Parameter, int]:
-        """The rank that alone keeps the state of a matrix; empty if each rank keeps the state of its parts."""
+        """The only rank that keeps a matrix's state, by matrix; empty if each rank keeps the state of its parts."""
         return {
             matrix: owners.rank_of(number)
             for owners, shares in chain(*self._divided)
@@ -65,17 +65,17 @@ class ByOwners(torch.optim.Optimizer):
 
     @cached_property
     def _divided(self) -> list[list[tuple[Owners, list[list[nn.Parameter]]]]]:
-        """For each group, its matrices by owner: the same at each step, since an owner may keep their state."""
+        """For each group, the matrices of each owner. They stay the same, because an owner may keep their state."""
         return [
             list(divided_among_owners(group["params"], self.mesh, self.ownership.work)) for group in self.param_groups
         ]
 
     def _batches(self, matrices: Matrices) -> Iterator[Matrices]:
-        """The matrices of one owner, in lists of those that it computes together."""
+        """Split one owner's matrices into lists that it computes together."""
         return ([matrix] for matrix in matrices)
 
     def _turn(self, turn: Sequence[Matrices], owners: Owners, group: Group) -> None:
-        """Update one batch of matrices per rank (empty: no more). Holds this rank's updates and one other batch."""
+        """Update one batch of matrices per owner, which may be empty. Holds this rank's updates and one other."""
         copies = [turn[i : i + owners.n_parts] for i in range(0, len(turn), owners.n_parts)]
         owned = copies[owners.copy]
         mine = self._updates(owned, owners, group) if any(owned) else []
@@ -88,32 +88,32 @@ class ByOwners(torch.optim.Optimizer):
                     self._apply(matrices, update, owners, group)
 
     def _updates(self, owned: Sequence[Matrices], owners: Owners, group: Group) -> list[Update]:
-        """The updates of each owner's matrices, on this rank.
+        """Return this rank's parts of the updates of each owner's matrices.
 
         Args:
-            owned: the matrices of each owner with the parts of this copy; not all are empty.
+            owned: the matrices of each owner in this rank's copy; at least one owner has some.
         """
         raise NotImplementedError
 
     def _no_update(self, matrices: Matrices, owners: Owners) -> Update:
-        """Tensors in which to receive an update of matrices that another copy's rank owns."""
+        """Return empty tensors in which to receive an update whose owner is in another copy."""
         raise NotImplementedError
 
     def _apply(self, matrices: Matrices, update: Update, owners: Owners, group: Group) -> None:
-        """Change this rank's parts of the matrices."""
+        """Apply an update to this rank's parts of the matrices."""
         raise NotImplementedError
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of the parameter's gradient."""
+    """Return this rank's part of the parameter's gradient."""
     assert parameter.grad is not None
     return local(parameter.grad)
 
 
 def restore_state(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Tensor]]) -> None:
-    """Restore the state of parameters, by their index; torch's `load_state_dict` would cast it to their dtype.
+    """Restore state by parameter index, in the dtypes given; torch's `load_state_dict` would cast to the parameters'.
 
-    Tensors go to the parameter's device, except the step count and tensors on the meta device, which other ranks keep.
+    Tensors move to the parameter's device, but not the step count, nor meta tensors, which other ranks keep.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     optimizer.state.clear()  # a parameter may have had no state yet
@@ -126,10 +126,10 @@ def restore_state(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, T
 
 
 def decay(weights: Tensor, update: Tensor, amount: float, cautious: bool) -> None:
-    """Multiply weights by 1 - `amount` before their update; if `cautious`, only those that it moves towards zero.
+    """Multiply weights by 1 - `amount` before an update; if `cautious`, only weights that it moves towards zero.
 
     Args:
-        update: the tensor of the weights' shape whose product with the rate is subtracted from them.
+        update: the update before it is multiplied by the negative learning rate, of the weights' shape.
         amount: learning rate times weight decay.
     """
     if cautious:
@@ -139,5 +139,5 @@ def decay(weights: Tensor, update: Tensor, amount: float, cautious: bool) -> Non
 
 
 def decay_where_agreed(weights: Tensor, update: Tensor, amount: float) -> None:
-    """Decay only weights whose update has the same sign or is zero. Overwrites the update."""
+    """Multiply by 1 - `amount` the weights whose product with their update is not negative. Overwrites `update`."""
     weights.mul_(update.sign_().mul_(weights).ge_(0).mul_(-amount).add_(1))

@@ -1,10 +1,10 @@
-"""Muon (Jordan et al., 2024) with the matrices of one shape orthogonalized together.
+"""Muon (Jordan et al., 2024), which orthogonalizes matrices of one shape in batches.
 
-torch's Muon takes one matrix at a time, which is up to twice as slow for many small ones, as in a small model or in
-experts (bench/passes.py). The arithmetic is the same (tests/test_optim.py); on most CPUs it is in C++
+torch's Muon orthogonalizes one matrix at a time, which is up to twice as slow for many small matrices, as in a small
+model or in experts (bench/passes.py). The arithmetic is the same (tests/test_optim.py); on most CPUs it runs in C++
 (`gptworks.kernels.optimizer`).
 
-Several ranks divide the matrices (`gptworks.training.distributed.owners`): a matrix's owner orthogonalizes its update.
+Several ranks divide the matrices: each one's owner (`gptworks.training.distributed.owners`) orthogonalizes its update.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,11 +24,11 @@ from gptworks.training.optim.base import ByOwners, Group, Mesh, Update, decay, g
 from gptworks.training.optim.polynomials import Polynomial, polynomials
 
 ROW_EPS = 1e-10
-"""Smallest divisor in NorMuon's row factors."""
+"""Lower bound of the divisors in NorMuon's row factors."""
 
 
 def build(groups: list[Group], train: TrainConfig, mesh: Mesh, row_beta: float | None = None) -> torch.optim.Optimizer:
-    """A new Muon; with `row_beta`, a new NorMuon."""
+    """Make a Muon, or, with `row_beta`, a NorMuon."""
     return Muon(
         groups,
         momentum=train.muon_momentum,
@@ -59,10 +59,10 @@ class Muon(ByOwners, torch.optim.Muon):
     ) -> None:
         """
         Args:
-            orthogonalizing: the polynomial of each iteration.
-            cautious: decay as in `gptworks.training.optim.base`.
-            row_beta: decay of the second moments of NorMuon's rows; None: plain Muon.
-            mesh: the ranks that hold the parameters, whole or in parts, and step together; None: only this rank.
+            orthogonalizing: the polynomials of the iterations, in order.
+            cautious: whether weight decay is cautious (see `gptworks.training.optim.base`).
+            row_beta: NorMuon's decay of the rows' second moments; None: plain Muon.
+            mesh: the ranks that hold the parameters, whole or in parts; None: only this rank.
         """
         super().__init__(*arguments, **settings)
         self._polynomials, self._cautious, self._row_beta = orthogonalizing, cautious, row_beta
@@ -83,7 +83,7 @@ class Muon(ByOwners, torch.optim.Muon):
         else:
             whole = owners.gather(owned, lambda p: gradient_of(p).lerp(self._average(p), group["momentum"]).bfloat16())
             if mine:
-                matrices = list(whole.float())  # Nesterov's direction from two equal tensors is that tensor
+                matrices = list(whole.float())  # passed as both: Nesterov's direction of equal tensors is that tensor
                 del whole
                 whole = self._orthogonalized(matrices, matrices, group)
                 del matrices
@@ -99,11 +99,11 @@ class Muon(ByOwners, torch.optim.Muon):
         return (part,) if self._row_beta is None else (part, like.new_empty(n, matrices[0].size(0)))
 
     def _orthogonalized(self, gradients: list[Tensor], averages: list[Tensor], group: Group) -> Tensor:
-        """Orthogonalized Nesterov direction of each matrix, [N, rows, columns] in bfloat16. Empties the lists."""
+        """Return orthogonalized Nesterov directions, bfloat16 [N, rows, columns], of N matrices. Empties both lists."""
         if (library := muon_library([*gradients, *averages])) is not None:
             return muon_updates(library, gradients, averages, group["momentum"], self._polynomials, group["eps"])
-        made = [directions(gradients, averages, group["momentum"])]  # a list, so that nothing else keeps them
-        gradients.clear()  # gathered ones are freed before the products
+        made = [directions(gradients, averages, group["momentum"])]  # so that `pop` drops the last reference
+        gradients.clear()  # frees gathered matrices before the products
         averages.clear()
         return orthogonalized(made.pop(), self._polynomials, group["eps"])
 
@@ -119,12 +119,12 @@ class Muon(ByOwners, torch.optim.Muon):
             weights.add_(orthogonal, alpha=-rate)
 
     def _row_factors(self, parameter: nn.Parameter, norms: Tensor, beta: float) -> Tensor:
-        """The factor of each row of an orthogonal update, [rows] in float32: the inverse root of the running average
-        of its mean square, scaled to keep the update's norm (Li et al., 2025, "NorMuon", arXiv 2510.05491, algorithm 1;
-        the norm as in the authors' code, so that Muon's rates hold).
+        """Return the factor of each row of an orthogonal update, float32 [rows] (Li et al., 2025, "NorMuon", arXiv
+        2510.05491, algorithm 1): one over the root of the running average of the row's mean square. The factors are
+        scaled to keep the update's norm, as in the authors' code, so that Muon's learning rates apply.
 
         Args:
-            norms: the norm of each row of the update, [rows] in float32.
+            norms: the norm of each row of the update, float32 [rows].
         """
         state = self.state[parameter]
         if "row_second_moment" not in state:
@@ -134,20 +134,20 @@ class Muon(ByOwners, torch.optim.Muon):
         return factors.mul_(norms.norm() / (norms * factors).norm().clamp(min=ROW_EPS))
 
     def _average(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's part of the running average of the parameter's gradients; zero at first."""
+        """Return this rank's part of the running average of the parameter's gradients, which starts at zero."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         return local(state["momentum_buffer"])
 
     def _add_to_average(self, parameter: nn.Parameter, momentum: float) -> None:
-        """Add this step's gradient. Every rank keeps the average of what it holds of every matrix, so that any number
-        of ranks can save it and resume with it."""
+        """Add this step's gradient to the running average. Every rank keeps the average of its part of every matrix,
+        so a run can resume on any number of ranks."""
         self._average(parameter).lerp_(gradient_of(parameter), 1 - momentum)
 
 
 def directions(gradients: list[Tensor], momenta: list[Tensor], momentum: float) -> Tensor:
-    """The directions of Nesterov's momentum, [N, rows, columns] in bfloat16."""
+    """Return the directions of Nesterov's momentum, bfloat16 [N, rows, columns]."""
     made = torch.empty(len(gradients), *gradients[0].shape, dtype=torch.bfloat16, device=gradients[0].device)
     for gradient, average, direction in zip(gradients, momenta, made, strict=True):
         direction.copy_(gradient.lerp(average, momentum))
@@ -155,10 +155,8 @@ def directions(gradients: list[Tensor], momenta: list[Tensor], momentum: float) 
 
 
 def orthogonalized(x: Tensor, quintics: tuple[Polynomial, ...], eps: float) -> Tensor:
-    """Approximate U Vᵀ of each matrix U S Vᵀ by Newton–Schulz iterations: divide by the Frobenius norm, then apply one
-    polynomial after the other to S.
-
-    x [N, rows, columns], bfloat16, is overwritten. Returns the same shape.
+    """Return approximations of U Vᵀ for matrices x = U S Vᵀ, bfloat16 [N, rows, columns], by Newton–Schulz iterations:
+    divide x by the Frobenius norm, then apply one polynomial after another to S. Overwrites x.
     """
     x.div_(x.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None])
     tall = x.size(1) > x.size(2)
@@ -172,7 +170,7 @@ def orthogonalized(x: Tensor, quintics: tuple[Polynomial, ...], eps: float) -> T
 
 
 def batches(matrices: Matrices) -> Iterator[Matrices]:
-    """Lists of matrices of one shape, divided alike: at most `TOGETHER` elements in all, or a single larger matrix."""
+    """Yield lists of matrices with the same shape and shards: at most `TOGETHER` elements, or one larger matrix."""
     by_shape: dict[Any, list[nn.Parameter]] = {}
     for matrix in matrices:
         by_shape.setdefault((matrix.shape, getattr(matrix, "placements", None)), []).append(matrix)

@@ -8,5 +8,5 @@ from gptworks.training.optim.base import Group, Mesh
 
 
 def build(groups: list[Group], train: TrainConfig, mesh: Mesh) -> torch.optim.Optimizer:
-    """A new NorMuon."""
+    """Make a NorMuon."""
     return muon.build(groups, train, mesh, train.normuon_beta)

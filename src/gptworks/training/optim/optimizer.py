@@ -1,5 +1,6 @@
-"""The optimizer of a run: the recipe's for the blocks' matrices and AdamW for the rest, driven as one. Only
-matrices are decayed. Each optimizer has a file here, and an entry in `gptworks.config.optimizers.OPTIMIZERS`."""
+"""The optimizer of a run: the recipe's for the blocks' matrices and AdamW for other parameters, behind one interface.
+Only matrices decay. Each optimizer has a file in this folder and an entry in
+`gptworks.config.optimizers.OPTIMIZERS`."""
 
 import math
 from collections.abc import Collection
@@ -16,14 +17,14 @@ from gptworks.training.optim.base import Build, ByOwners, Group, Mesh
 
 
 def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) -> dict[str, list[Group]]:
-    """Groups by the optimizer that updates them: blocks' matrices, embeddings, head, vectors (norms and biases)."""
+    """Return groups by optimizer; a group is of blocks' matrices, embeddings, head, or vectors (norms and biases)."""
     members: dict[tuple[str, object], list[str]] = {(kind, None): [] for kind in RateFactors.model_fields}
     for name, parameter in parameters.items():
         kind = "head" if name.startswith("untied_head.") else "embeddings"
         kind = "vectors" if parameter.ndim < 2 else "matrices" if name.startswith("blocks.") else kind
         if train.optimizer_state == "int8" and kind == "matrices" and parameter.numel() >= LEAST_IN_8_BITS:
             kind = "in 8 bits"
-        mesh = getattr(parameter, "device_mesh", None)  # fused updates need tensors that are sharded alike
+        mesh = getattr(parameter, "device_mesh", None)  # a fused update needs tensors of one mesh
         members.setdefault((kind, mesh), []).append(name)
     groups: dict[str, list[Group]] = {}
     for (kind, _), names in members.items():
@@ -42,15 +43,15 @@ def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) ->
                 "weight_decay": 0.0 if kind == "vectors" else train.weight_decay,
             }
         )
-    return dict(sorted(groups.items()))  # alphabetical, adamw first
+    return dict(sorted(groups.items()))  # alphabetical, so adamw comes first
 
 
 class Optimizer:
-    """Several torch optimizers behind one interface. State is saved by parameter name."""
+    """Several torch optimizers behind one interface, which saves their state by parameter name."""
 
     def __init__(self, model: GPT, train: TrainConfig, mesh: Mesh = None) -> None:
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._optimizers: dict[str, tuple[torch.optim.Optimizer, list[str]]] = {}  # kind → optimizer, names
+        self._optimizers: dict[str, tuple[torch.optim.Optimizer, list[str]]] = {}  # with parameter names, by kind
         for kind, groups in parameter_groups(self.parameters, train).items():
             build: Build = import_module(f"gptworks.training.optim.{kind}").build
             self._optimizers[kind] = (
@@ -77,12 +78,12 @@ class Optimizer:
                 scaler.unscale_(optimizer)
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
+        """Free the gradients."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The state as `parameter/key` → tensor."""
+        """Return the state's tensors, named `parameter/key`."""
         return {
             f"{name}/{key}": value
             for optimizer, names in self._optimizers.values()
@@ -92,8 +93,8 @@ class Optimizer:
 
     @property
     def holders(self) -> dict[str, int]:
-        """The rank that alone keeps a tensor of the state, by the tensor's name; on other ranks it is on the meta
-        device. Each rank keeps its parts of tensors that are not listed."""
+        """The only rank that keeps a tensor of the state, by the tensor's name; on other ranks it is on the meta
+        device. Tensors that are not listed are sharded or replicated like their parameter."""
         return {
             f"{name}/{key}": ranks[self.parameters[name]]
             for kind, (optimizer, names) in self._optimizers.items()
@@ -103,11 +104,11 @@ class Optimizer:
         }
 
     def expected_tensors(self, stored: Collection[str], own: Collection[str] = ()) -> dict[str, Expected]:
-        """The state that a checkpoint may hold: all of a parameter's tensors, or none before its first step.
+        """Return the tensors that a checkpoint must hold: all of a parameter's state, or none before its first step.
 
         Args:
             stored: names of the stored tensors, `parameter/key`.
-            own: tensors stored next to the state, `parameter/own`, of their parameter's shape.
+            own: names of other tensors stored with the state, `parameter/own`, each of its parameter's shape.
         """
         begun = {name.rpartition("/")[0] for name in stored if name not in own}
         shapes = {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
@@ -120,14 +121,14 @@ class Optimizer:
         return expected
 
     def copy_state(self, source: str, target: str) -> None:
-        """Copy a parameter's optimizer state to another parameter of the same shape, by their names."""
+        """Copy the state of the parameter named `source` to the parameter named `target`, of the same shape."""
         for optimizer, names in self._optimizers.values():
             if source in names and target in names:
                 state = optimizer.state[self.parameters[source]]
                 optimizer.state[self.parameters[target]] = {key: value.clone() for key, value in state.items()}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Restore the result of `state_tensors`."""
+        """Restore tensors that `state_tensors` returned."""
         by_name: dict[str, dict[str, Tensor]] = {}
         for key, value in tensors.items():
             name, _, slot = key.rpartition("/")

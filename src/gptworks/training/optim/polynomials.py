@@ -3,11 +3,11 @@
 from typing import Literal
 
 Polynomial = tuple[float, float, float]
-"""The coefficients a, b and c."""
+"""The coefficients a, b and c of a x + b x³ + c x⁵."""
 
 JORDAN: Polynomial = (3.4445, -4.7750, 2.0315)
-"""Used in every iteration, chosen for a steep rise at zero: five iterations take [0.01, 1] to [0.68, 1.13] (Jordan
-et al., 2024, "Muon: An optimizer for hidden layers in neural networks")."""
+"""The polynomial of every iteration with `jordan`, chosen for its steep slope at zero: five iterations map [0.01, 1] to
+[0.68, 1.13] (Jordan et al., 2024, "Muon: An optimizer for hidden layers in neural networks")."""
 
 POLAR_EXPRESS: tuple[Polynomial, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -19,16 +19,17 @@ POLAR_EXPRESS: tuple[Polynomial, ...] = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
 )
-"""One for each iteration, the last also for all later ones: each is closest to 1 on the interval to which the earlier
-ones map [0.001, 1] (Amsel et al., 2025, "The Polar Express", arXiv 2505.16932, implementation 1)."""
+"""The polynomials of the iterations with `polar_express`; the last is also used in all later iterations. Each is the
+closest to 1 on the interval to which the earlier ones map [0.001, 1] (Amsel et al., 2025, "The Polar Express", arXiv
+2505.16932, implementation 1)."""
 
 SAFETY = 1.01
-"""Divisor of the argument of every polynomial but the last, used twice for the first: a singular value that rounding
-moves above the interval would grow (the same paper, on finite precision)."""
+"""Divisor of the argument of each polynomial in `POLAR_EXPRESS` but the last, applied twice to the first: a singular
+value that rounding moves above the interval would grow (the same paper, on finite precision)."""
 
 
 def polynomials(kind: Literal["jordan", "polar_express"], n_iterations: int) -> tuple[Polynomial, ...]:
-    """The polynomials of `n_iterations` iterations, in order."""
+    """Return the polynomial of each of `n_iterations` iterations."""
     if kind == "jordan":
         return (JORDAN,) * n_iterations
     *varied, limit = POLAR_EXPRESS
@@ -38,6 +39,6 @@ def polynomials(kind: Literal["jordan", "polar_express"], n_iterations: int) -> 
 
 
 def _of_divided(polynomial: Polynomial, divisor: float) -> Polynomial:
-    """p(x / divisor) as a polynomial of x."""
+    """Return the coefficients of p(x / divisor) as a polynomial of x."""
     a, b, c = polynomial
     return a / divisor, b / divisor**3, c / divisor**5

@@ -2,11 +2,11 @@
 Adam in the basis of the eigenvectors of Shampoo's two preconditioners, for a matrix with gradient G [rows, columns]:
 
     left, right               running averages of G Gᵀ and Gᵀ G, decay β2
-    left_basis, right_basis   their eigenvectors in columns, updated every few steps
+    left_basis, right_basis   eigenvectors of left and right, in columns, refreshed every few steps
     exp_avg                   running average of G, as in Adam, decay β1
     exp_avg_sq                running average of (left_basisᵀ G right_basis)², by element, decay β2
 
-As in the authors' code, the first gradient only makes the preconditioners; that step leaves the matrix unchanged.
+As in the authors' code, a matrix's first step only initializes its state and leaves the matrix unchanged.
 
 A matrix's owner keeps all of its state; on other ranks, the same tensors are on the meta device, without memory.
 """
@@ -29,12 +29,12 @@ SIDES = ("left", "right")
 
 
 def build(groups: list[Group], train: TrainConfig, mesh: Mesh) -> torch.optim.Optimizer:
-    """A new SOAP."""
+    """Make a SOAP."""
     return SOAP(groups, train.betas, train.eps, train.soap_frequency, train.cautious_weight_decay, mesh)
 
 
 class SOAP(ByOwners):
-    """SOAP for matrices, in their own dtype; with decoupled weight decay."""
+    """SOAP for matrices, computed in their dtype, with decoupled weight decay."""
 
     ownership = BY_SOAP
 
@@ -50,8 +50,8 @@ class SOAP(ByOwners):
         """
         Args:
             frequency: steps from one refresh of the bases to the next.
-            cautious: decay as in `gptworks.training.optim.base`.
-            mesh: the ranks that hold the parameters, whole or in parts, and step together; None: only this rank.
+            cautious: whether weight decay is cautious (see `gptworks.training.optim.base`).
+            mesh: the ranks that hold the parameters, whole or in parts; None: only this rank.
         """
         super().__init__(groups, {"betas": betas, "eps": eps})
         self._frequency, self._cautious, self.mesh = frequency, cautious, mesh
@@ -61,14 +61,14 @@ class SOAP(ByOwners):
         self._begin(new, owners, group["betas"][1])
         old = [[] if first else matrices for first, matrices in zip(new, turn, strict=True)]
         super()._turn(old, owners, group)
-        for matrix in old[owners.number]:  # after the exchange, whose buffers are freed
+        for matrix in old[owners.number]:  # refresh only now, when the buffers of the exchange are freed
             state = self.state[matrix]
             if int(state["step"].item()) % self._frequency == 0:
                 for axis, side in enumerate(SIDES):
                     refresh(state[side], state[f"{side}_basis"], state["exp_avg_sq"], axis)
 
     def _begin(self, turn: Sequence[Matrices], owners: Owners, beta: float) -> None:
-        """Make the state of matrices with their first gradient, at most one per owner."""
+        """Initialize the state of matrices from their first gradient; `turn` has at most one matrix per owner."""
         for matrix in chain(*turn):
             self.state[matrix] = absent(matrix)
         owned = turn[owners.copy * owners.n_parts :][: owners.n_parts]
@@ -84,7 +84,7 @@ class SOAP(ByOwners):
         return [(part,) for part in owners.send(owned, whole)]
 
     def _direction(self, gradient: Tensor, state: dict[str, Tensor], group: Group) -> Tensor:
-        """Learn from a matrix's gradient and return the direction of its update, both [rows, columns]."""
+        """Add a gradient [rows, columns] to a matrix's state; return its update before the factor -rate, same shape."""
         beta1, beta2 = group["betas"]
         left, right = (state[f"{side}_basis"] for side in SIDES)
         state["step"] += 1
@@ -115,22 +115,22 @@ class SOAP(ByOwners):
             weights.add_(part, alpha=-group["lr"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`."""
+        """Restore a state that `state_dict` returned."""
         restore_state(self, state_dict["state"])
 
 
 def begun(gradient: Tensor, beta: float) -> dict[str, Tensor]:
-    """The state after a matrix's first gradient [rows, columns]."""
+    """Return the state of a matrix after its first gradient [rows, columns]; `beta` is the preconditioners' decay."""
     state = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(gradient), "exp_avg_sq": torch.zeros_like(gradient)}
     grams = product(gradient, gradient.mT), product(gradient.mT, gradient)
     for side, gram in zip(SIDES, grams, strict=True):
         state[side] = gram.mul_(1 - beta)
-        state[f"{side}_basis"] = torch.linalg.eigh(gram).eigenvectors.flip(1).contiguous()  # the largest first
+        state[f"{side}_basis"] = torch.linalg.eigh(gram).eigenvectors.flip(1).contiguous()  # by descending eigenvalue
     return state
 
 
 def absent(matrix: Tensor) -> dict[str, Tensor]:
-    """The state, on the meta device, of a matrix [rows, columns] that another rank owns."""
+    """Return the state of a matrix [rows, columns] that another rank owns: tensors on the meta device."""
     kept = OPTIMIZERS["soap"].state(tuple(matrix.shape))
     return {key: torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta") for key, one in kept.items()}
 
@@ -139,9 +139,9 @@ def refresh(average: Tensor, basis: Tensor, squares: Tensor, axis: int) -> None:
     """Refresh a basis by one power iteration towards the eigenvectors of `average` [n, n], then QR (algorithm 4).
 
     Args:
-        basis: the eigenvectors of the last refresh, in columns [n, n]; overwritten.
-        squares: the second moments in that basis; their rows (axis 0) or columns (axis 1) are reordered with the basis
-            vectors, by descending eigenvalue.
+        basis: the basis of the last refresh, in columns [n, n]; overwritten.
+        squares: the second moments in that basis [rows, columns]; along `axis`, they are put in the same order as the
+            basis vectors, by descending eigenvalue.
     """
     turned = product(average, basis)
     order = (basis * turned).sum(dim=0).argsort(descending=True, stable=True)

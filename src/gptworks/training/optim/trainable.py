@@ -1,4 +1,4 @@
-"""The part of a model that is trained: an adapter, all parameters that are not frozen, or all."""
+"""Choice of the parameters that a run trains: an adapter's, or all that are not frozen."""
 
 import fnmatch
 
@@ -14,8 +14,8 @@ from gptworks.quantize.linear import hold_packed, weight_tensors
 
 
 def trainable_model(config: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> GPT:
-    """A new model in which only trained parameters have gradients. With an adapter and a packed base, frozen weights
-    are zero until the base is loaded: the model is never in memory unpacked."""
+    """Make a model in which only trained parameters require gradients. With an adapter over a packed base, frozen
+    weights are packed zeros until the base is loaded, so that no unpacked model is ever in memory."""
     if adapter is None or adapter.base == "full":
         return trained_part(GPT(config), adapter, freeze)
     here = torch.get_default_device()
@@ -28,7 +28,7 @@ def trainable_model(config: ModelConfig, adapter: LoRAConfig | None, freeze: Fre
 
 
 def trained_part(model: GPT, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> GPT:
-    """Add an adapter to the model, or freeze parameters; changes the model."""
+    """Add the adapter to the model or freeze its parameters, in place; return the model."""
     if adapter is not None:
         return add_lora(model, adapter)
     if freeze is not None:
@@ -38,10 +38,10 @@ def trained_part(model: GPT, adapter: LoRAConfig | None, freeze: FreezeConfig | 
 
 
 def check_trained(recipe: Recipe) -> None:
-    """Check that patterns match, and that something is trained.
+    """Check that the patterns of `freeze` and `adapter` match parameters, and leave some to train.
 
     Raises:
-        UserError: a pattern names no parameter, or nothing is left to train.
+        UserError: a pattern matches no parameter, or nothing is left to train.
     """
     model = recipe.model.model_copy(update={"vocab_size": recipe.model.vocab_size or 1})
     names = list(count_parameters(model).shapes)
