@@ -30,7 +30,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gptworks.checkpoint import save_checkpoint
 from gptworks.device import choose_precision, device_name
 from gptworks.infer.backends.backend import Backend, Chunk, TorchBackend
 from gptworks.infer.backends.native import choose_backend
@@ -42,6 +41,7 @@ from gptworks.presets import preset
 from gptworks.quantize.convert import quantize_model
 from gptworks.quantize.linear import packed_matrices
 from gptworks.recipe import parse_recipe, save_recipe
+from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.progress import Progress
 
 PROMPT, NEW, LONG_PROMPT, BATCHES = 64, 128, 512, (1, 8, 32)

@@ -39,7 +39,6 @@ from typing import Any
 
 import torch
 
-from gptworks.checkpoint import save_checkpoint
 from gptworks.data.sources.choose import iter_documents
 from gptworks.device import device_name
 from gptworks.infer.batch import run_many
@@ -53,6 +52,7 @@ from gptworks.quantize.convert import quantize_model
 from gptworks.quantize.formats import Weights
 from gptworks.recipe import parse_recipe, save_recipe
 from gptworks.tokenizer import save_tokenizer, train_tokenizer
+from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.progress import Progress
 
 PRESET, PROMPT_CHARACTERS, NEW_TOKENS = "gpt2", 220, 64

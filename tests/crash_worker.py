@@ -22,7 +22,7 @@ with everything, as where a run is stopped there."""
 
 
 def save(run_dir: Path, kind: str, step: int, best: int) -> None:
-    from gptworks.checkpoint import save_checkpoint
+    from gptworks.training.checkpoint_files import save_checkpoint
     from gptworks.training.saving import remove_old
 
     tensors = {"w": torch.full((64,), float(step))}

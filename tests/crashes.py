@@ -110,6 +110,10 @@ def parse(lines: Iterable[str], root: str) -> Iterator[Operation]:
             offsets[descriptor] = at + len(data)
             sizes[held] = max(sizes.get(held, 0), at + len(data))
             yield Operation("write", held, data=data, at=at, **known)
+        elif call == "pwrite64":
+            data, at = said[0][: int(result)], int(arguments.rpartition(",")[2])
+            sizes[held] = max(sizes.get(held, 0), at + len(data))
+            yield Operation("write", held, data=data, at=at, **known)
         elif call == "lseek":
             offsets[descriptor] = int(result)
         elif call == "ftruncate":

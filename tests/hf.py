@@ -9,7 +9,6 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from gptworks.checkpoint import save_checkpoint
 from gptworks.config import ModelConfig
 from gptworks.interop.huggingface.architectures import FAMILIES
 from gptworks.model.attention import Attention
@@ -17,6 +16,7 @@ from gptworks.model.gpt import GPT
 from gptworks.model.layers import MLP
 from gptworks.recipe import parse_recipe, save_recipe
 from gptworks.tokenizer import save_tokenizer
+from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.progress import Progress
 
 VOCABULARY = 260

@@ -2,9 +2,12 @@
 
 import hashlib
 import json
+import shutil
 import sys
+import tempfile
 import time
 import weakref
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,8 +26,9 @@ from gptworks.device import choose_precision
 from gptworks.model.gpt import GPT
 from gptworks.planning.layout import Layout
 from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.distributed import sums
-from gptworks.training.distributed.parallel import ManyDevices, Parallel, choose_parallel
+from gptworks.training.distributed.parallel import NO_HOLDERS, ManyDevices, Parallel, choose_parallel
 from gptworks.training.distributed.ranks import Ranks, _collectives_issued, join
 from gptworks.training.distributed.shards import local
 from gptworks.training.loop import train
@@ -120,9 +124,9 @@ def gradients(cases: list[dict], ranks: Ranks) -> list[dict]:
             difference = (gradient - wanted[name]).abs().max() / wanted[name].abs().max()
             worst = max(worst, difference.item())
         results[-1] |= {"worst": worst, "norm": parallel.gradient_norm() / norm}
-        saved = dict(parallel.gather_tensors({name: p.detach() for name, p in parallel.parameters.items()}))
-        assert all(torch.equal(saved[name], p.detach()) for name, p in alone.named_parameters())
-        shares = parallel.shard_tensors(saved)
+        read = saved(parallel.parameters, parallel)
+        assert all(torch.equal(read[name], p.detach()) for name, p in alone.named_parameters())
+        shares = parallel.shard_tensors(read)
         for name, parameter in parallel.parameters.items():
             mine, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (shares[name], parameter.detach()))
             assert torch.equal(mine, theirs), name
@@ -290,8 +294,7 @@ def owner_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
                 own = optimizer._optimizers[recipe.train.optimizer][1]
                 tensors = (local(state[key]) for key in state if key.rpartition("/")[0] in own)
                 kept = sum(tensor.nbytes for tensor in tensors if not tensor.is_meta)
-            found = parallel.gather_tensors({**parallel.parameters, **state}, optimizer.holders)
-            return {name: tensor.detach().clone() for name, tensor in found}
+            return saved({**parallel.parameters, **state}, parallel, optimizer.holders)
 
         alone = run(range(4), together=False)
         name = made[kind].__name__
@@ -335,8 +338,8 @@ def built(cases: list[dict], ranks: Ranks) -> list[dict]:
         torch.manual_seed(3)
         whole = make()
         named, buffers = dict(whole.named_parameters()), dict(whole.named_buffers())
-        gathered = dict(parallel.gather_tensors(dict(parallel.parameters)))
-        differing = [name for name, tensor in gathered.items() if not torch.equal(tensor, named[name])]
+        found = saved(parallel.parameters, parallel)
+        differing = [name for name, tensor in found.items() if not torch.equal(tensor, named[name])]
         differing += [name for name, tensor in buffers.items() if not torch.equal(tensor, model.get_buffer(name))]
         differing += [n for n, p in named.items() if p.requires_grad != parallel.parameters[n].requires_grad]
         differing += ["the random state"] * (not torch.equal(after, torch.rand(())))
@@ -348,15 +351,26 @@ def built(cases: list[dict], ranks: Ranks) -> list[dict]:
     return results
 
 
-def note_gathered(path: Path, whole: Any = ManyDevices.gather_tensors) -> None:
-    """From here on, write a line of what this rank makes whole for each save: weights, or the optimizer's moments."""
+def saved(tensors: Mapping[str, Tensor], parallel: Parallel, holders: Mapping[str, int] = NO_HOLDERS) -> dict:
+    """The complete tensors on every rank, from a checkpoint that all ranks write."""
+    folder = Path(parallel.ranks.from_rank_zero(tempfile.mkdtemp))
+    parts = dict(parallel.parts({name: tensor.detach() for name, tensor in tensors.items()}, holders))
+    checkpoint = save_checkpoint(folder, 1, parts, None, {}, parallel.ranks.writers)
+    read = parallel.ranks.rank_zero_first(lambda: {n: t.clone() for n, t in checkpoint.model_tensors().items()})
+    parallel.ranks.all_reduce([0.0])  # all have read
+    shutil.rmtree(folder, ignore_errors=True)
+    return read
 
-    def noted(parallel: ManyDevices, tensors: dict[str, Tensor]) -> Any:
+
+def note_saved(path: Path, parts: Any = ManyDevices.parts) -> None:
+    """From here on, write a line for each kind of tensors that this rank saves: weights, or the optimizer's moments."""
+
+    def noted(parallel: ManyDevices, tensors: dict[str, Tensor], *holders: Mapping[str, int]) -> Any:
         with path.open("a", encoding="utf-8") as file:
             file.write("moments\n" if any("/" in name for name in tensors) else "weights\n")
-        return whole(parallel, tensors)
+        return parts(parallel, tensors, *holders)
 
-    ManyDevices.gather_tensors = noted  # type: ignore[method-assign]
+    ManyDevices.parts = noted  # type: ignore[method-assign]
 
 
 def runs(recipes: list[dict], ranks: Ranks) -> None:
@@ -384,7 +398,7 @@ def runs(recipes: list[dict], ranks: Ranks) -> None:
 
         recipe = load_recipe(case["path"], case["overrides"])
         if "gathered" in case:
-            note_gathered(Path(f"{case['gathered']}.{ranks.rank}"))
+            note_saved(Path(f"{case['gathered']}.{ranks.rank}"))
         if case.get("blind") == ranks.rank:
             recipe = recipe.model_copy(update={"run_dir": recipe.run_dir / "on another disk"})
         train(

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import commands
 from commands import Process
 from gptworks.chat_template import ChatTemplate
-from gptworks.checkpoint import save_checkpoint
 from gptworks.infer import Engine
 from gptworks.model.gpt import GPT
 from gptworks.recipe import parse_recipe, save_recipe
@@ -28,6 +27,7 @@ from gptworks.serve.service import Service
 from gptworks.serve.settings import ServerSettings
 from gptworks.studio.app import create_studio
 from gptworks.tokenizer import save_tokenizer, vocabulary_size
+from gptworks.training.checkpoint_files import save_checkpoint
 from tiny import plain_model
 
 CONTEXT = 128

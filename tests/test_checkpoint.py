@@ -15,10 +15,11 @@ from gptworks.checkpoint import (
     load_model,
     load_run,
     newest_verified,
-    save_checkpoint,
 )
 from gptworks.errors import RunError, UserError
 from gptworks.model.gpt import GPT
+from gptworks.training import checkpoint_files
+from gptworks.training.checkpoint_files import TensorPart, save_checkpoint
 from gptworks.training.saving import CheckpointWriter, remove_old
 from tiny import plain_model
 
@@ -120,13 +121,14 @@ def test_files_are_summed_once_and_again_where_they_have_changed(
         summed.append(path.name)
         return sum_file(path, inside=inside)
 
-    monkeypatch.setattr(checkpoint_module, "sha256_file", counted)
+    for module in (checkpoint_module, checkpoint_files):
+        monkeypatch.setattr(module, "sha256_file", counted)
     writer = CheckpointWriter(tmp_path, keep=2)
 
     def save(step: int) -> int:
         """How many files are read to save this step."""
         summed.clear()
-        weights = {"a": torch.full((4,), float(step))}
+        weights = {"a": TensorPart.whole(torch.full((4,), float(step)))}
         writer.save(step, {"model": weights.items(), "optimizer": {}.items()}, {"best_step": 0})
         writer.wait()
         return len(summed)

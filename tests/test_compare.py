@@ -14,7 +14,6 @@ import torch
 from typer.testing import CliRunner
 
 import tiny
-from gptworks.checkpoint import save_checkpoint
 from gptworks.cli import app
 from gptworks.config import settings
 from gptworks.data.prepare import prepare
@@ -28,6 +27,7 @@ from gptworks.runs.compare_page import to_html
 from gptworks.runs.history import History, read_history
 from gptworks.runs.settings import decisive, fingerprint, settings_fingerprint
 from gptworks.runs.statistics import binomial_quantile, known_spread, t_quantile, t_two_sided, welch
+from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.progress import Progress
 from histories import curve, training, validation, write_run
 from test_html import Reader

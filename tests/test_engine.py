@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from gptworks.checkpoint import save_checkpoint
 from gptworks.config import CharTokenizer, WordTokenizer
 from gptworks.errors import UserError
 from gptworks.infer import ChatSession, Engine, SamplingSettings, load
@@ -22,6 +21,7 @@ from gptworks.model.gpt import GPT
 from gptworks.recipe import parse_recipe, save_recipe
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import save_tokenizer, train_tokenizer, vocabulary_size
+from gptworks.training.checkpoint_files import save_checkpoint
 from tiny import plain_model
 
 LETTERS = "abcdefghij"

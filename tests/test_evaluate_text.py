@@ -16,7 +16,7 @@ import yaml
 
 import hf
 import tiny
-from gptworks.checkpoint import load_run, save_checkpoint
+from gptworks.checkpoint import load_run
 from gptworks.cli import main
 from gptworks.config import CharTokenizer
 from gptworks.data.shards import TokenShards
@@ -29,6 +29,7 @@ from gptworks.evaluation.text import PASSAGE_CHARACTERS, evaluate_text
 from gptworks.infer.engine import Engine
 from gptworks.model.gpt import GPT
 from gptworks.tokenizer import load_tokenizer, train_tokenizer
+from gptworks.training.checkpoint_files import save_checkpoint
 
 TEXT = "The naïve café, née 1899 — “quoted”; 日本語 and more.\n\n" * 60
 BYTES = hf.byte_tokenizer("<|endoftext|>")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import tiny
-from gptworks.checkpoint import all_checkpoints, checkpoint_of_step, checkpoints, choose_checkpoint, save_checkpoint
+from gptworks.checkpoint import all_checkpoints, checkpoint_of_step, checkpoints, choose_checkpoint
 from gptworks.cli import app
 from gptworks.errors import RunError, UserError
 from gptworks.files import sha256_file
@@ -22,6 +22,7 @@ from gptworks.runs import history
 from gptworks.runs.compare import compare
 from gptworks.runs.report import to_html
 from gptworks.training.changes import check_changes, read_history
+from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.fork import fork, origin_of
 from gptworks.training.loop import train
 from gptworks.training.progress import Progress

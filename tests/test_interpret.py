@@ -13,7 +13,7 @@ import transformers as t
 
 import hf
 import tiny
-from gptworks.checkpoint import load_run, save_checkpoint
+from gptworks.checkpoint import load_run
 from gptworks.config import CharTokenizer, ModelConfig
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
@@ -31,6 +31,7 @@ from gptworks.interpret.record import Recording, record
 from gptworks.interpret.text import TokenizedText, along, segments
 from gptworks.model.gpt import GPT
 from gptworks.tokenizer import load_tokenizer, train_tokenizer
+from gptworks.training.checkpoint_files import save_checkpoint
 
 BYTES = hf.byte_tokenizer("<|endoftext|>")
 TEXT = "The naïve café, née 1899 — “quoted”; 日本語 and more.\n\n" * 3

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import tiny
-from gptworks.checkpoint import choose_checkpoint, load_run, save_checkpoint
+from gptworks.checkpoint import choose_checkpoint, load_run
 from gptworks.config import LoRAConfig, ModelConfig, optimizers
 from gptworks.infer.backends.cache import SlotCache
 from gptworks.interop.huggingface import import_huggingface
@@ -37,6 +37,7 @@ from gptworks.planning.trained import everything, trained
 from gptworks.presets import PRESETS, preset
 from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
+from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.loop import train
 from gptworks.training.optim import adamw, adamw_int8, muon
 from gptworks.training.record.metrics import read_metrics

@@ -27,10 +27,11 @@ import commands
 import rank_worker
 import tiny
 from commands import Process
-from gptworks.checkpoint import checkpoints, choose_checkpoint, save_checkpoint
+from gptworks.checkpoint import checkpoints, choose_checkpoint
 from gptworks.errors import UserError
 from gptworks.model.gpt import GPT
 from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.distributed import agreed
 from gptworks.training.distributed.agreed import agreed_checkpoint
 from gptworks.training.distributed.deferred import Deferred

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from gptworks.checkpoint import load_run, save_checkpoint
+from gptworks.checkpoint import load_run
 from gptworks.config import LoRAConfig
 from gptworks.errors import RunError, UserError
 from gptworks.interop.huggingface import export_huggingface
@@ -22,6 +22,7 @@ from gptworks.model.gpt import GPT
 from gptworks.model.lora import add_lora, is_adapter
 from gptworks.quantize.convert import pack_for
 from gptworks.recipe import load_recipe, save_recipe
+from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.optim.trainable import trainable_model
 from hf import VOCABULARY, make_run, random_model, tokens
 from tiny import plain_model

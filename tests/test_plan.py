@@ -324,17 +324,16 @@ def test_an_auto_layout_needs_only_what_the_recipe_says() -> None:
 
 
 def test_the_readmes_example_is_right() -> None:
-    """It fits neither the devices nor the host of rank 0, which copies the whole checkpoint; what is advised fits."""
+    """It does not fit the devices; it fits the hosts, since no rank holds the whole model; what is advised fits."""
     example = planned("gpt3-175b", ranks=1024)
     assert not example.fits
-    assert example.host is not None and not example.host.fits
-    assert example.host.total_bytes == pytest.approx(12 * example.parameters.total + 8e9)
-    assert example.host.total_bytes / 2e12 == pytest.approx(1.05, abs=0.005)
+    assert example.host is not None and example.host.fits
+    assert example.host.total_bytes / 1e9 == pytest.approx(28, abs=0.5)
     assert example.changes and all(change.fits for change in example.changes)
     selective = planned("gpt3-175b", "train.activation_checkpointing=selective", ranks=1024)
-    assert selective.peak.total_bytes <= selective.device.memory_bytes and not selective.fits
+    assert selective.peak.total_bytes <= selective.device.memory_bytes and selective.fits
     text = " ".join(" ".join(cells) for table in plan_tables.tables(example) for cells in table.rows)
-    assert text.count("DOES NOT FIT") == 2
+    assert text.count("DOES NOT FIT") == 1
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     command = "`gptworks plan gpt3-175b --device h100 --world-size 1024`"
     assert f"{command} allocates nothing and answers: it does not fit" in readme

@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
-from gptworks.checkpoint import checkpoints, choose_checkpoint, newest_verified, save_checkpoint
+from gptworks.checkpoint import checkpoints, choose_checkpoint, newest_verified
 from gptworks.errors import UserError
 from gptworks.interpret.checkpoints import chosen_steps
 from gptworks.model.gpt import GPT
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.serve.errors import APIError
 from gptworks.studio.library import Library
+from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.fork import fork
 from gptworks.training.loop import Run, train
 from gptworks.training.saving import remove_old

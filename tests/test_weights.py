@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import hf
-from gptworks.checkpoint import Checkpoint, load_model, save_checkpoint
+from gptworks.checkpoint import Checkpoint, load_model
 from gptworks.config import LoRAConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.interpret import weights as room
@@ -30,6 +30,7 @@ from gptworks.model.lora import add_lora
 from gptworks.quantize.convert import base_kinds, pack_for, quantize_model
 from gptworks.quantize.linear import PackedMatrix, hold_packed
 from gptworks.recipe import parse_recipe
+from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.progress import Progress
 from tiny import plain_model
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import hf
 import tiny
 from gptworks.api import evaluate
-from gptworks.checkpoint import load_run, save_checkpoint
+from gptworks.checkpoint import load_run
 from gptworks.choices import LoadedWeights, Weights
 from gptworks.cli import app
 from gptworks.cli.generate import drafter_of
@@ -36,6 +36,7 @@ from gptworks.recipe import load_recipe, save_recipe
 from gptworks.runs import quantized as quantize_module
 from gptworks.runs.quantized import quantize_run
 from gptworks.tensors import TensorFile
+from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.optim.trainable import trainable_model
 
 SMALL: dict[str, Any] = {

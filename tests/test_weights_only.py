@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from gptworks.checkpoint import (
     checkpoints,
     choose_checkpoint,
     newest_verified,
-    save_checkpoint,
 )
 from gptworks.errors import UserError
 from gptworks.evaluation.evaluated_run import EvaluatedRun
@@ -29,6 +28,7 @@ from gptworks.planning.run import plan
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.runs.history import read_history
 from gptworks.training import saving
+from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.loop import Run, train
 from gptworks.training.objectives.base import Objective
@@ -293,15 +293,16 @@ def test_the_plan_has_the_most_bytes_that_a_run_s_checkpoints_take(evaluate_ever
     assert planned.most_weights_only == (1 if evaluate_every == 3 else 0)
 
 
-def test_optimizer_state_is_gathered_for_the_saves_that_write_it_alone(tmp_path: Path) -> None:
-    gathered: list[str] = []
+def test_optimizer_state_is_copied_for_the_saves_that_write_it_only(tmp_path: Path) -> None:
+    saved: list[str] = []
+    parts = Parallel.parts
 
-    def whole(parallel: Parallel, tensors: dict[str, torch.Tensor]) -> Any:
-        gathered.append("moments" if any("/" in name for name in tensors) else "weights")
-        return tensors.items()
+    def noted(parallel: Parallel, tensors: dict[str, torch.Tensor], *holders: Mapping[str, int]) -> Any:
+        saved.append("moments" if any("/" in name for name in tensors) else "weights")
+        return parts(parallel, tensors, *holders)
 
     with told(LOSSES), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Parallel, "gather_tensors", whole)
+        patch.setattr(Parallel, "parts", noted)
         train(parse_recipe(tiny.recipe_tree(tmp_path, **SETTINGS)))
     light, whole_one = ["weights"], ["weights", "moments"]
-    assert gathered == light + whole_one + light + whole_one + light + whole_one * 2  # of 3, 4, 6, 8, 9, 12 and 14
+    assert saved == light + whole_one + light + whole_one + light + whole_one * 2  # of 3, 4, 6, 8, 9, 12 and 14

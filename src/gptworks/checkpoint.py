@@ -13,7 +13,6 @@ A folder with the final name is complete: a crash at any time leaves either the 
 reveals later damage.
 """
 
-import json
 import os
 import re
 import shlex
@@ -24,25 +23,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from gptworks.choices import LoadedWeights, Weights
 from gptworks.config import LoRAConfig, ModelConfig, Recipe
-from gptworks.errors import RunError, UserError
+from gptworks.errors import UserError
 from gptworks.files import (
     check_inside,
-    new_folder,
     open_regular,
     read_regular,
     remove_tree,
-    sealed_json,
     sha256_file,
     sync,
     unsealed_json,
-    why_not_written,
-    write_whole,
 )
 from gptworks.json_files import mapping_of
 from gptworks.model.gpt import GPT
@@ -216,47 +209,6 @@ class Checkpoint:
         except (OSError, UserError):
             return None
         return step if type(step) is int and step >= 0 else None
-
-
-def save_checkpoint(
-    run_dir: Path,
-    step: int,
-    model_tensors: dict[str, Tensor],
-    optimizer_tensors: dict[str, Tensor] | None,
-    state: dict[str, Any],
-) -> Checkpoint:
-    """Write `checkpoints/step-<step>`, or without optimizer_tensors `weights-<step>`, completely or not at all.
-
-    Raises:
-        RunError: the checkpoint could not be written. Earlier checkpoints are unchanged, and no partial one remains.
-    """
-    parent = run_dir / "checkpoints"
-    final = parent / f"{'weights' if optimizer_tensors is None else 'step'}-{step:06d}"
-    parts = {"model": model_tensors} | ({} if optimizer_tensors is None else {"optimizer": optimizer_tensors})
-    try:
-        with new_folder(final, inside=run_dir) as aside:
-            for name, tensors in parts.items():
-                contiguous = {key: tensor.contiguous() for key, tensor in tensors.items()}
-                save_file(contiguous, aside / f"{name}.safetensors", {"format": "pt"})
-            write_whole(aside / "state.json", json.dumps(state, indent=2), new=True)
-            files = {
-                path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-                for path in sorted(aside.iterdir())
-            }
-            write_whole(
-                aside / "manifest.json", sealed_json({"format": FORMAT, "step": step, "files": files}), new=True
-            )
-            if final.exists():  # a damaged checkpoint; the run was resumed from an earlier one
-                remove_checkpoint(Checkpoint(final))
-    except (OSError, SafetensorError, RunError) as error:
-        needed_bytes = sum(tensor.nbytes for tensors in parts.values() for tensor in tensors.values())
-        cause = error.__cause__ if isinstance(error.__cause__, OSError | SafetensorError) else error
-        reason = why_not_written(cause, parent, needed_bytes)
-        kept = ", ".join(checkpoint.folder.name for checkpoint in all_checkpoints(run_dir)) or "none"
-        raise RunError(
-            f"checkpoint at step {step} could not be written to {parent}: {reason}. Earlier ones kept: {kept}."
-        ) from error
-    return Checkpoint(final)
 
 
 def remove_checkpoint(checkpoint: Checkpoint) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from gptworks.errors import UserError
 from gptworks.files import open_regular
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
@@ -82,7 +82,7 @@ def stored_tensors(path: Path, *, inside: Path | None = None) -> dict[str, Store
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
-                name: Stored(tuple(part.get_shape()), _DTYPES.get(part.get_dtype(), part.get_dtype()))
+                name: Stored(tuple(part.get_shape()), DTYPES.get(part.get_dtype(), part.get_dtype()))
                 for name, part in slices.items()
             }
     except FileNotFoundError:

@@ -181,8 +181,9 @@ class DistillationObjective(ObjectiveSettings):
 
 class RewardObjective(ObjectiveSettings):
     """Raise the probability of answers that a function rewards: GRPO (Shao et al., 2024). The model samples a group of
-    answers to each prompt; an answer's advantage is its reward minus the group's mean. `train.batch_size` counts
-    answers. The prompts are conversations without their last answer."""
+    answers to each prompt; an answer's advantage is its reward minus the group's mean, divided by the group's standard
+    deviation if `scale_by_deviation`. `train.batch_size` counts answers. The prompts are conversations without their
+    last answer."""
 
     sources = ("conversations",)
     varying_widths = True

@@ -312,7 +312,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         },
         "host_memory": None
         if plan.host is None
-        else _named(plan.host, "moment", "n_ranks", "rank_bytes", "first_rank_bytes", "total_bytes", "limit_bytes"),
+        else _named(plan.host, "moment", "n_ranks", "rank_bytes", "copied_bytes", "total_bytes", "limit_bytes"),
         "fit": _named(plan, "fits", "largest_micro_batch_size")
         | {
             "changes": [

@@ -30,6 +30,7 @@ from gptworks.files.write import (
     new_folder,
     open_new,
     open_to_append,
+    open_to_change,
     remove_leftovers,
     remove_tree,
     replacing,

@@ -1,8 +1,8 @@
 """Write files so that neither a crash nor a planted link damages them.
 
 A file is written under a new random name, flushed, and renamed over the old one, all relative to a folder that is
-opened once. Links are not followed: a link at the target is replaced. A temporary file is locked while its writer
-lives; the next writer of the same target removes temporary files that a killed writer left.
+opened once. A link at the target is replaced, not followed. A temporary file is locked while its writer lives; the next
+writer of the same target removes temporary files that a killed writer left.
 """
 
 import contextlib
@@ -200,10 +200,20 @@ def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
         UserError: the path is a folder, FIFO, socket or device; with `inside`, also if it is a link or has other names.
         OSError: the file cannot be opened.
     """
+    return os.fdopen(_open_regular(path, os.O_CREAT | os.O_APPEND, inside), "a+b")
+
+
+def open_to_change(path: Path, *, inside: Path | None = None) -> BufferedRandom:
+    """Open a regular file to read and to overwrite; arguments and errors: see `open_to_append`."""
+    return os.fdopen(_open_regular(path, 0, inside), "r+b")
+
+
+def _open_regular(path: Path, flags: int, inside: Path | None) -> int:
+    """The descriptor of a regular file, open to read and write."""
     with _held(path.parent, inside) as folder, _named(path):
         with contextlib.suppress(FileNotFoundError):
             check_kind(path, os.stat(path.name, dir_fd=folder, follow_symlinks=inside is None))
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | O_NONBLOCK | (O_NOFOLLOW if inside is not None else 0)
+        flags |= os.O_RDWR | O_NONBLOCK | (O_NOFOLLOW if inside is not None else 0)
         descriptor = os.open(path.name, flags, 0o666, dir_fd=folder)
         try:
             found = os.fstat(descriptor)
@@ -213,7 +223,7 @@ def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
         except BaseException:
             os.close(descriptor)
             raise
-        return os.fdopen(descriptor, "a+b")
+        return descriptor
 
 
 @contextlib.contextmanager

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from gptworks.checkpoint import save_checkpoint
 from gptworks.config import ModelConfig, Recipe, TrainConfig, train_defaults
 from gptworks.config.objective import NEXT_TOKEN
 from gptworks.files import write_sums, write_whole
 from gptworks.recipe import save_recipe
+from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.progress import Progress
 
 

@@ -214,7 +214,8 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """Log-probabilities of targets. Their gradients are known only in the backward pass, which recomputes logits."""
+    """Log-probabilities of targets. The backward pass recomputes the logits, because it is the first to receive the
+    objective's gradients of the log-probabilities."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:

@@ -1,14 +1,15 @@
 """Host memory that training needs to build the model, to read starting weights and to write checkpoints.
 
 Each rank builds the model in float32 on the host and moves it to its device. If ranks divide the model, each rank makes
-one whole tensor at a time on the host and keeps its part on its device. Each rank reads all starting weights. Rank 0
-gathers a complete checkpoint, copies it and writes the copy while training continues. A CPU is both device and host, so
-its peak includes these bytes.
+one whole tensor at a time on the host and keeps its part on its device. Each rank reads all starting weights. For a
+checkpoint, each rank copies its parts, and writes them while training continues; of replicated tensors, only rank 0
+does. A CPU is both device and host, so its peak includes these bytes.
 """
 
 from dataclasses import dataclass
 from math import prod
 
+from gptworks.config.optimizers import OPTIMIZERS
 from gptworks.planning.devices import Device
 from gptworks.planning.layout import rank_config
 from gptworks.planning.params import ParameterCount, count_parameters
@@ -32,8 +33,8 @@ class HostMemory:
     n_ranks: int
     rank_bytes: int
     """Bytes of each rank at the peak, including its process."""
-    first_rank_bytes: int
-    """Additional bytes of rank 0 at the peak."""
+    copied_bytes: int
+    """Additional bytes at the peak: the copies of a checkpoint's parts that the node's ranks write."""
     limit_bytes: int | None
     """The host's memory; None: unknown, so `fits` is true."""
     one_rank_bytes: int
@@ -41,7 +42,7 @@ class HostMemory:
 
     @property
     def total_bytes(self) -> int:
-        return self.n_ranks * self.rank_bytes + self.first_rank_bytes
+        return self.n_ranks * self.rank_bytes + self.copied_bytes
 
     @property
     def fits(self) -> bool:
@@ -50,8 +51,8 @@ class HostMemory:
     @property
     def words(self) -> str:
         """Text that compares a node's need with its host's memory, for the plan and the check before training."""
-        first = f" and {readable(self.first_rank_bytes, 'B')} of rank 0" if self.first_rank_bytes else ""
-        parts = f"{self.n_ranks} × {readable(self.rank_bytes, 'B')}{first}, {self.moment}"
+        copied = f" and {readable(self.copied_bytes, 'B')} copied" if self.copied_bytes else ""
+        parts = f"{self.n_ranks} × {readable(self.rank_bytes, 'B')}{copied}, {self.moment}"
         if self.limit_bytes is None:
             verdict = "what there is is not known"
         elif self.fits:
@@ -69,11 +70,11 @@ def host_memory(setting: Setting, device: Device) -> HostMemory | None:
         return None
     n = min(device.per_node, setting.layout.world_size)
     building, starting = building_bytes(setting), starting_bytes(setting)
-    copy = checkpoint_copy_bytes(setting) if setting.saves else 0
-    moments = {"building the model": (building, 0), "starting weights": (starting, 0), "checkpoint": (0, copy)}
-    moment, (each, first) = max(moments.items(), key=lambda item: n * item[1][0] + item[1][1])
-    one = CUDA_PROCESS_BYTES + max(each + first for each, first in moments.values())
-    return HostMemory(moment, n, CUDA_PROCESS_BYTES + each, first, device.host_bytes, one)
+    own, copied = (copied_bytes(setting, n_ranks) if setting.saves else 0 for n_ranks in (1, n))
+    moments = {"building the model": (building, 0), "starting weights": (starting, 0), "checkpoint": (0, copied)}
+    moment, (each, there) = max(moments.items(), key=lambda item: n * item[1][0] + item[1][1])
+    one = CUDA_PROCESS_BYTES + max(building, starting, own)
+    return HostMemory(moment, n, CUDA_PROCESS_BYTES + each, there, device.host_bytes, one)
 
 
 def whole_model(setting: Setting) -> tuple[ParameterCount, Trained]:
@@ -100,20 +101,42 @@ def starting_bytes(setting: Setting) -> int:
     return 4 * parameters.total + (held_weights_bytes(parameters, trained) if trained.base != "full" else 0)
 
 
-def checkpoint_copy_bytes(setting: Setting) -> int:
-    """Return the bytes of rank 0's copy of a checkpoint: all ranks' weights, their average and optimizer state."""
-    parameters, trained = whole_model(setting)
+def checkpoint_bytes(setting: Setting) -> int:
+    """Return the bytes of a checkpoint: weights, their average and the optimizer's state."""
+    return sum(_weights_and_state_bytes(setting, *whole_model(setting)))
+
+
+def copied_bytes(setting: Setting, n_ranks: int) -> int:
+    """Return the bytes of the parts of a checkpoint that the first `n_ranks` ranks copy and write."""
+    layout, ownership = setting.layout, OPTIMIZERS[setting.optimizer].ownership
+    n_writers = min(n_ranks, layout.n_parts)  # of replicated parts, only the first rank writes
+    weights, state = (n_writers * _divided(setting, n) for n in _weights_and_state_bytes(setting, *_of_rank(setting)))
+    if ownership is not None and ownership.keeps_state:
+        state = _weights_and_state_bytes(setting, *whole_model(setting))[1] * n_ranks // layout.world_size
+    return min(weights + state, checkpoint_bytes(setting))
+
+
+def _weights_and_state_bytes(setting: Setting, parameters: ParameterCount, trained: Trained) -> tuple[int, int]:
+    """Return the bytes of weights and their average, and of the optimizer's state."""
     average = 4 * trained.parameters if setting.averages else 0
     state = trained_state_bytes(parameters, setting.optimizer, trained, setting.optimizer_state)
-    return held_weights_bytes(parameters, trained) + average + state
+    return held_weights_bytes(parameters, trained) + average, state
 
 
 def placed_bytes(setting: Setting) -> int:
     """Return the bytes of a rank's weights once the model is divided among the ranks."""
-    layout = setting.layout
-    parameters = count_parameters(rank_config(setting.model, layout.tensor_parallel))
-    held = held_weights_bytes(parameters, setting.trained or everything(parameters))
-    return held // layout.data_parallel if layout.sharding != "none" else held
+    return _divided(setting, held_weights_bytes(*_of_rank(setting)))
+
+
+def _of_rank(setting: Setting) -> tuple[ParameterCount, Trained]:
+    """Return a rank's part of the model after tensor parallelism, before FSDP divides it, and its trained part."""
+    parameters = count_parameters(rank_config(setting.model, setting.layout.tensor_parallel))
+    return parameters, setting.trained or everything(parameters)
+
+
+def _divided(setting: Setting, n_bytes: int) -> int:
+    """Divide bytes by the number of ranks of FSDP, if it is used."""
+    return n_bytes // setting.layout.data_parallel if setting.layout.sharding != "none" else n_bytes
 
 
 ONEDNN_KERNEL_BYTES, ONEDNN_KEEPS = 555_000, 1024

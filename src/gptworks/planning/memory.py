@@ -20,7 +20,7 @@ from gptworks.model.loss import loss_chunk_bytes, scoring_bytes
 from gptworks.model.rotary import rotary_tables_bytes
 from gptworks.model.scores import bias_bytes, is_blocked
 from gptworks.planning.frozen import as_first, as_trained
-from gptworks.planning.host import building_bytes, checkpoint_copy_bytes, placed_bytes, starting_bytes, whole_model
+from gptworks.planning.host import building_bytes, placed_bytes, starting_bytes, whole_model
 from gptworks.planning.inference import kv_cache_bytes
 from gptworks.planning.layout import BUCKET_BYTES, rank_config, shards_of
 from gptworks.planning.params import count_parameters
@@ -175,7 +175,7 @@ class _Step:
         self.hold(OPTIMIZER, self._state_bytes())
         self.hold(AVERAGE, average)
         if self.setting.saves and self.setting.on_cpu:
-            self.hold(CHECKPOINT, checkpoint_copy_bytes(self.setting))  # rank 0's copy of the previous checkpoint
+            self.hold(CHECKPOINT, weights + average + self.held[OPTIMIZER])  # copies that are written
         self.hold(TOKENS, (3 if self.setting.several_texts else 2) * 8 * self.shapes.n_tokens)
         self.hold(ATTENTION, rotary_tables_bytes(replace(self.shapes, length=self.model.context_length)))
         if self.setting.accumulates:

@@ -10,7 +10,7 @@ from gptworks.planning.arrange import device_setting, layout_of
 from gptworks.planning.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.planning.devices import UTILIZATION, Device, this_cpu
 from gptworks.planning.fit import Alternative, Need, alternatives, largest_micro_batch, need
-from gptworks.planning.host import HostMemory, checkpoint_copy_bytes
+from gptworks.planning.host import HostMemory, checkpoint_bytes
 from gptworks.planning.inference import InferenceMemory, inference_memory
 from gptworks.planning.memory import Peak, training_peak
 from gptworks.planning.network import StepTime, collectives, machines, sent_bytes, step_time
@@ -304,7 +304,7 @@ class Plan:
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint: weights, optimizer state and, if the run keeps one, the weights' average."""
-        return checkpoint_copy_bytes(self.setting)
+        return checkpoint_bytes(self.setting)
 
     @property
     def most_checkpoints(self) -> int | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gptworks.checkpoint import LoadedRun, Report, load_run, save_checkpoint
+from gptworks.checkpoint import LoadedRun, Report, load_run
 from gptworks.choices import HeadWeights, Rounding, Weights
 from gptworks.config import Recipe, TextSource, ValidationSplit
 from gptworks.config.objective import NextTokenObjective
@@ -25,6 +25,7 @@ from gptworks.quantize.linear import QuantizedGPT
 from gptworks.recipe import save_recipe
 from gptworks.runs.quantization_report import QuantizationReport, make_report
 from gptworks.tokenizer import load_tokenizer
+from gptworks.training.checkpoint_files import save_checkpoint
 
 CALIBRATION_TOKENS = 32_768
 """Default number of tokens of training text with which GPTQ calibrates."""

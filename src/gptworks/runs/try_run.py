@@ -82,7 +82,9 @@ def plan_try(
     times = [[measured_step_seconds(one) for one in (recipe, changed)] for _ in range(MEASUREMENTS)]
     seconds, seconds_changed = map(min, zip(*times, strict=True))  # other work on the machine only adds time
     ratio = seconds_changed / seconds
-    third = StepTime(ratio, ratio, ratio).is_distinct  # an estimate: later the pairs decide
+    third = StepTime(
+        ratio, ratio, ratio
+    ).is_distinct  # whether a pair probably needs a third run; the measured pairs decide
     n_arms, per_step = (3, 2 * seconds + seconds_changed) if third else (2, seconds + seconds_changed)
     budget = 60 * minutes
     if steps is None:

@@ -121,10 +121,10 @@ class Reading:
         except UserError as error:
             raise UserError(f"{error} Paste a text instead.") from None
 
-    def same_text(self, text: TokenizedText, of: "Reading") -> TokenizedText:
-        """Return the text of the reading `of`, tokenized for this model."""
-        mine, other = (fingerprint(one.model.engine.tokenizer) for one in (self, of))
-        return text if mine == other else TokenizedText.of_text(self.model.engine.tokenizer, "".join(text.pieces))
+    def same_text(self, text: TokenizedText, other: "Reading") -> TokenizedText:
+        """Return `text`, tokenized for another reading's model, tokenized for this reading's model."""
+        mine, theirs = (fingerprint(one.model.engine.tokenizer) for one in (self, other))
+        return text if mine == theirs else TokenizedText.of_text(self.model.engine.tokenizer, "".join(text.pieces))
 
     def shards(self, split: Split) -> TokenShards:
         """Return a split of the data that the run was trained on.

@@ -142,7 +142,8 @@ def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[R
 
 
 def _settled(run: Recipe) -> dict[str, dict[str, Any]]:
-    """Return a run's settings of `model` and `train`, without those derived from other settings or the tokenizer."""
+    """Return a run's settings of `model` and `train`, except the two that are derived again: `model.vocab_size` and
+    `train.micro_batch_size`."""
     tree = run.model_dump(mode="json", include={"model", "train"})
     del tree["model"]["vocab_size"], tree["train"]["micro_batch_size"]
     return tree

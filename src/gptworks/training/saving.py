@@ -1,16 +1,16 @@
 """The checkpoints that a run keeps, and the thread that writes them during training."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from torch import Tensor
-
-from gptworks.checkpoint import Checkpoint, all_checkpoints, remove_checkpoint, save_checkpoint
+from gptworks.checkpoint import Checkpoint, all_checkpoints, remove_checkpoint
 from gptworks.errors import RunError
 from gptworks.files import remove_tree
+from gptworks.training.checkpoint_files import TensorPart, save_checkpoint
+from gptworks.training.distributed.writers import ONE_WRITER, Writers
 
 Signature = tuple[tuple[str, int, int, int], ...]
 
@@ -19,9 +19,10 @@ def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: set[Signatu
     """Delete old checkpoints, and leftovers of interrupted writes and deletions.
 
     Keeps the newest `keep` undamaged checkpoints that a run can resume from, the best one that each of them names,
-    multiples of `keep_every` steps, and with `keep_every` the weights of step 0. Damaged ones, and the newest if saved
-    while steps were skipped, are kept but not counted, because a run never rolls back to them. A checkpoint with only
-    weights is kept if it is such a best one, or if it is the newest and no full one is newer.
+    multiples of `keep_every` steps, and with `keep_every` the weights of step 0. A checkpoint with only weights is kept
+    if it is such a best one, or if it is the newest and no full one is newer. Also keeps, without counting them towards
+    `keep`, the newest checkpoint if it was saved after a skipped step, and damaged ones newer than the last counted
+    one: a run never rolls back to these.
 
     Args:
         known: signatures of folders that matched their manifests. Unchanged folders are not read again; folders read
@@ -83,23 +84,23 @@ def _is_whole(checkpoint: Checkpoint, known: set[Signature]) -> bool:
 
 
 def _signature(checkpoint: Checkpoint) -> Signature:
-    """Name, bytes, modification time and inode of each file."""
+    """Return name, bytes, modification time and inode of each file."""
     stats = [(path.name, path.stat()) for path in sorted(checkpoint.folder.iterdir())]
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
 
 
 class CheckpointWriter:
-    """Saves checkpoints during training: copies the tensors, and a thread writes the copies.
+    """Saves checkpoints during training. Each rank copies its parts of the tensors, and its thread writes the copies.
 
     At most one save is in flight. The next call, or the end of the `with`, raises the error of a failed save.
     """
 
-    def __init__(self, run_dir: Path, keep: int, keep_every: int = 0) -> None:
-        self.run_dir, self.keep, self.keep_every = run_dir, keep, keep_every
+    def __init__(self, run_dir: Path, keep: int, keep_every: int = 0, writers: Writers = ONE_WRITER) -> None:
+        self.run_dir, self.keep, self.keep_every, self._writers = run_dir, keep, keep_every, writers
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._in_flight: Future[None] | None = None
         self.copied_bytes = 0
-        """Size of the largest copy so far."""
+        """Bytes of this rank's largest copy so far."""
         self._known: set[Signature] = set()
 
     def __enter__(self) -> Self:
@@ -108,30 +109,31 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._writers.give_up()
         self._pool.shutdown()
         if error is None:  # otherwise `error` is reported
             self.wait()
 
-    def save(self, step: int, tensors: dict[str, Iterable[tuple[str, Tensor]]], state: dict[str, Any]) -> None:
-        """Copy the tensors and begin to write them, after an earlier save has ended.
+    def save(self, step: int, tensors: Mapping[str, Iterable[tuple[str, TensorPart]]], state: dict[str, Any]) -> None:
+        """Wait for the earlier save, copy the parts, and begin to write them. All ranks call this.
 
         Args:
-            tensors: names and tensors of the `model` and, unless only weights are saved, of the `optimizer`.
+            tensors: this rank's parts of the `model` and, unless only weights are saved, of the `optimizer`.
 
         Raises:
             RunError: the earlier save failed.
         """
         self.wait()
-        copies = {
-            kind: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
-            for kind, named in tensors.items()
-        }
-        copied_bytes = sum(tensor.nbytes for kind in copies.values() for tensor in kind.values())
+        copies = {kind: {name: part.copied() for name, part in named} for kind, named in tensors.items()}
+        copied_bytes = sum(part.copied_bytes for parts in copies.values() for part in parts.values())
         self.copied_bytes = max(self.copied_bytes, copied_bytes)
         self._in_flight = self._pool.submit(self._write, step, copies, state)
 
-    def _write(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> None:
-        saved = save_checkpoint(self.run_dir, step, tensors["model"], tensors.get("optimizer"), state)
+    def _write(self, step: int, parts: Mapping[str, Mapping[str, TensorPart]], state: dict[str, Any]) -> None:
+        saved = save_checkpoint(self.run_dir, step, parts["model"], parts.get("optimizer"), state, self._writers)
+        if not self._writers.is_rank_zero:
+            return
         self._known.add(_signature(saved))  # no need to verify: its manifest is new
         remove_old(self.run_dir, self.keep, self.keep_every, self._known)
 

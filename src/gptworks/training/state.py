@@ -1,8 +1,6 @@
 """The state of a run: its progress, weights, their average and the optimizer. A run resumed from a checkpoint continues
 bit for bit."""
 
-import itertools
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -32,9 +30,9 @@ class WeightAverage:
     """The average of a model's weights over its steps, float32, by parameter name (Polyak & Juditsky, 1992). It is
     often better than the last step's weights, and does not change training.
 
-    With `ema_decay` it is exponential; the decay of step n is at most (1 + n) / (10 + n), so that the initial weights
-    fade soon. With `average_last` it is the mean over the last steps (Izmailov et al., 2018); before these it equals
-    the weights.
+    With `ema_decay`, the average is exponential; the decay of step n is at most (1 + n) / (10 + n), so that the initial
+    weights fade soon. With `average_last`, it is the mean over the last steps (Izmailov et al., 2018); before these
+    steps it equals the weights.
     """
 
     def __init__(self, model: nn.Module, train: TrainConfig) -> None:
@@ -61,7 +59,7 @@ class WeightAverage:
 
     @property
     def model_tensors(self) -> dict[str, Tensor]:
-        """The tensors to publish: averages, and the weights without an average."""
+        """The tensors of a checkpoint's model: averages, and those weights that have no average."""
         return {name: p.detach() for name, p in self.parameters.items()} | self.tensors
 
     @property
@@ -70,7 +68,7 @@ class WeightAverage:
         return {f"{name}/{_OWN}": self.parameters[name].detach() for name in self.tensors}
 
     def restore(self, model_tensors: dict[str, Tensor], optimizer_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Restore weights and averages; returns the optimizer's tensors."""
+        """Restore weights and averages from a checkpoint's tensors; return those of the optimizer itself."""
         own = {key.removesuffix(f"/{_OWN}"): t for key, t in optimizer_tensors.items() if key.endswith(f"/{_OWN}")}
         self._set(model_tensors | own)
         self.tensors = {name: model_tensors[name].to(tensor.device).clone() for name, tensor in self.tensors.items()}
@@ -78,7 +76,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A context in which the model has the averaged weights; without an average, its own."""
+        """Enter a context in which the averaged parameters have their averages as values."""
         own = {name: self.parameters[name].detach().clone() for name in self.tensors}
         self._set(self.tensors)
         try:
@@ -96,8 +94,8 @@ EMBEDDING, HEAD = "token_embedding.weight", "untied_head.weight"
 
 
 class LateUntying:
-    """Unties a head that is tied to the token embedding at first, and later trains as a copy of it (modded-nanogpt,
-    pull request 178), at a step given by number, so that a resumed run unties it at the same step.
+    """Unties a head that is tied to the token embedding at first; from then on the head trains separately, beginning as
+    a copy (modded-nanogpt, pull request 178). The step's number is set, so that a resumed run unties at the same step.
 
     The head's matrix exists from the start, so that every checkpoint is of one model: until the head is untied, it is
     saved equal to the embedding, without optimizer state.
@@ -111,7 +109,7 @@ class LateUntying:
         self._model, self._optimizer, self._steps = model, optimizer, untie_after_steps
 
     def begin(self, step: int, average: WeightAverage) -> None:
-        """Called before optimizer step number `step`, from 0."""
+        """Untie the head if this is the step; the loop calls this before optimizer step number `step`, from 0."""
         if not self._steps:
             return
         if step == self._steps:
@@ -120,7 +118,7 @@ class LateUntying:
         self._model.head_is_embedding = step < self._steps
 
     def before_saving(self, average: WeightAverage) -> None:
-        """Make the head's matrix equal to the one that the model computes with."""
+        """Copy the embedding to the head's matrix while the model computes its head with the embedding."""
         if self._model.head_is_embedding:
             self._copy(average)
 
@@ -139,7 +137,9 @@ class TrainingState(Listener):
         self.progress, self._length = progress, length
         self.average = WeightAverage(step.model, recipe.train)
         self.untying = LateUntying(step.model, step.optimizer, recipe.train.untie_after_steps)
-        self.writer = CheckpointWriter(recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every)
+        self.writer = CheckpointWriter(
+            recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every, step.ranks.writers
+        )
         self._saved_step = -1
 
     def begin_step(self, progress: Progress) -> None:
@@ -149,14 +149,14 @@ class TrainingState(Listener):
         self.average.update(progress.step, self._length.total_steps(progress))
 
     def newest_checkpoint(self, up_to_step: int | None = None) -> Checkpoint | None:
-        """The newest undamaged checkpoint of the run, chosen by rank 0, on every rank."""
+        """Return the run's newest undamaged checkpoint, which rank 0 chooses for all ranks."""
         folder, report = self._recipe.run_dir, self._display.message
         return agreed_checkpoint(
             self._step.ranks, folder, lambda: newest_verified(folder, report, up_to_step=up_to_step)
         )
 
     def start_from(self, weights: dict[str, Tensor]) -> None:
-        """Load the weights of another run; if an adapter is trained, they are the base model's."""
+        """Load the weights of another run: of the whole model or, if an adapter is trained, of its base model."""
         model = self._step.model
         weights = pack_for(model, weights)
         model.load_state_dict(self._step.parallel.shard_tensors(weights), strict=self._recipe.adapter is None)
@@ -187,7 +187,7 @@ class TrainingState(Listener):
             self._step.scaler.load_state_dict(progress.scaler)
 
     def roll_back(self, reason: str) -> int:
-        """Restore the last good checkpoint after many skipped steps, and continue after the batches that broke the run.
+        """Restore the checkpoint before a series of skipped steps, and skip the batches of these steps.
 
         Args:
             reason: why the last step was skipped.
@@ -223,23 +223,20 @@ class TrainingState(Listener):
         """Write a checkpoint of this step, unless it is already written, and delete those no longer kept.
 
         Args:
-            weights_only: leave out the optimizer's state, which is then not gathered from the ranks.
+            weights_only: leave out the optimizer's state.
         """
         if self._saved_step == self.progress.step:
             return
-        step, ranks, whole = self._step, self._step.ranks, self._step.parallel.gather_tensors
+        step, parts = self._step, self._step.parallel.parts
         self.progress.scaler = step.scaler.state_dict()
         self.untying.before_saving(self.average)
         with step.stopwatch.part("checkpoint"):
-            tensors = {"model": whole(self.average.model_tensors)}
+            tensors = {"model": parts(self.average.model_tensors)}
             if not weights_only:
                 state = step.optimizer.state_tensors() | self.average.own_tensors
-                tensors["optimizer"] = whole(state, step.optimizer.holders)
-            if ranks.is_rank_zero:
-                with ranks.busy():
-                    self.writer.wait()
-                self.writer.save(self.progress.step, tensors, asdict(self.progress))
-            else:
-                deque(itertools.chain(*tensors.values()), maxlen=0)  # each rank takes part in gathering
+                tensors["optimizer"] = parts(state, step.optimizer.holders)
+            with step.ranks.busy():
+                self.writer.wait()
+            self.writer.save(self.progress.step, tensors, asdict(self.progress))
         if not weights_only:
             self._saved_step = self.progress.step

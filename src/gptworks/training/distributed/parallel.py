@@ -15,7 +15,7 @@ embedding, head, vectors, routers and the residual stream are float32.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 
@@ -38,9 +38,10 @@ from gptworks.data.samples import Batch
 from gptworks.model.gpt import GPT
 from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.quantize.linear import packed_matrices
+from gptworks.training.checkpoint_files import TensorPart
 from gptworks.training.distributed.deferred import Deferred
 from gptworks.training.distributed.ranks import ALONE, Ranks
-from gptworks.training.distributed.shards import divided_over, local, sizes_of
+from gptworks.training.distributed.shards import divided_over, local, part_of, places_of, sizes_of
 from gptworks.training.distributed.sums import GradientSums, Timed
 
 NO_HOLDERS: Mapping[str, int] = {}
@@ -118,16 +119,16 @@ class Parallel:
         """
         return tensors
 
-    def gather_tensors(
+    def parts(
         self, tensors: dict[str, Tensor], holders: Mapping[str, int] = NO_HOLDERS
-    ) -> Iterable[tuple[str, Tensor]]:
-        """Yield names and whole tensors, one by one. All ranks must iterate together, to the end.
+    ) -> Iterator[tuple[str, TensorPart]]:
+        """Yield the parts of tensors that this rank writes to a checkpoint. Together, ranks write each element once.
 
         Args:
             tensors: this rank's shards, as `shard_tensors` returns them.
             holders: for tensors that only one rank keeps, that rank, by name.
         """
-        return tensors.items()
+        return ((name, TensorPart.whole(tensor)) for name, tensor in tensors.items())
 
     @contextmanager
     def inference_mode(self) -> Iterator[None]:
@@ -319,17 +320,15 @@ class ManyDevices(Parallel):
             return tensor
         return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
-    def gather_tensors(
+    def parts(
         self, tensors: dict[str, Tensor], holders: Mapping[str, int] = NO_HOLDERS
-    ) -> Iterator[tuple[str, Tensor]]:
+    ) -> Iterator[tuple[str, TensorPart]]:
+        copies = {name for name, place in places_of(self.mesh).items() if place > 0}
         for name, tensor in tensors.items():
-            self.ranks.count_point()
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if name in holders:
-                device = self.mesh.device_type
-                whole = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-                distributed.broadcast(whole, src=holders[name])
-            yield name, whole
+            if name in holders and self.ranks.rank in (0, holders[name]):  # rank 0 names all tensors
+                yield name, TensorPart.whole(tensor)
+            elif name not in holders and copies <= set(divided_over(tensor)):  # the first of equal copies
+                yield name, TensorPart(tuple(tensor.shape), part_of(tensor, self.mesh), local(tensor))
 
     # --------------------------------------------------------------------------------------- evaluation
 

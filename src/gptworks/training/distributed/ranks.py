@@ -30,6 +30,7 @@ from torch import distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gptworks.errors import RunError, UserError
+from gptworks.training.distributed.writers import ONE_WRITER, RankWriters, Writers
 
 T = TypeVar("T")
 
@@ -41,6 +42,8 @@ class Ranks:
     """Communication between ranks. This class is for a run with one process; subclasses override its methods."""
 
     rank, size, local_rank, local_size = 0, 1, 0, 1
+    writers: Writers = ONE_WRITER
+    """Communication of the threads that write checkpoints."""
 
     @property
     def is_rank_zero(self) -> bool:
@@ -141,12 +144,13 @@ class _Joined(Ranks):
         _take_device(device, self.local_rank)
         hosts_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         attempt = f"gptworks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        stores = [  # two connections, so that the watch does not wait for a long call of this rank
+        stores = [  # one connection for each thread, so that none waits for a long call of another
             PrefixStore(attempt, TCPStore(host, port, is_master=hosts_store and own, wait_for_workers=False))
-            for own in (True, False)
+            for own in (True, False, False)
         ]
         self._store, self._turn = stores[0], 0
         self.watch = _Watch(stores[1], self.rank, self.size, timeout_seconds)
+        self.writers = RankWriters(stores[2], self.rank, self.size)
         self.count_point, self.count_work = self.watch.count_point, self.watch.count_work  # type: ignore[method-assign]
         distributed.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

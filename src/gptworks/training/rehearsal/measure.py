@@ -41,7 +41,7 @@ def measure_step(rehearsal: Rehearsal) -> Measured:
 
 
 def measure_speed(rehearsal: Rehearsal) -> Measured:
-    """Measure only the speed, in this process: the median over the steps done within `SPEED_SECONDS`, at least one.
+    """Measure only the speed, in this process: the median over at most `SPEED_STEPS` steps within `SPEED_SECONDS`.
 
     Raises:
         RunError: a step failed.

@@ -1,0 +1,202 @@
+"""Writes a checkpoint. Rank 0 makes the files, all ranks write their parts of the tensors into them at the same time,
+and rank 0 adds the state and the manifest. The files are the same on any number of ranks.
+
+The header of a safetensors file gives the offset of every element, so that ranks need not send each other tensors.
+`torch.distributed.checkpoint` would describe its files in a pickle, or write a file of parts per rank, which every
+reader would have to combine.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gptworks.checkpoint import FORMAT, Checkpoint, all_checkpoints, remove_checkpoint
+from gptworks.errors import RunError
+from gptworks.files import (
+    new_folder,
+    open_new,
+    open_to_change,
+    sealed_json,
+    sha256_file,
+    why_not_written,
+    write_whole,
+)
+from gptworks.tensors import DTYPES
+from gptworks.training.distributed.shards import Part
+from gptworks.training.distributed.writers import ONE_WRITER, Writers
+
+_MOST_BYTES = 1 << 30
+"""Maximum size of a write; Linux writes at most 2 GiB at once."""
+
+
+class TensorPart(NamedTuple):
+    """The part of a tensor that a rank writes."""
+
+    shape: tuple[int, ...]
+    """The shape of the complete tensor."""
+    place: Part
+    values: Tensor
+    """The elements; on the meta device if another rank writes the complete tensor."""
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> "TensorPart":
+        """Return a complete tensor as a part."""
+        return cls(tuple(tensor.shape), tuple(slice(0, n) for n in tensor.shape), tensor)
+
+    def copied(self) -> "TensorPart":
+        """Return the part with a copy of its elements on the CPU."""
+        return self if self.values.is_meta else self._replace(values=self.values.detach().to("cpu", copy=True))
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the elements that this rank writes."""
+        return 0 if self.values.is_meta else self.values.nbytes
+
+
+def save_checkpoint(
+    run_dir: Path,
+    step: int,
+    model_tensors: Mapping[str, Tensor | TensorPart],
+    optimizer_tensors: Mapping[str, Tensor | TensorPart] | None,
+    state: dict[str, Any],
+    writers: Writers = ONE_WRITER,
+) -> Checkpoint:
+    """Write `checkpoints/step-<step>`, or without optimizer_tensors `weights-<step>`, completely or not at all.
+
+    Args:
+        model_tensors, optimizer_tensors: this rank's parts, on the CPU or meta device; rank 0 has one of each tensor.
+        writers: the ranks that write. Each of them calls this function.
+
+    Raises:
+        RunError: on rank 0, the checkpoint could not be written. Earlier checkpoints are unchanged, and no partial one
+            remains.
+    """
+    parent = run_dir / "checkpoints"
+    final = parent / f"{'weights' if optimizer_tensors is None else 'step'}-{step:06d}"
+    files = {
+        f"{kind}.safetensors": {
+            name: t if isinstance(t, TensorPart) else TensorPart.whole(t) for name, t in tensors.items()
+        }
+        for kind, tensors in (("model", model_tensors), ("optimizer", optimizer_tensors))
+        if tensors is not None
+    }
+    if not writers.is_rank_zero:
+        _add_parts(parent, files, writers)
+        return Checkpoint(final)
+    shared = False
+    try:
+        with new_folder(final, inside=run_dir) as aside:
+            for name, parts in files.items():
+                _make_file(aside / name, parts)
+            writers.share(aside.name)
+            shared = True
+            for name, parts in files.items():
+                _write_parts(aside / name, parts)
+            if faults := [fault for fault in writers.collect("") if fault]:
+                raise RunError(faults[0])
+            write_whole(aside / "state.json", json.dumps(state, indent=2), new=True)
+            described = {
+                path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+                for path in sorted(aside.iterdir())
+            }
+            write_whole(
+                aside / "manifest.json", sealed_json({"format": FORMAT, "step": step, "files": described}), new=True
+            )
+            if final.exists():  # a damaged checkpoint, before which the run was resumed
+                remove_checkpoint(Checkpoint(final))
+    except (OSError, RunError) as error:
+        if not shared:
+            writers.share("")
+        needed_bytes = sum(prod(p.shape) * p.values.element_size() for parts in files.values() for p in parts.values())
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+        reason = why_not_written(cause, parent, needed_bytes)
+        kept = ", ".join(checkpoint.folder.name for checkpoint in all_checkpoints(run_dir)) or "none"
+        raise RunError(
+            f"checkpoint at step {step} could not be written to {parent}: {reason}. Earlier ones kept: {kept}."
+        ) from error
+    return Checkpoint(final)
+
+
+def _add_parts(parent: Path, files: Mapping[str, Mapping[str, TensorPart]], writers: Writers) -> None:
+    """Write this rank's parts into the files that rank 0 has made, and report an error to rank 0."""
+    folder = writers.share()
+    if not folder:  # rank 0 could not make it
+        return
+    fault = ""
+    try:
+        for name, parts in files.items():
+            _write_parts(parent / folder / name, parts)
+    except OSError as error:
+        fault = f"rank {writers.rank}: {why_not_written(error, parent, None)}"
+    writers.collect(fault)
+
+
+def _make_file(path: Path, parts: Mapping[str, TensorPart]) -> None:
+    """Make a safetensors file of these tensors, complete and all zeros, and flush its header.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    dtypes, at = {dtype: name for name, dtype in DTYPES.items()}, 0
+    for name, (shape, _, values) in sorted(parts.items(), key=lambda item: (-item[1].values.itemsize, item[0])):
+        end = at + prod(shape) * values.itemsize
+        header[name] = {"dtype": dtypes[values.dtype], "shape": shape, "data_offsets": (at, end)}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors are aligned: the largest elements come first
+    with open_new(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_parts(path: Path, parts: Mapping[str, TensorPart]) -> None:
+    """Write parts of tensors to a file made by `_make_file`, and flush them.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    if not parts:
+        return
+    with open_to_change(path) as file:
+        n_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(n_bytes))
+        for name, part in parts.items():
+            if part.values.is_meta:
+                continue
+            values = part.values.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            begin, itemsize, at = 8 + n_bytes + header[name]["data_offsets"][0], part.values.itemsize, 0
+            for first, n_elements in _runs(part):
+                end = at + n_elements * itemsize
+                _write(file.fileno(), values[at:end], begin + first * itemsize)
+                at = end
+        os.fsync(file.fileno())
+
+
+def _runs(part: TensorPart) -> Iterator[tuple[int, int]]:
+    """Yield the contiguous ranges of the complete tensor that make up the part: the first element's index, and the
+    number of elements."""
+    sizes = [one.stop - one.start for one in part.place]
+    if prod(sizes) == 0:
+        return
+    strides = [prod(part.shape[i + 1 :]) for i in range(len(sizes))]
+    begin = sum(one.start * stride for one, stride in zip(part.place, strides, strict=True))
+    divided = [i for i, size in enumerate(sizes) if size != part.shape[i]]
+    inner = divided[-1] if divided else 0  # later dimensions are complete
+    for indices in product(*map(range, sizes[:inner])):
+        yield begin + sum(i * stride for i, stride in zip(indices, strides, strict=False)), prod(sizes[inner:])
+
+
+def _write(descriptor: int, data: memoryview, at: int) -> None:
+    while data:
+        n_bytes = os.pwrite(descriptor, data[:_MOST_BYTES], at)
+        data, at = data[n_bytes:], at + n_bytes

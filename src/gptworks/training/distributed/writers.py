@@ -1,0 +1,82 @@
+"""Communication between the threads that write a checkpoint, one on each rank. They use the launcher's store, because
+training continues meanwhile and issues the collectives."""
+
+import math
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed
+
+from gptworks.errors import RunError
+
+_POLL = timedelta(seconds=0.5)
+_GRACE_SECONDS = 5.0
+"""Time for other ranks to write their parts after the run has failed."""
+
+
+class Writers:
+    """Communication of the thread that writes checkpoints; this class serves a run with one process."""
+
+    rank = 0
+
+    @property
+    def is_rank_zero(self) -> bool:
+        return self.rank == 0
+
+    def share(self, text: str | None = None) -> str:
+        """Return rank 0's text on every rank. Each save begins with this call."""
+        return text or ""
+
+    def collect(self, text: str) -> list[str]:
+        """Return all ranks' texts on rank 0, once all ranks have called this; on other ranks, only their own."""
+        return [text]
+
+    def give_up(self) -> None:
+        """Wait for other ranks only a few more seconds, because the run has failed; then the wait raises a RunError."""
+
+
+ONE_WRITER = Writers()
+
+
+class RankWriters(Writers):
+    """Communication of the thread of one of several ranks."""
+
+    def __init__(self, store: Any, rank: int, n_ranks: int) -> None:
+        """
+        Args:
+            store: a connection to the launcher's store that no other thread uses.
+        """
+        self._store, self.rank, self._n_ranks = store, rank, n_ranks
+        self._n_saves, self._until = 0, math.inf
+
+    def share(self, text: str | None = None) -> str:
+        self._n_saves += 1
+        key = f"save/{self._n_saves}/shared"
+        if self.is_rank_zero:
+            self._store.set(key, text)
+        self._wait([key])
+        return str(self._store.get(key).decode())
+
+    def collect(self, text: str) -> list[str]:
+        keys = [f"save/{self._n_saves}/{rank}" for rank in range(self._n_ranks)]
+        self._store.set(keys[self.rank], text)
+        if not self.is_rank_zero:
+            return [text]
+        self._wait(keys)
+        texts = [one.decode() for one in self._store.multi_get(keys)]
+        for key in (*keys, f"save/{self._n_saves}/shared"):
+            self._store.delete_key(key)
+        return texts
+
+    def give_up(self) -> None:
+        self._until = time.monotonic() + _GRACE_SECONDS
+
+    def _wait(self, keys: list[str]) -> None:
+        while True:
+            try:
+                self._store.wait(keys, _POLL)
+                return
+            except distributed.DistStoreError:  # not yet there
+                if time.monotonic() > self._until:
+                    raise RunError("the other ranks have not written their parts of a checkpoint") from None
