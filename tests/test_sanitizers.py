@@ -47,9 +47,10 @@ loaded = Library(functions, "for a test", False)
 for name in ("library", "training_library"):
     setattr(native_library, name, lambda: loaded)
 import gptworks.infer.backends.native as backend
-import gptworks.infer.backends.placement as placement
+from gptworks.infer.backends import cache, placement
 backend.library = native_library.library
-placement.rooms_in_large_pages = lambda wanted: [torch.zeros(n, dtype=dtype) for dtype, n in wanted]  # each with an end
+for user in (cache, placement):  # each tensor with an end of its own
+    user.rooms_in_large_pages = lambda wanted: [torch.zeros(n, dtype=dtype) for dtype, n in wanted]
 import kernel_calls
 kernel_calls.library = native_library.library
 torch.set_num_threads(1)

@@ -3,6 +3,7 @@
 Keys are stored after the rotary embedding. The model takes the result of `SlotCache.rows` as an explicit argument.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig
+from gptworks.infer.backends.large_pages import LARGE_PAGE, rooms_in_large_pages
 from gptworks.model.cache import SlotRows
 
 
@@ -24,14 +26,11 @@ class Vectors:
     """
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, unit: int) -> None:
-        # On a CPU, positions that were not written are never read. On other devices, products read all positions, under
-        # a mask, which does not hide a NaN in uninitialized memory.
-        make = torch.empty if device.type == "cpu" else torch.zeros
         self.unit = unit
         shape = (*shape[:2], self.room(shape[2]), shape[3])
-        self.data = make(shape, dtype=dtype, device=device)
+        self.data = _memory(shape, dtype, device)
         self.dtype = torch.float32 if dtype == torch.int8 else dtype
-        self.scale = make(shape[:3], device=device) if dtype == torch.int8 else None
+        self.scale = _memory(shape[:3], torch.float32, device) if dtype == torch.int8 else None
 
     def room(self, n_tokens: int) -> int:
         """Return the number of positions to allocate for `n_tokens`: a multiple of `unit`."""
@@ -70,6 +69,22 @@ class Vectors:
         for tensor in (self.data, self.scale):
             if tensor is not None:
                 tensor[target, :, :n] = tensor[source, :, :n]
+
+
+def _memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return memory for keys, values or scales, which only other devices than a CPU must fill with zeros.
+
+    On a CPU, positions that were not written are never read. On other devices, products read all positions, under a
+    mask, which does not hide a NaN in uninitialized memory. On a CPU, slots that fit into a large page are in large
+    pages. Longer slots are not: the system commits memory only for pages in use, and a large page of such a slot would
+    commit unused positions.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    if math.prod(shape[1:]) * dtype.itemsize > LARGE_PAGE:
+        return torch.empty(shape, dtype=dtype)
+    (data,) = rooms_in_large_pages([(dtype, math.prod(shape))])
+    return data.view(*shape)
 
 
 class SlotCache:

@@ -1,7 +1,5 @@
 """Move a model's matrices into one block of large memory pages, and into panels if the kernels multiply panels."""
 
-import contextlib
-import mmap
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptworks.infer.backends.large_pages import rooms_in_large_pages
 from gptworks.kernels.call import NUMBERS
 from gptworks.kernels.library import Library
 from gptworks.model.gpt import GPT
@@ -81,24 +80,3 @@ def _parts(module: Any, in_panels: bool) -> dict[str, Tensor]:
     weight, scale = module.row_by_row
     weight = whole_lines(weight) if in_panels else weight
     return {"weight": weight} | ({"scale": scale} if scale is not None and scale.dim() == 2 else {})
-
-
-def rooms_in_large_pages(wanted: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:
-    """Return zeroed tensors [n] of these dtypes and sizes, consecutive in a `large_block`."""
-    sizes = [-(-size * dtype.itemsize // 64) * 64 for dtype, size in wanted]
-    parts = torch.split(large_block(sum(sizes)), sizes)
-    return [part[: size * dtype.itemsize].view(dtype) for part, (dtype, size) in zip(parts, wanted, strict=True)]
-
-
-def large_block(n_bytes: int) -> Tensor:
-    """Return zeroed memory, uint8 [n_bytes], with pages of 2 MiB if the system accepts requests for them.
-
-    The memory is private because a separate switch (`shmem_enabled`) nearly always turns large pages off for shared
-    memory. Linux uses large pages only for complete aligned ranges of 2 MiB, and does not report whether it did.
-    """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(n_bytes, dtype=torch.uint8)
-    block = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        block.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(block, dtype=torch.uint8)
