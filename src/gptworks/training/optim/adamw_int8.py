@@ -101,7 +101,7 @@ def pack_unsigned(values: Tensor, codes: Tensor, scale: Tensor) -> None:
 
 
 def _ratios(values: Tensor, scale: Tensor) -> Tensor:
-    """Write the largest value of each block to `scale`, and divide non-negative values by it in place."""
+    """Divide non-negative values in place by the largest value in their block, which is written to `scale`."""
     whole, rest = _blocks(values)
     scale[: len(whole)] = whole.amax(1)
     if len(rest):

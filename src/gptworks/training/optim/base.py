@@ -65,7 +65,7 @@ class ByOwners(torch.optim.Optimizer):
 
     @cached_property
     def _divided(self) -> list[list[tuple[Owners, list[list[nn.Parameter]]]]]:
-        """For each group, the matrices of each owner. They stay the same, because an owner may keep their state."""
+        """For each group, the matrices of each owner. It never changes, because an owner may keep their state."""
         return [
             list(divided_among_owners(group["params"], self.mesh, self.ownership.work)) for group in self.param_groups
         ]
@@ -116,7 +116,7 @@ def restore_state(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, T
     Tensors move to the parameter's device, but not the step count, nor meta tensors, which other ranks keep.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    optimizer.state.clear()  # a parameter may have had no state yet
+    optimizer.state.clear()  # also drops state that the checkpoint lacks
     for index, tensors in state.items():
         device = parameters[index].device
         optimizer.state[parameters[index]] = {
@@ -129,7 +129,7 @@ def decay(weights: Tensor, update: Tensor, amount: float, cautious: bool) -> Non
     """Multiply weights by 1 - `amount` before an update; if `cautious`, only weights that it moves towards zero.
 
     Args:
-        update: the update before it is multiplied by the negative learning rate, of the weights' shape.
+        update: the tensor, of the weights' shape, that is multiplied by the learning rate and then subtracted.
         amount: learning rate times weight decay.
     """
     if cautious:

@@ -140,8 +140,8 @@ def refresh(average: Tensor, basis: Tensor, squares: Tensor, axis: int) -> None:
 
     Args:
         basis: the basis of the last refresh, in columns [n, n]; overwritten.
-        squares: the second moments in that basis [rows, columns]; along `axis`, they are put in the same order as the
-            basis vectors, by descending eigenvalue.
+        squares: the second moments in that basis [rows, columns]; reordered along `axis` like the basis vectors, by
+            descending eigenvalue.
     """
     turned = product(average, basis)
     order = (basis * turned).sum(dim=0).argsort(descending=True, stable=True)
