@@ -53,10 +53,11 @@ class Spelling:
         return b"".join(map(self.table.__getitem__, ids))
 
     def of_phrase(self, phrase: str) -> bytes:
-        """Return the bytes to search for a phrase, which is normalized like the tokenizer's text.
+        """Return the bytes that a text's tokens have wherever a phrase occurs, normalized like the tokenizer's text.
 
         Raises:
-            UserError: the phrase is empty or too long, or has characters that the tokenizer does not know.
+            UserError: the phrase is empty, also after normalization, or too long, or has characters that the tokenizer
+                does not know.
         """
         try:
             size = len(phrase.encode("utf-8"))

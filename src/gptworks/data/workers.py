@@ -135,7 +135,7 @@ def _start_worker(
     done: Any,
     stop: Any,
 ) -> None:
-    global _work  # noqa: PLW0603 (this process is started for it)
+    global _work  # noqa: PLW0603 (the process does only this work)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the pool

@@ -187,8 +187,8 @@ def linear_cross_entropy_reference(
 
 
 class _LinearLoss(torch.autograd.Function):
-    """A loss computed from logits, and sums to report. The forward pass computes the gradients too, chunk by chunk; the
-    backward pass scales them."""
+    """Returns a loss summed over all rows, and `n_sums` sums to report, the first being the loss. The forward pass also
+    computes the gradients, chunk by chunk; the backward pass scales them."""
 
     @staticmethod
     def forward(

@@ -117,8 +117,8 @@ def route(logits: Tensor, n_per_token: int) -> tuple[Tensor, Tensor]:
 
 
 def arrange(chosen: Tensor, sent: list[int], even: bool) -> tuple[Tensor, Tensor, list[int]]:
-    """Sort tokens by expert. Return the token index of each of P rows, the row of each (token, expert) pair [N·K], and
-    the number of rows of each expert.
+    """Sort tokens by expert into P rows, one for each (token, expert) pair and perhaps padding. Return each row's token
+    index [P], each pair's row [N·K], and each expert's number of rows.
 
     Args:
         chosen: indices of each token's experts, [N, K].

@@ -36,7 +36,7 @@ def as_trained(stage: Stage, trained: Trained, shapes: Shapes, layer: int, no_co
 def as_first(stage: Stage, trained: Trained, shapes: Shapes, layer: int) -> Stage:
     """Return the stage without the saved tensors that only the gradient of its block's input needs; for the first block
     with a backward pass, if no parameter before it is trained."""
-    if not stage.reads_entry or trained.moves("norm1", layer):  # a trained norm saves its normalized input instead
+    if not stage.reads_entry or trained.moves("norm1", layer):  # a trained norm needs its input
         return stage
     saved = dict(stage.saved)
     if not stage.matrices:

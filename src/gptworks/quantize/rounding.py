@@ -10,7 +10,7 @@ from gptworks.quantize.formats import GROUP, LEVELS
 _STEPS = torch.linspace(5.5, 8.5, 13).tolist()
 """Divisors of a group's largest magnitude; each quotient is tried as the group's scale, with both signs."""
 
-_ROWS_AT_ONCE = 2**18
+_WEIGHTS_AT_ONCE = 2**18
 """Number of weights whose scales are searched at a time, small enough for the cache."""
 
 _COLUMNS_AT_ONCE = 128
@@ -44,12 +44,12 @@ def round_int4(matrix: Tensor) -> Rounded:
 
 
 def best_scales(groups: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Return each group's scale, fp16 [N, G]: the one whose multiples from −8 to 7 give the smallest squared error.
+    """Return each group's scale, fp16 [N, G]: the one, of 26 candidates, whose multiples from −8 to 7 err the least.
 
     Args:
         groups: [N, G, 32]. importance: weights of the squared errors, [G, 32]; None: all errors weigh the same.
     """
-    parts = torch.split(groups, max(1, _ROWS_AT_ONCE // groups[0].numel()))
+    parts = torch.split(groups, max(1, _WEIGHTS_AT_ONCE // groups[0].numel()))
     return torch.cat([_best_scales(part, importance) for part in parts])
 
 

@@ -82,9 +82,8 @@ def plan_try(
     times = [[measured_step_seconds(one) for one in (recipe, changed)] for _ in range(MEASUREMENTS)]
     seconds, seconds_changed = map(min, zip(*times, strict=True))  # other work on the machine only adds time
     ratio = seconds_changed / seconds
-    third = StepTime(
-        ratio, ratio, ratio
-    ).is_distinct  # whether a pair probably needs a third run; the measured pairs decide
+    # Whether each pair will probably need a third run, as long as the first in time. The pairs' own times decide later.
+    third = StepTime(ratio, ratio, ratio).is_distinct
     n_arms, per_step = (3, 2 * seconds + seconds_changed) if third else (2, seconds + seconds_changed)
     budget = 60 * minutes
     if steps is None:

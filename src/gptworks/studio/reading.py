@@ -42,7 +42,8 @@ class Reader:
     _kept: "OrderedDict[tuple[Wanted, str], Costs]" = field(default_factory=OrderedDict)
 
     async def compute(self, work: Callable[[Check], _Result]) -> _Result:
-        """Run `work` in the thread and return its result. If the client leaves or time is up, `check` stops `work`."""
+        """Run `work(check)` in the thread and return its result. `work` calls `check` often, which raises an exception
+        once the client has left or the time is up."""
         gone = threading.Event()
 
         def check() -> None:

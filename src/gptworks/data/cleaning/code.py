@@ -43,8 +43,9 @@ _LITERAL = re.compile(r"[\"'0-9]")
 
 
 class TableFilter(Filter):
-    """Drops files in which most characters are in lines of only literals: numbers, strings and their separators,
-    perhaps with a comment. White space at the ends of lines does not count; a line of only brackets has no literal."""
+    """Drops files that consist mostly of data: `min_lines` or more lines of only literals (numbers, strings and their
+    separators, perhaps with a comment) have more than the share `max_data` of all characters. White space at the ends
+    of lines does not count; a line of only brackets has no literal."""
 
     settings: CodeTables
 

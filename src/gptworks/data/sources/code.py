@@ -95,8 +95,8 @@ class Code(_SourceFiles):
         return file.name.endswith(self._endings) and file.stat().st_size <= self.settings.largest_file_bytes
 
     def _walk(self, folder: Path, rules: list[tuple[Path, Any]]) -> Iterator[Path]:
-        """Yield the files of a folder that no rule ignores. `rules`: each folder above that has a `.gitignore`, with
-        the file's patterns."""
+        """Yield the files of a folder and its subfolders, except ignored ones and those in folders of other programs or
+        of gptworks. `rules`: each folder above that has a `.gitignore`, with the file's patterns."""
         ignored = folder / ".gitignore"
         if self.settings.gitignore and ignored.is_file():
             rules = [*rules, (folder, _rules(ignored))]

@@ -100,7 +100,7 @@ def export_gguf(
 
 
 def stored_as(name: str, shape: tuple[int, ...], quantization: GGUFType) -> gguf.GGMLQuantizationType:
-    """Return a tensor's format: what llama.cpp's converter chooses, but q8_0, not q4_0, for embedding and head."""
+    """Return a tensor's format: the one that llama.cpp chooses, except that q4_0 has embedding and head in q8_0."""
     if len(shape) == 1 or name == "position_embd.weight" or name.endswith("ffn_gate_inp.weight"):
         return gguf.GGMLQuantizationType.F32
     if quantization == "q4_0" and name in ("token_embd.weight", "output.weight"):

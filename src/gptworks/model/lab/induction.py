@@ -26,7 +26,7 @@ CONSTANT = 0.5
 """Norm of the component that all embeddings share, relative to the norm of the rest of an embedding."""
 
 LENGTHS = (1.6, 1.3)
-"""Norms of the first and second head's queries, divided by √D; the keys have norm 1 in this unit."""
+"""Norms of the first and second head's queries, relative to the norm of the keys, √D for heads of D channels."""
 
 COPY_LOGIT = 4.0
 """Approximate logit of a token that gets all of the second head's attention."""
