@@ -2,8 +2,8 @@
 and rank 0 adds the state and the manifest. The files are the same on any number of ranks.
 
 The header of a safetensors file gives the offset of every element, so that ranks need not send each other tensors.
-`torch.distributed.checkpoint` would describe its files in a pickle, or write a file of parts per rank, which every
-reader would have to combine.
+`torch.distributed.checkpoint` would describe its files in a format that can run code, or write a file of parts per
+rank, which every reader would have to combine.
 """
 
 import json
@@ -25,6 +25,7 @@ from gptworks.files import (
     open_to_change,
     sealed_json,
     sha256_file,
+    sync,
     why_not_written,
     write_whole,
 )
@@ -133,13 +134,14 @@ def _add_parts(parent: Path, files: Mapping[str, Mapping[str, TensorPart]], writ
     try:
         for name, parts in files.items():
             _write_parts(parent / folder / name, parts)
+            sync(parent / folder / name)  # rank 0 may be another machine
     except OSError as error:
         fault = f"rank {writers.rank}: {why_not_written(error, parent, None)}"
     writers.collect(fault)
 
 
 def _make_file(path: Path, parts: Mapping[str, TensorPart]) -> None:
-    """Make a safetensors file of these tensors, complete and all zeros, and flush its header.
+    """Make a safetensors file of these tensors, complete and all zeros.
 
     Raises:
         OSError: the file cannot be made.
@@ -155,12 +157,10 @@ def _make_file(path: Path, parts: Mapping[str, TensorPart]) -> None:
     with open_new(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + at)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _write_parts(path: Path, parts: Mapping[str, TensorPart]) -> None:
-    """Write parts of tensors to a file made by `_make_file`, and flush them.
+    """Write parts of tensors to a file made by `_make_file`.
 
     Raises:
         OSError: they cannot be written.
@@ -179,7 +179,6 @@ def _write_parts(path: Path, parts: Mapping[str, TensorPart]) -> None:
                 end = at + n_elements * itemsize
                 _write(file.fileno(), values[at:end], begin + first * itemsize)
                 at = end
-        os.fsync(file.fileno())
 
 
 def _runs(part: TensorPart) -> Iterator[tuple[int, int]]:
