@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor, distributed
 
 from gptworks.checkpoint import checkpoints
-from gptworks.errors import RunError
+from gptworks.errors import RunError, UserError
 from gptworks.training.checkpoint_files import TensorPart, save_checkpoint
+from gptworks.training.distributed import writers as writers_module
 from gptworks.training.distributed.writers import RankWriters
 from gptworks.training.saving import CheckpointWriter
 
@@ -113,6 +114,54 @@ def test_a_rank_that_cannot_write_leaves_no_part_of_a_checkpoint(
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
 
 
+@pytest.mark.parametrize("error", [MemoryError(), KeyError("a vector"), RunError("the folder is gone")])
+def test_rank_0_reports_any_error_of_another_rank(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, write, mine = parts_of(TENSORS, 2, 1), os.pwrite, threading.local()
+
+    def failing(descriptor: int, data: memoryview, at: int) -> int:
+        if mine.rank == 1:
+            raise error
+        return write(descriptor, data, at)
+
+    def save(rank: int, writers: RankWriters) -> object:
+        mine.rank = rank
+        try:
+            return save_checkpoint(tmp_path, 2, parts[rank], {}, {"step": 2}, writers) and None
+        except type(error) as own:
+            return own
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    reported, own = on_ranks(save, 2)
+    assert isinstance(reported, RunError) and "rank 1: " in str(reported) and own is error
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_an_element_that_no_rank_writes_is_noticed(tmp_path: Path) -> None:
+    parts = parts_of(TENSORS, 2, 1)
+    del parts[1]["experts"]
+    error, _ = on_ranks(lambda rank, w: save_checkpoint(tmp_path, 2, parts[rank], {}, {}, w) and None, 2)
+    assert isinstance(error, RunError) and "bytes of tensors, which have" in str(error)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_no_rank_waits_for_rank_0_if_a_link_leads_out_of_the_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    parts = parts_of(TENSORS, 2, 1)
+
+    def save(rank: int, writers: RankWriters) -> object:
+        try:
+            return save_checkpoint(tmp_path / "run", 2, parts[rank], {}, {}, writers) and None
+        except UserError as error:
+            return error
+
+    error, other = on_ranks(save, 2)
+    assert isinstance(error, UserError) and other is None
+
+
 def test_no_rank_waits_for_rank_0_if_it_cannot_make_the_checkpoint(tmp_path: Path) -> None:
     parts = parts_of(TENSORS, 3, 1)
     (tmp_path / "checkpoints").touch()
@@ -123,9 +172,10 @@ def test_no_rank_waits_for_rank_0_if_it_cannot_make_the_checkpoint(tmp_path: Pat
     assert others == [None, None]
 
 
-def test_a_failed_run_does_not_wait_for_ranks_that_have_died(tmp_path: Path) -> None:
+def test_a_failed_run_does_not_wait_for_ranks_that_have_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = parts_of(TENSORS, 2, 1)[0]
     writers = RankWriters(distributed.HashStore(), 0, 2)
+    monkeypatch.setattr(writers_module, "_GRACE_SECONDS", 0.5)
     with pytest.raises(ConnectionError), CheckpointWriter(tmp_path, 1, writers=writers) as writer:
         writer.save(3, {"model": parts.items(), "optimizer": iter(())}, {"step": 3})
         raise ConnectionError

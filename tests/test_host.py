@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +63,29 @@ def test_the_ranks_of_a_node_copy_their_parts_of_a_checkpoint() -> None:
     assert (two_nodes.moment, two_nodes.total_bytes) == ("checkpoint", 10**9 + 8 * total)
     replicated = host_of("gpt3-350m", 2, "train.ema_decay=0.9")
     assert (replicated.moment, replicated.copied_bytes) == ("checkpoint", 16 * total), "of rank 0"
+
+
+def test_copies_count_each_part_once() -> None:
+    """Embeddings are whole on each tensor-parallel rank; a matrix's state in SOAP is at its owner, also with DDP."""
+
+    def copied(n_ranks: int, layout: Layout, optimizer: str) -> tuple[int, int]:
+        train = {"batch_size": 32, "micro_batch_size": 1, "max_steps": 5, "optimizer": optimizer}
+        model = {"preset": "gpt2", "dropout_attention": 0, "vocab_size": 128_000}
+        tree = {"model": model, "tokenizer": {"type": "char"}, "data": {"sources": [{"type": "python-stdlib"}]}}
+        setting = rank_setting(parse_recipe(tree | {"train": train}), "fp32", on_cpu=False, layout=layout)
+        return copied_bytes(setting, n_ranks), checkpoint_bytes(setting)
+
+    node, whole = copied(8, Layout("fsdp", 4, 8), "adamw")
+    assert node == pytest.approx(whole / 4, rel=0.01)
+    assert copied(32, Layout("fsdp", 4, 8), "adamw") == pytest.approx((whole, whole), rel=0.01)
+    first, whole = copied(1, Layout("none", 16), "soap")
+    parameters = count_parameters(preset("gpt2").model_copy(update={"vocab_size": 128_000}))
+    matrices = [
+        prod(shape) for name, shape in parameters.shapes.items() if name.startswith("blocks.") and len(shape) == 2
+    ]
+    replicated = 4 * parameters.total + 8 * (parameters.total - sum(matrices))
+    assert replicated + (whole - replicated) / 16 <= first <= replicated + (whole - replicated) / 6
+    assert copied(16, Layout("none", 16), "soap") == (whole, whole)
 
 
 def test_what_a_host_does_not_hold_does_not_fit() -> None:

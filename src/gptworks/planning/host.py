@@ -14,7 +14,12 @@ from gptworks.planning.devices import Device
 from gptworks.planning.layout import rank_config
 from gptworks.planning.params import ParameterCount, count_parameters
 from gptworks.planning.setting import Setting
-from gptworks.planning.state import held_weights_bytes, trained_state_bytes
+from gptworks.planning.state import (
+    held_weights_bytes,
+    matrix_state_bytes,
+    owned_state_bytes,
+    trained_state_bytes,
+)
 from gptworks.planning.trained import Trained, everything
 from gptworks.units import readable
 
@@ -103,24 +108,38 @@ def starting_bytes(setting: Setting) -> int:
 
 def checkpoint_bytes(setting: Setting) -> int:
     """Return the bytes of a checkpoint: weights, their average and the optimizer's state."""
-    return sum(_weights_and_state_bytes(setting, *whole_model(setting)))
+    return _saved_bytes(setting, *whole_model(setting))
 
 
 def copied_bytes(setting: Setting, n_ranks: int) -> int:
     """Return the bytes of the parts of a checkpoint that the first `n_ranks` ranks copy and write."""
     layout, ownership = setting.layout, OPTIMIZERS[setting.optimizer].ownership
-    n_writers = min(n_ranks, layout.n_parts)  # of replicated parts, only the first rank writes
-    weights, state = (n_writers * _divided(setting, n) for n in _weights_and_state_bytes(setting, *_of_rank(setting)))
+    whole, of_rank = (_parts_bytes(setting, *model) for model in (whole_model(setting), _of_rank(setting)))
+    n_tensor = layout.tensor_parallel
+    copied = of_rank  # of replicated parts, the first rank writes all
+    if n_tensor > 1:
+        copied += (min(n_ranks, n_tensor) - 1) * (whole - of_rank) // (n_tensor - 1)
+    if layout.sharding != "none":
+        copied = max(1, n_ranks // n_tensor) * _divided(setting, copied)
     if ownership is not None and ownership.keeps_state:
-        state = _weights_and_state_bytes(setting, *whole_model(setting))[1] * n_ranks // layout.world_size
-    return min(weights + state, checkpoint_bytes(setting))
+        matrices = whole_model(setting)[1].matrices
+        copied += n_ranks * owned_state_bytes(setting.optimizer, ownership, matrices, layout.world_size)
+    return min(copied, checkpoint_bytes(setting))
 
 
-def _weights_and_state_bytes(setting: Setting, parameters: ParameterCount, trained: Trained) -> tuple[int, int]:
-    """Return the bytes of weights and their average, and of the optimizer's state."""
+def _parts_bytes(setting: Setting, parameters: ParameterCount, trained: Trained) -> int:
+    """Return the bytes of a checkpoint except for the state that only owners of matrices keep."""
+    ownership = OPTIMIZERS[setting.optimizer].ownership
+    total = _saved_bytes(setting, parameters, trained)
+    if ownership is not None and ownership.keeps_state:
+        total -= sum(matrix_state_bytes(setting.optimizer, shape) for shape in trained.matrices)
+    return total
+
+
+def _saved_bytes(setting: Setting, parameters: ParameterCount, trained: Trained) -> int:
     average = 4 * trained.parameters if setting.averages else 0
     state = trained_state_bytes(parameters, setting.optimizer, trained, setting.optimizer_state)
-    return held_weights_bytes(parameters, trained) + average, state
+    return held_weights_bytes(parameters, trained) + average + state
 
 
 def placed_bytes(setting: Setting) -> int:

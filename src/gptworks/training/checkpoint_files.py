@@ -6,8 +6,10 @@ The header of a safetensors file gives the offset of every element, so that rank
 rank, which every reader would have to combine.
 """
 
+import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from itertools import product
 from math import prod
@@ -30,8 +32,10 @@ from gptworks.files import (
     write_whole,
 )
 from gptworks.tensors import DTYPES
-from gptworks.training.distributed.shards import Part
 from gptworks.training.distributed.writers import ONE_WRITER, Writers
+
+if sys.platform != "win32":
+    import fcntl
 
 _MOST_BYTES = 1 << 30
 """Maximum size of a write; Linux writes at most 2 GiB at once."""
@@ -42,7 +46,8 @@ class TensorPart(NamedTuple):
 
     shape: tuple[int, ...]
     """The shape of the complete tensor."""
-    place: Part
+    place: tuple[slice, ...]
+    """The elements that the part has: a slice of each dimension."""
     values: Tensor
     """The elements; on the meta device if another rank writes the complete tensor."""
 
@@ -59,6 +64,10 @@ class TensorPart(NamedTuple):
     def copied_bytes(self) -> int:
         """Bytes of the elements that this rank writes."""
         return 0 if self.values.is_meta else self.values.nbytes
+
+
+Files = Mapping[str, Mapping[str, TensorPart]]
+"""A rank's parts of tensors by file and name."""
 
 
 def save_checkpoint(
@@ -98,10 +107,8 @@ def save_checkpoint(
                 _make_file(aside / name, parts)
             writers.share(aside.name)
             shared = True
-            for name, parts in files.items():
-                _write_parts(aside / name, parts)
-            if faults := [fault for fault in writers.collect("") if fault]:
-                raise RunError(faults[0])
+            n_bytes = sum(_write_parts(aside / name, parts) for name, parts in files.items())
+            _check(writers.collect(str(n_bytes)), files)
             write_whole(aside / "state.json", json.dumps(state, indent=2), new=True)
             described = {
                 path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
@@ -113,31 +120,55 @@ def save_checkpoint(
             if final.exists():  # a damaged checkpoint, before which the run was resumed
                 remove_checkpoint(Checkpoint(final))
     except (OSError, RunError) as error:
-        if not shared:
-            writers.share("")
-        needed_bytes = sum(prod(p.shape) * p.values.element_size() for parts in files.values() for p in parts.values())
         cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-        reason = why_not_written(cause, parent, needed_bytes)
+        reason = why_not_written(cause, parent, _n_bytes(files))
         kept = ", ".join(checkpoint.folder.name for checkpoint in all_checkpoints(run_dir)) or "none"
         raise RunError(
             f"checkpoint at step {step} could not be written to {parent}: {reason}. Earlier ones kept: {kept}."
         ) from error
+    finally:
+        if not shared:
+            writers.share("")
     return Checkpoint(final)
 
 
-def _add_parts(parent: Path, files: Mapping[str, Mapping[str, TensorPart]], writers: Writers) -> None:
-    """Write this rank's parts into the files that rank 0 has made, and report an error to rank 0."""
+def _add_parts(parent: Path, files: Files, writers: Writers) -> None:
+    """Write this rank's parts into the files that rank 0 has made; report their bytes, or the error, to rank 0."""
     folder = writers.share()
     if not folder:  # rank 0 could not make it
         return
-    fault = ""
+    report = f"rank {writers.rank} failed"
     try:
+        n_bytes = 0
         for name, parts in files.items():
-            _write_parts(parent / folder / name, parts)
-            sync(parent / folder / name)  # rank 0 may be another machine
+            n_bytes += _write_parts(parent / folder / name, parts)
+            sync(parent / folder / name)  # rank 0 may be on another machine
+        report = str(n_bytes)
     except OSError as error:
-        fault = f"rank {writers.rank}: {why_not_written(error, parent, None)}"
-    writers.collect(fault)
+        report = f"rank {writers.rank}: {why_not_written(error, parent, None)}"
+    except Exception as error:
+        report = f"rank {writers.rank}: {error or type(error).__name__}"
+        raise
+    finally:
+        writers.collect(report)
+
+
+def _check(reports: list[str], files: Files) -> None:
+    """Check that the ranks have written everything: each reports its number of bytes, or an error.
+
+    Raises:
+        RunError: a rank has failed, or an element was not written by exactly one rank.
+    """
+    for report in reports:
+        if not report.isdigit():
+            raise RunError(report)
+    if (found := sum(map(int, reports))) != (due := _n_bytes(files)):
+        raise RunError(f"the ranks have written {found:,} bytes of tensors, which have {due:,}")
+
+
+def _n_bytes(files: Files) -> int:
+    """Return the bytes of the complete tensors."""
+    return sum(prod(part.shape) * part.values.itemsize for parts in files.values() for part in parts.values())
 
 
 def _make_file(path: Path, parts: Mapping[str, TensorPart]) -> None:
@@ -159,26 +190,38 @@ def _make_file(path: Path, parts: Mapping[str, TensorPart]) -> None:
         file.truncate(8 + len(text) + at)
 
 
-def _write_parts(path: Path, parts: Mapping[str, TensorPart]) -> None:
-    """Write parts of tensors to a file made by `_make_file`.
+def _write_parts(path: Path, parts: Mapping[str, TensorPart]) -> int:
+    """Write parts of tensors to a file made by `_make_file`; return the number of bytes.
 
     Raises:
         OSError: they cannot be written.
     """
+    written = 0
     if not parts:
-        return
+        return written
     with open_to_change(path) as file:
+        _lock_jointly(file.fileno())
         n_bytes = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(n_bytes))
         for name, part in parts.items():
             if part.values.is_meta:
                 continue
-            values = part.values.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            values = part.values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             begin, itemsize, at = 8 + n_bytes + header[name]["data_offsets"][0], part.values.itemsize, 0
             for first, n_elements in _runs(part):
                 end = at + n_elements * itemsize
                 _write(file.fileno(), values[at:end], begin + first * itemsize)
                 at = end
+            written += at
+    return written
+
+
+def _lock_jointly(descriptor: int) -> None:
+    """Take a lock that all ranks share. Without it, Linux's NFS client writes whole pages, with other machines' bytes
+    as it has read them before."""
+    if sys.platform != "win32":
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def _runs(part: TensorPart) -> Iterator[tuple[int, int]]:

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig
-from gptworks.infer.backends.large_pages import LARGE_PAGE, rooms_in_large_pages
+from gptworks.infer.backends.large_pages import rooms_in_large_pages
 from gptworks.model.cache import SlotRows
+
+_MOST_SLOT_BYTES = 1 << 19
+"""Most bytes of a slot, of keys or values of one layer, in large pages of 2 MiB."""
 
 
 class Vectors:
@@ -75,13 +78,13 @@ def _memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
     """Return memory for keys, values or scales, which only other devices than a CPU must fill with zeros.
 
     On a CPU, positions that were not written are never read. On other devices, products read all positions, under a
-    mask, which does not hide a NaN in uninitialized memory. On a CPU, slots that fit into a large page are in large
-    pages. Longer slots are not: the system commits memory only for pages in use, and a large page of such a slot would
-    commit unused positions.
+    mask, which does not hide a NaN in uninitialized memory. On a CPU, slots up to `_MOST_SLOT_BYTES` are in large
+    pages. Longer slots are not: the system commits memory only for pages in use, and large pages commit a slot's unused
+    positions too.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    if math.prod(shape[1:]) * dtype.itemsize > LARGE_PAGE:
+    if math.prod(shape[1:]) * dtype.itemsize > _MOST_SLOT_BYTES:
         return torch.empty(shape, dtype=dtype)
     (data,) = rooms_in_large_pages([(dtype, math.prod(shape))])
     return data.view(*shape)

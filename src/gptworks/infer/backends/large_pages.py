@@ -7,9 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-LARGE_PAGE = 2 << 20
-"""Bytes of a large page on Linux, on x86-64 and on most AArch64."""
-
 
 def rooms_in_large_pages(wanted: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:
     """Return zeroed tensors [n] of these dtypes and sizes, consecutive in a `large_block`."""
@@ -24,9 +21,12 @@ def large_block(n_bytes: int) -> Tensor:
     The memory is private because a separate switch (`shmem_enabled`) nearly always turns large pages off for shared
     memory. Linux uses large pages only for complete aligned ranges of 2 MiB, and does not report whether it did.
     """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not n_bytes or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(n_bytes, dtype=torch.uint8)
-    block = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        block = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        return torch.zeros(n_bytes, dtype=torch.uint8)  # raises the error of other tensors that do not fit
     with contextlib.suppress(OSError):  # a kernel without huge pages
         block.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(block, dtype=torch.uint8)

@@ -47,7 +47,7 @@ class Ranks:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this process writes the run folder and prints messages."""
+        """Whether this process prints messages and writes the run folder; other ranks write parts of checkpoints."""
         return self.rank == 0
 
     def from_rank_zero(self, work: Callable[[], T]) -> T:

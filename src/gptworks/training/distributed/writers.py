@@ -3,15 +3,12 @@ training continues meanwhile and issues the collectives."""
 
 import math
 import time
-from datetime import timedelta
 from typing import Any
-
-from torch import distributed
 
 from gptworks.errors import RunError
 
-_POLL = timedelta(seconds=0.5)
-_GRACE_SECONDS = 5.0
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 20.0
 """Time for other ranks to write their parts after the run has failed."""
 
 
@@ -73,10 +70,7 @@ class RankWriters(Writers):
         self._until = time.monotonic() + _GRACE_SECONDS
 
     def _wait(self, keys: list[str]) -> None:
-        while True:
-            try:
-                self._store.wait(keys, _POLL)
-                return
-            except distributed.DistStoreError:  # not yet there
-                if time.monotonic() > self._until:
-                    raise RunError("the other ranks have not written their parts of a checkpoint") from None
+        while not self._store.check(keys):
+            if time.monotonic() > self._until:
+                raise RunError("the other ranks have not written their parts of a checkpoint")
+            time.sleep(_POLL_SECONDS)
