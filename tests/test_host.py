@@ -253,11 +253,12 @@ def wait(writer, *, wait=CheckpointWriter.wait):
     stepped.set()
     wait(writer)
 
-def save(writer, *arguments, save=CheckpointWriter.save):
+def save(writer, step, *arguments, save=CheckpointWriter.save):
     writer.wait()
-    stepped.clear()
+    if step < 3:  # the last step
+        stepped.clear()
     writer.wait = lambda: None
-    save(writer, *arguments)
+    save(writer, step, *arguments)
     del writer.wait
 
 loop.Run.training_step = step
