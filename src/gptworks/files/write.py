@@ -204,8 +204,14 @@ def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
 
 
 def open_to_change(path: Path, *, inside: Path | None = None) -> BufferedRandom:
-    """Open a regular file to read and to overwrite; arguments and errors: see `open_to_append`."""
-    return os.fdopen(_open_regular(path, 0, inside), "r+b")
+    """Open a regular file to read and to overwrite, together with other processes that write other parts of it. They
+    share a lock: without it, Linux's NFS client writes whole pages, with other machines' bytes as it read them before.
+
+    Arguments and errors: see `open_to_append`.
+    """
+    descriptor = _open_regular(path, 0, inside)
+    _lock(descriptor, shared=True)
+    return os.fdopen(descriptor, "r+b")
 
 
 def _open_regular(path: Path, flags: int, inside: Path | None) -> int:
@@ -407,12 +413,12 @@ def _new_private_folder(path: Path, folder: int) -> Iterator[tuple[str, int, int
         os.close(descriptor)
 
 
-def _lock(descriptor: int) -> bool:
-    """Lock a new file or folder until it is closed; return False if another process has removed it meanwhile."""
+def _lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Lock a file or folder until it is closed; return False if another process has removed it meanwhile."""
     with contextlib.suppress(OSError, ImportError):  # without locks, leftovers stay
         import fcntl
 
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
     return os.fstat(descriptor).st_nlink > 0
 
 

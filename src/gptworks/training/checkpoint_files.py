@@ -6,10 +6,8 @@ The header of a safetensors file gives the offset of every element, so that rank
 rank, which every reader would have to combine.
 """
 
-import contextlib
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from itertools import product
 from math import prod
@@ -33,9 +31,6 @@ from gptworks.files import (
 )
 from gptworks.tensors import DTYPES
 from gptworks.training.distributed.writers import ONE_WRITER, Writers
-
-if sys.platform != "win32":
-    import fcntl
 
 _MOST_BYTES = 1 << 30
 """Maximum size of a write; Linux writes at most 2 GiB at once."""
@@ -200,7 +195,6 @@ def _write_parts(path: Path, parts: Mapping[str, TensorPart]) -> int:
     if not parts:
         return written
     with open_to_change(path) as file:
-        _lock_jointly(file.fileno())
         n_bytes = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(n_bytes))
         for name, part in parts.items():
@@ -214,14 +208,6 @@ def _write_parts(path: Path, parts: Mapping[str, TensorPart]) -> int:
                 at = end
             written += at
     return written
-
-
-def _lock_jointly(descriptor: int) -> None:
-    """Take a lock that all ranks share. Without it, Linux's NFS client writes whole pages, with other machines' bytes
-    as it has read them before."""
-    if sys.platform != "win32":
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
 def _runs(part: TensorPart) -> Iterator[tuple[int, int]]:
