@@ -79,11 +79,11 @@ def _run(command: Sequence[str | Path], seconds: float) -> subprocess.CompletedP
         raise Unavailable(f"{Path(command[0]).name} did not end within {seconds:g} seconds.") from None
 
 
-def key(compiler: str) -> str:
+def key(compiler: str, sources: Sequence[Path] = SOURCES, flags: Sequence[str] = FLAGS) -> str:
     """Return a build's key: a hash of sources, options, compiler and processor."""
     machine = " ".join([platform.platform(), platform.processor(), cpu_identity(), *sorted(cpu_flags())])
-    texts = (file.read_bytes() for source in SOURCES for file in (source, *sorted(source.parent.glob("*.h"))))
-    parts = (*texts, _version(compiler), machine.encode(), repr((FLAGS, attempts(compiler))).encode())
+    texts = (file.read_bytes() for source in sources for file in (source, *sorted(source.parent.glob("*.h"))))
+    parts = (*texts, _version(compiler), machine.encode(), repr((tuple(flags), attempts(compiler))).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -93,11 +93,19 @@ def compiled(compiler: str) -> bytes:
     return build(compiler)
 
 
-def build(compiler: str, options: tuple[tuple[str, ...], ...] | None = None) -> bytes:
+def build(
+    compiler: str,
+    options: tuple[tuple[str, ...], ...] | None = None,
+    sources: Sequence[Path] = SOURCES,
+    flags: Sequence[str] = FLAGS,
+    libraries: Sequence[str] = (),
+) -> bytes:
     """Build a library and return its bytes. The sources are compiled in parallel, one per core.
 
     Args:
         options: compiler options to try, in this order; None: those of `attempts`.
+        flags: compiler options of every attempt.
+        libraries: options that name libraries to link.
 
     Raises:
         Unavailable: no attempt succeeds. OSError: other users may write to the temporary folder, or the compiler cannot
@@ -110,14 +118,14 @@ def build(compiler: str, options: tuple[tuple[str, ...], ...] | None = None) -> 
     ):
         folder = make_private(Path(temporary))
         made = folder / "kernels.so"
-        objects = [folder / f"{source.name}.o" for source in SOURCES]
+        objects = [folder / f"{source.name}.o" for source in sources]
         for attempt in attempts(compiler) if options is None else options:
 
             def run(*arguments: str | Path, options: tuple[str, ...] = attempt) -> str | None:
-                return _error_of([compiler, *FLAGS, *options, *arguments])
+                return _error_of([compiler, *flags, *options, *arguments])
 
-            errors = at_once.map(lambda source, to: run("-c", source, "-o", to), SOURCES, objects)
-            error = next(filter(None, list(errors)), None) or run("-shared", *objects, "-o", made)
+            errors = at_once.map(lambda source, to: run("-c", source, "-o", to), sources, objects)
+            error = next(filter(None, list(errors)), None) or run("-shared", *objects, *libraries, "-o", made)
             if error is None:
                 return made.read_bytes()
             failed = error

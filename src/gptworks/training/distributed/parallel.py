@@ -344,15 +344,20 @@ class ManyDevices(Parallel):
 
 
 def compile_blocks(model: GPT, setting: str, device: torch.device, varying_widths: bool = False) -> None:
-    """Make each block compile at its first run, if the setting is `block`, or `auto` on CUDA. Auto does not compile
-    blocks with packed matrices, which might then stay unpacked until the backward pass.
+    """Make each block compile at its first run, if `compiles_blocks`.
 
     If batches vary in width, one graph serves all widths: a graph per width would soon exceed torch's limit of 8, after
     which blocks run uncompiled.
     """
-    if setting == "block" or (setting == "auto" and device.type == "cuda" and not packed_matrices(model)):
+    if compiles_blocks(model, setting, device):
         for block in model.blocks:
             block.compile(dynamic=varying_widths)
+
+
+def compiles_blocks(model: GPT, setting: str, device: torch.device) -> bool:
+    """Whether the blocks are compiled: if the setting is `block`, or `auto` on CUDA. Auto does not compile blocks with
+    packed matrices, which might then stay unpacked until the backward pass."""
+    return setting == "block" or (setting == "auto" and device.type == "cuda" and not packed_matrices(model))
 
 
 def tensor_plan(model: ModelConfig) -> dict[str, ParallelStyle]:

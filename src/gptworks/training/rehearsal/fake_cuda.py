@@ -1,0 +1,127 @@
+"""Rehearses a training step on fake CUDA tensors, without a GPU: devices, host reads, dtypes and graph breaks.
+
+A CPU build of torch gets the CUDA device that it lacks from fake_cuda.cpp, which a new process preloads. That process
+runs `gptworks.training.rehearsal.watched` and returns a `FakeStep` as JSON. Nothing is computed.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from gptworks.kernels import build, cache
+from gptworks.kernels.build import Unavailable
+from gptworks.training.rehearsal.trace import Rehearsal
+
+Kind = Literal["wrong device", "host read", "blocking copy", "float32 product", "graph break", "failed"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An operation of the step that a GPU would refuse or wait for, or a product in a wider dtype than asked."""
+
+    kind: Kind
+    operation: str
+    """Name of torch's operation, or why a graph breaks or the step failed."""
+    where: str
+    """File and line, such as `model/moe.py:53`, of the code that called the operation, in the forward pass if autograd
+    called it."""
+    count: int = 1
+    """Number of times that it happened."""
+    expected: str | None = None
+    """The reason, if gptworks does this on purpose; None: a fault."""
+
+
+@dataclass(frozen=True)
+class FakeStep:
+    """The operations of a training step on a fake CUDA device."""
+
+    not_checked: str | None = None
+    """Why nothing was checked; None: the step was checked."""
+    n_operations: int = 0
+    findings: tuple[Finding, ...] = ()
+    products: tuple[tuple[str, int], ...] = ()
+    """Each dtype of matrix products and attention, and the number of products of this dtype."""
+    n_graphs: int | None = None
+    """Number of graphs into which the blocks that were compiled were divided: one for each if none breaks. None: no
+    block is compiled."""
+
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """The findings that gptworks does not expect."""
+        return tuple(finding for finding in self.findings if finding.expected is None)
+
+    def count(self, kind: Kind) -> int:
+        """Return how often findings of a kind happened in the step, expected or not."""
+        return sum(finding.count for finding in self.findings if finding.kind == kind)
+
+
+STEP = TypeAdapter(FakeStep)
+SETTINGS = TypeAdapter(Rehearsal)
+_SECONDS = 1800
+
+
+def step_on_fake_cuda(rehearsal: Rehearsal) -> FakeStep:
+    """Run two training steps of a new model on fake CUDA tensors, in a new process, and report on the second.
+
+    Args:
+        rehearsal: the step's settings, of device cuda; `Rehearsal.of(plan, "cuda")` gives those of a plan.
+    """
+    try:
+        guard = guard_library()
+    except Unavailable as error:
+        return FakeStep(not_checked=str(error))
+    command = [sys.executable, "-m", "gptworks.training.rehearsal.watched"]
+    try:
+        done = subprocess.run(
+            command, input=SETTINGS.dump_json(rehearsal), capture_output=True, check=False, timeout=_SECONDS,
+            env=preloading(guard),
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return FakeStep(not_checked=f"the step on fake CUDA did not end within {_SECONDS} seconds.")
+    try:
+        return STEP.validate_json(done.stdout)
+    except ValidationError:
+        errors = done.stderr.decode(errors="replace").strip().splitlines()
+        return FakeStep(not_checked=(errors or [f"fake CUDA ended with status {done.returncode}"])[-1])
+
+
+def preloading(guard: Path) -> dict[str, str]:
+    """Return this process's environment for a process with the fake CUDA device of `guard`."""
+    return os.environ | {"LD_PRELOAD": str(guard), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def guard_library() -> Path:
+    """Return the compiled fake_cuda.cpp, from the cache of the kernels or compiled now.
+
+    Raises:
+        Unavailable: this torch has CUDA, the system is not Linux, no compiler works, or no folder keeps the library.
+    """
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        raise Unavailable("fake CUDA needs a CPU build of torch, and this one is built for GPUs.")
+    if not sys.platform.startswith("linux"):
+        raise Unavailable(f"fake CUDA preloads a library as Linux does, and this system is {sys.platform}.")
+    compiler = build.find_compiler()
+    if compiler is None:
+        raise Unavailable("fake CUDA needs a C++ compiler, and there is no g++ or clang++.")
+    source, torch_folder = Path(__file__).with_suffix(".cpp"), Path(torch.__file__).parent
+    libraries = torch_folder / "lib"
+    flags = (
+        "-std=c++20", "-O1", "-fPIC", f"-I{torch_folder / 'include'}", f"-L{libraries}", f"-Wl,-rpath,{libraries}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    )  # fmt: skip
+    key = build.key(compiler, (source,), (torch.__version__, *flags))
+    reasons = []
+    for folder in cache.folders():
+        try:
+            return cache.keep(
+                folder, key, lambda: build.build(compiler, ((),), (source,), flags, ("-lc10", "-ltorch_cpu"))
+            )
+        except OSError as error:
+            reasons.append(f"{folder}: {error.strerror or error}")
+    raise Unavailable(f"no folder can keep the library of fake CUDA ({'; '.join(reasons)}).")
