@@ -229,7 +229,7 @@ def evaluate(
         precision: precision of matrix products; None: the run's own.
         weights: format in which to load the weights; see `gptworks.load`. Results for weights that are rounded while
             loading are saved under their own name, such as text-book-int8.
-        save: write the results, except of the validation split, to the run folder and its model card.
+        save: write the results, except those of the validation split, to the run folder and its model card.
         report: called with a message for each fallback.
         prepare: finds or builds the shards of the run's own text; None: the default, quietly.
         progress: called with the number of items or tokens done, and their total.

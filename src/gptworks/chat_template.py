@@ -345,7 +345,7 @@ def find_other_templates(config: TokenizerConfig) -> dict[str, str]:
 
 
 def save_other_templates(named: Mapping[str, str], tokenizer_folder: Path) -> None:
-    """Write templates other than the default to a run's tokenizer folder, for exports; nothing if there are none."""
+    """Write a run's templates other than the default, if any, to its tokenizer folder; exports write them again."""
     if named:
         write_whole(tokenizer_folder / _OTHERS_FILE, json.dumps({"templates": named}, indent=1) + "\n")
 
@@ -355,7 +355,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 def find_chat_template(config: TokenizerConfig) -> str | None:
-    """Return the source of the chat template that a recipe's tokenizer section names, or of its folder's; else None.
+    """Return the source of the chat template that a recipe's tokenizer section names or its folder has; else None.
 
     Raises:
         UserError: neither a built-in template nor a file has the name given.

@@ -169,7 +169,7 @@ def memory_figures(device: torch.device) -> dict[str, int]:
     try:
         with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 the fastest way, since each record reads it
             return {"resident_bytes": int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")}
-    except OSError:  # not Linux
+    except OSError:  # only Linux has this file
         return {}
 
 
@@ -350,7 +350,7 @@ def keep_freed_memory() -> None:
         return
     libc = ctypes.CDLL(None)
     if not libc.mallopt(_MMAP_THRESHOLD, 2**30):
-        libc.mallopt(_MMAP_THRESHOLD, 2**25)  # the maximum in older releases
+        libc.mallopt(_MMAP_THRESHOLD, 2**25)  # the maximum in older releases of glibc
     libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 

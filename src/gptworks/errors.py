@@ -30,7 +30,7 @@ class RunError(RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name closest to `name`, or else with these initials (`lr`: `learning_rate`), or None."""
+    """Return the known name closest to `name`, else one with these initials (`lr`: `learning_rate`), else None."""
     names = list(known)
     matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     matches += [one for one in names if name == "".join(word[:1] for word in one.split("_"))]
@@ -44,7 +44,7 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str = ".") -> str:
 
 
 def shortened(text: str, most: int = 100) -> str:
-    """The text for a message or a page; with "…" in place of what follows its first `most` characters."""
+    """Return the text with "…" in place of everything after its first `most` characters."""
     return text if len(text) <= most else f"{text[:most]}…"
 
 

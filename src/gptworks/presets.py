@@ -90,7 +90,7 @@ from Child et al. (2019), whose text models use 128 to 256 tokens."""
 PRESETS: dict[str, Settings] = {
     # Reference document 000: GPT-2's architecture, 24 layers, 2,048 tokens of context. Exactly 355,871,744 parameters.
     "custom-300m": _gpt2(50_257, 1024, 24, 16, 2048, **_DROPOUT, init="normal"),
-    # Reference document 002: "Tiny (for testing)", "Small (for experiments)", "Medium", "Large" (GPT-2's smallest).
+    # Reference document 002's "Tiny (for testing)", "Small (for experiments)", "Medium", "Large" (GPT-2's smallest).
     "gpt2-tiny": _gpt2(512, 128, 3, 4, 128, **_FROM_SCRATCH),
     "gpt2-mini": _gpt2(512, 256, 4, 4, 256, **_FROM_SCRATCH),
     "gpt2-midi": _gpt2(512, 384, 6, 6, 256, **_FROM_SCRATCH),

@@ -35,16 +35,16 @@ _ELEMENTS_AT_ONCE = 2**20
 
 @dataclass(frozen=True)
 class Expected:
-    """Shape, dtype and least value that a reader expects of a tensor."""
+    """Shape, dtype and minimum that a reader expects of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     least: float = -math.inf
-    """Least value that an element may have."""
+    """Minimum of the tensor's elements."""
 
     @classmethod
     def like(cls, tensor: Tensor) -> "Expected":
-        """Expect the shape and dtype of this tensor, which may be on the meta device."""
+        """Return an expectation with the shape and dtype of `tensor`, which may be on the meta device."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def __str__(self) -> str:

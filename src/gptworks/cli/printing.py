@@ -47,7 +47,7 @@ def console_of(stderr: bool = False) -> "Console":
 
 @contextmanager
 def progress_bars(*columns: "ProgressColumn | str") -> "Iterator[Progress]":
-    """Show progress bars on stderr, if it is a terminal and this is the first rank. Outer bars are hidden meanwhile."""
+    """Show progress bars on stderr, if it is a terminal and this is the first rank. Outer bars are hidden."""
     from rich.progress import Progress
 
     console = console_of(stderr=True)

@@ -72,7 +72,7 @@ def _invitations(sign_in: "SignIn", address: str, opens: bool) -> "Iterator[None
     """Give the owner links that each sign one browser in: on the terminal, or in a file that only the owner can read.
     A browser is opened with the file's name, not the link, because every user can read a process's arguments."""
     is_terminal = sys.stderr.isatty()
-    with TemporaryDirectory(prefix="gptworks-studio-") as folder:  # has mode 0700
+    with TemporaryDirectory(prefix="gptworks-studio-") as folder:  # the folder has mode 0700
         page = Path(folder) / "open.html"
 
         def invite(again: bool) -> None:

@@ -62,7 +62,7 @@ _ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Runs the program, without access to the parent's pipes; only after it has ended, copies the parent's token.
+# Runs the program without access to the parent's pipes, and copies the parent's token after the program has ended.
 CHILD = """
 def run():
     import os, sys
@@ -204,7 +204,7 @@ def _become_program(seconds: int, memory_bytes: int) -> None:
 
 
 def _leave_session_keyring() -> None:
-    """Replace the caller's session keyring with an empty one: other calls than keyctl, which is refused, can use it."""
+    """Replace the caller's session keyring with an empty one, since not only keyctl, which is refused, can use it."""
     if _libc.syscall(_KEYCTL[os.uname().machine != "x86_64"], _JOIN_SESSION_KEYRING, None) < 0:
         error = ctypes.get_errno()
         if error not in (errno.ENOSYS, errno.EPERM):  # the kernel has no keyrings, or refuses keyctl

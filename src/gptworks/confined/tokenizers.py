@@ -22,7 +22,7 @@ MAX_GROWTH = 1 << 16
 MAX_PIECES_GROWTH = 128
 """Maximum product of the pre-tokenizers' factors, and of the decoders'. Metaspace with two ByteLevels has 72."""
 MAX_NORMALIZED_BYTES = 1 << 24
-"""Maximum bytes of a normalized text; of a long text, `_USUAL_GROWTH` bytes for each of its characters if more."""
+"""Maximum bytes of a normalized text, or `_USUAL_GROWTH` bytes per character of the text if that is more."""
 _USUAL_GROWTH = 16
 _MAX_AFFIX, _MAX_WORD, _MAX_TEMPLATE_BYTES, _MAX_PATTERN, _MAX_COMPONENTS = 64, 1000, 1 << 16, 10_000, 64
 

@@ -14,7 +14,7 @@ class PlanSheet(Plan):
     """A plan that a terminal prints as text and a notebook shows as tables."""
 
     details: bool = False
-    """Whether to show also the FLOPs by part, other precisions and layouts, and the memory of inference."""
+    """Whether to also show the FLOPs by part, other precisions and layouts, and the memory of inference."""
 
     def __repr__(self) -> str:
         lines = lines_of(printed(self, self.details))

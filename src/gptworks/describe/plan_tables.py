@@ -145,7 +145,7 @@ def _checkpoints(plan: Plan) -> str:
 
 
 def _objective(plan: Plan) -> str:
-    """Return the objective and the additional passes and weights in the figures; empty if there are none."""
+    """Return a line on the additional passes and weights that an objective adds to the figures; empty if none."""
     objective = plan.recipe.objective
     paired, answers = objective.rows_per_sample == 2, "text" not in objective.sources
     counted = {

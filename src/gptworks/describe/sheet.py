@@ -69,12 +69,12 @@ class Sheet:
 
     @property
     def groups(self) -> list[ParameterGroup]:
-        """Groups of parameters that are not empty, and always the head, which is empty if it is tied."""
+        """Groups that have parameters, and the head, which has none of its own if it is tied."""
         return [group for group in self.parameters.groups.values() if group.total or group.name == "head"]
 
     @property
     def totals(self) -> list[tuple[str, int, int]]:
-        """(label, parameters of one block, parameters of the model): all, and with experts those active for a token."""
+        """Rows (label, number per block, number in the model): all parameters; with experts, also the active ones."""
         count, per_layer = self.parameters, sum(group.per_layer for group in self.groups if group.in_block)
         idle = (count.total - count.active) // self.config.n_layers
         for_a_token = [("for a token", per_layer - idle, count.active)] if self.config.n_experts else []

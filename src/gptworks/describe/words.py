@@ -35,7 +35,7 @@ def norm_weights(c: ModelConfig) -> str:
 
 
 def head_norms(c: ModelConfig) -> str:
-    """Return the numbers of weights of the norms of queries and keys, as text."""
+    """Return as text how many weights the norms of queries and of keys have."""
     if c.qk_norm == "whole":
         return f"{c.n_heads * c.d_head:,} + {c.n_kv_heads * c.d_head:,}"
     return f"2 of {c.d_head:,}"

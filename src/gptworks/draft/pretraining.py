@@ -33,11 +33,11 @@ FIRST_SHAPE = (256, 4)
 """The first shape to measure, unless the text suffices only for a smaller one."""
 
 TOKENS_PER_PARAMETER = 1.5
-"""Minimum training tokens per parameter. Runs of minutes do best with fewer than the 20 of Hoffmann et al. (2022);
-docs/decisions.md has the measurements."""
+"""The time must suffice for this many tokens per parameter. Runs of minutes do best with fewer than the 20 of Hoffmann
+et al. (2022); docs/decisions.md has the measurements."""
 
 TEXT_TOKENS_PER_PARAMETER = 0.7
-"""Minimum tokens per parameter, counting all epochs of the text."""
+"""The text, repeated for all epochs, must have at least this many tokens per parameter."""
 
 MANY_DOCUMENTS = 200
 """With at least this many documents, the held-out fraction almost certainly contains some."""

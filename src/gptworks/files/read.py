@@ -174,8 +174,8 @@ def check_inside(path: Path, inside: Path) -> None:
 
 
 def check_links(folder: Path) -> None:
-    """Raise a UserError if a folder has a link that leads out of it; call this before writing to the folder. Of hidden
-    names only `.lock` is checked, since nothing is written to others."""
+    """Raise a UserError if a folder has a link that leads out of it; call this before writing to the folder. Among
+    hidden names only `.lock` is checked, since the program writes to no other."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_symlink() and (path.name == ".lock" or not path.name.startswith(".")):
             check_inside(path, folder)

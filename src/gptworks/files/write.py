@@ -205,7 +205,7 @@ def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
 
 def open_to_change(path: Path, *, inside: Path | None = None) -> BufferedRandom:
     """Open a regular file to read and to overwrite, together with other processes that write other parts of it. They
-    share a lock: without it, Linux's NFS client writes whole pages, with other machines' bytes as it read them before.
+    share a lock: without it, Linux's NFS client writes whole pages, and so other machines' bytes as they were before.
 
     Arguments and errors: see `open_to_append`.
     """
@@ -215,7 +215,7 @@ def open_to_change(path: Path, *, inside: Path | None = None) -> BufferedRandom:
 
 
 def _open_regular(path: Path, flags: int, inside: Path | None) -> int:
-    """The descriptor of a regular file, open to read and write."""
+    """Return the descriptor of a regular file, open for reading and writing."""
     with _held(path.parent, inside) as folder, _named(path):
         with contextlib.suppress(FileNotFoundError):
             check_kind(path, os.stat(path.name, dir_fd=folder, follow_symlinks=inside is None))

@@ -1,4 +1,4 @@
-"""Check prompts and settings, and make requests of them."""
+"""Check prompts and settings, and turn them into requests for the engine."""
 
 import threading
 import warnings
@@ -22,7 +22,7 @@ class Admission:
     """Makes an engine's requests, and refuses those that the engine cannot serve. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, room: Room) -> None:
-        """Raises a UserError if the tokenizer or the drafter does not fit the model."""
+        """Raises a UserError if the tokenizer or the room's drafter does not fit the room's model."""
         self.n_ids, n_rows = vocabulary_size(tokenizer), room.model.config.vocab_size
         if self.n_ids > n_rows:
             raise UserError(
@@ -54,9 +54,9 @@ class Admission:
             prompt, settings, n_samples, overflow, changes: as in `Engine.pieces`.
             prompt_logprobs: report in `Request.prompt_logprobs` the log-probabilities of the prompt's tokens, and of
                 this many most likely tokens at each position. None: report nothing.
-            score_from: index of the first prompt token to report; tokens before it may be reused from other texts.
+            score_from: index of the first prompt token to report; earlier tokens may be reused from the cache.
             generates: False: score the prompt only; see `Request`.
-            listener: called by the thread that runs `step`, with each piece, or with the error that ends the request.
+            listener: called with each piece, or with the error that ends the request, in the thread of `Engine.step`.
 
         Raises:
             UserError: for the reasons of `Engine.pieces`.
@@ -92,7 +92,7 @@ class Admission:
         return Request(ids, samples, overflow, scores, listener)
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """Return a prompt's token ids. For a text, they start with the tokenizer's begin-of-document token, if any.
+        """Return a prompt's token ids. A text's ids begin with the tokenizer's begin-of-document token, if it has one.
 
         Warns (UserWarning) of characters or words that the tokenizer does not know.
 
@@ -116,7 +116,7 @@ class Admission:
         """Return the grammar compiler for this tokenizer; the first call makes it.
 
         Raises:
-            UserError: llguidance is not installed, or the tokenizer's tokens do not spell text by themselves.
+            UserError: llguidance is not installed, or a token's text depends on its neighbours in this tokenizer.
         """
         with self._constraints_lock:
             if self._constraints is None:

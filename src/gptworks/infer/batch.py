@@ -1,7 +1,7 @@
 """Continue the prompts of a file and write the texts to another file. A second call resumes an interrupted batch.
 
 Input: one JSON object per line, with `prompt`, a text; optionally `id`, a string or whole number (default: the line
-number, from 1), and `settings`, an object that overrides the call's (`{"max_tokens": 20}`). Other keys are ignored.
+number, from 1), and `settings`, which override the call's settings (`{"max_tokens": 20}`). Other keys are ignored.
 
 Output: one line per prompt, written when it finishes, with `id`, `prompt_tokens` and `completions`, each of which has
 `text`, `finish_reason` and `tokens` (their number). A prompt that fails gets `id` and `error` only.
@@ -43,7 +43,7 @@ class BatchReport:
     """Number of prompts that ended in an error."""
     generated_tokens: int = 0
     errors: list[str] = field(default_factory=list)
-    """Messages of the first three failed prompts, each after the prompt's id."""
+    """Error messages of the first three failed prompts, each prefixed with the prompt's id."""
 
 
 @dataclass(frozen=True, eq=False)

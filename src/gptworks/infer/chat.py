@@ -21,7 +21,7 @@ MOST_FILE_BYTES = 1 << 24
 
 
 class ChatSession:
-    """A chat with a base model, which has no turns: it continues the transcript of all texts as plain text.
+    """A chat with a base model, without turns: the model continues the whole transcript as plain text.
 
     When the transcript outgrows the context, its oldest tokens are removed until it fills half the context.
     """
@@ -171,7 +171,7 @@ class ChatSession:
         return None if self.settings.seed is None else self.settings.seed + self.n_turns
 
     def _answer(self, text: str, before: tuple[int, list[int], int, int], pieces: Iterator[Piece]) -> Iterator[str]:
-        """Add a turn that `take_back` can undo, and yield the text of its answer, which is in `pieces`."""
+        """Add a turn that `take_back` can undo; yield the text of its answer, read from `pieces`."""
         answer: Message = {"role": "assistant", "content": ""}
         self.said += [{"role": "user", "content": text}, answer]
         self._before, self.pace, self.finish_reason = before, Pace(), None
@@ -251,7 +251,7 @@ class TurnSession(ChatSession):
         """Do nothing: the next `send` encodes this answer."""
 
     def _fitting(self, messages: list[Message]) -> tuple[int, list[int], int]:
-        """Hide oldest messages until an answer fits; return how many, the rest's ids, and how many ids this saved."""
+        """Return how many old messages to hide so that an answer fits, the others' ids, and the number of ids saved."""
         room = self.engine.context - min(self.settings.max_tokens, self.engine.context // 2)
         ids = self._template.encode(messages, add_generation_prompt=True)
         n_before, n_hidden, first = len(ids), 0, 1 if self.system else 0

@@ -42,7 +42,7 @@ _MAX_REFUSALS = 256
 """Maximum number of refused grammars that are remembered."""
 _MASK_SECONDS = 1.0
 _MASK_SECONDS_PER_TOKEN = 0.02
-"""CPU seconds allowed for computing a text's masks: at its start, and added per token. All texts wait meanwhile."""
+"""CPU seconds allowed for a text's masks: at its start, and added per token. All texts wait while one is computed."""
 
 
 class Grammar:
@@ -88,7 +88,7 @@ class Constraint:
         return bool(self._matcher.is_stopped())
 
     def accepts(self, tokens: list[int]) -> int:
-        """Return how many of the tokens, from the first on, the constraint allows to follow."""
+        """Return the length of the longest prefix of `tokens` that the constraint allows next."""
         n: int = self._matcher.validate_tokens(tokens)
         return n
 
@@ -97,7 +97,7 @@ class Constraints:
     """Compiles grammars for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises a UserError if llguidance is missing, or the tokenizer's tokens do not spell text by themselves."""
+        """Raises a UserError without llguidance, or if a token's text depends on its neighbours in this tokenizer."""
         try:
             import llguidance
         except ImportError:
@@ -201,7 +201,7 @@ def _setup(tokenizer: Tokenizer, n_tokens: int) -> dict[str, Any]:
             "eos": eos,
             "special": [eos, *(index for index, token in added.items() if token.special)],
         }
-    if isinstance(tokenizer.decoder, decoders.Sequence) and special.end is not None:  # SentencePiece
+    if isinstance(tokenizer.decoder, decoders.Sequence) and special.end is not None:  # made by SentencePiece
         return {"json": tokenizer.to_str(), "n_tokens": n_tokens, "eos": special.end}
     raise UserError(
         "json_schema and regex need a tokenizer whose tokens spell text by themselves (bpe, char, gpt2), "

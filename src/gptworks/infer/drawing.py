@@ -36,7 +36,7 @@ def use_logits(work: Work, logits: Tensor, requests: OpenRequests) -> list[Draw]
     if request.first_logits is None and len(request.samples) > 1:
         request.first_logits = logits[-1:].clone()
         others = [Job(list(job.tokens), knows_logits=True, request=request, sample=one) for one in request.samples[1:]]
-        requests.add(*others, first=True)  # these samples reuse the prompt that the first one has computed
+        requests.add(*others, first=True)  # the other samples reuse the prompt computed for the first
         draws += requests.admit()
     return draws
 
@@ -135,7 +135,7 @@ def _sample(draws: list[Draw], requests: OpenRequests) -> list[tuple[int, TokenL
 
 
 def _allowed(draw: Draw, requests: OpenRequests) -> Tensor | None:
-    """Return a mask of the tokens that a draw's constraint allows; None: all. Its failure fails the request."""
+    """Return a mask of the tokens that a draw's constraint allows; None: all. An error ends the request."""
     if draw.sample.constraint is None or draw.request.done:
         return None
     try:

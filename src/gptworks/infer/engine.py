@@ -86,7 +86,7 @@ class Engine:
         self.context, self.restart_tokens = self._room.context, self._room.restart_tokens
         self.most_texts = self._room.most_texts
         self._requests = OpenRequests(self._room)
-        self._inbox: deque[tuple[bool, Request]] = deque()  # pairs: True to submit or False to cancel, and the request
+        self._inbox: deque[tuple[bool, Request]] = deque()  # (True: submit, False: cancel; the request)
         self._inbox_lock, self._stepping = threading.Lock(), threading.Lock()
         self.failure: EngineFailed | None = None
         """The error that ended the engine; None while it runs. See `fail`."""
@@ -308,7 +308,7 @@ class Engine:
         requests.statistics.steps += 1
         draws = []
         for work, logits in zip(plan, computed, strict=True):
-            is_padded = logits.size(-1) > self.admission.n_ids  # the last rows of a padded vocabulary are not tokens
+            is_padded = logits.size(-1) > self.admission.n_ids  # the last ids of a padded vocabulary are not tokens
             known = logits[:, : self.admission.n_ids] if is_padded else logits
             draws += use_logits(work, known, requests)
         draw_tokens(draws + ready, requests)
@@ -371,7 +371,7 @@ class Engine:
         """Allocate all slots at full length and compute a token, so that no later request waits for an allocation.
 
         Args:
-            promised_bytes: bytes allocated for other engines that the system still reports as available.
+            promised_bytes: bytes that other engines have allocated but not used; the system reports them as free.
 
         Returns:
             Bytes of all slots' keys and values.

@@ -57,8 +57,8 @@ class EngineLoop:
         """Accept no more requests, finish or end the current ones, and wait until the engine's thread has stopped.
 
         drain: let requests finish, unless their reader has left; False: end them with an EngineStopped. If this call
-        blocks an asyncio loop, readers in that loop cannot read meanwhile: each of their texts gets at most one context
-        of further pieces, and then ends with a SlowReader.
+        blocks an asyncio loop, readers in that loop cannot read meanwhile: each of their texts gets at most as many
+        further pieces as the context has tokens, and then ends with a SlowReader.
         """
         if not drain:
             for stream in list(self._streams):
@@ -175,7 +175,7 @@ class Stream:
     def __init__(self, loop: EngineLoop, max_unread: int | None = None, patience: int = 1) -> None:
         self._loop, self._max_unread, self._patience = loop, max_unread, patience
         self._asyncio = asyncio.get_running_loop()
-        self._waiter: asyncio.Future[None] | None = None  # set while the reader waits for it
+        self._waiter: asyncio.Future[None] | None = None  # a waiting reader awaits this future
         self._woken = False
         self._unread: deque[tuple[int, Piece | Exception, float]] = deque()
         self._n_unfinished = 0
@@ -232,7 +232,7 @@ class Stream:
             self._loop._left.append(self)
 
     def batches(self) -> "_Reading":
-        """Return an asynchronous iterator of batches, each with the pieces since the last, until all requests end."""
+        """Return an asynchronous iterator of batches, each with the new pieces, until all requests have ended."""
         return _Reading(self, self._batches())
 
     async def _batches(self) -> AsyncGenerator[Batch]:
@@ -257,7 +257,7 @@ class Stream:
 
 
 class _Reading(AsyncIterator[Batch]):
-    """The iterator that `Stream.batches` returns. Deleting it, as happens after `break`, leaves the stream.
+    """The iterator that `Stream.batches` returns. Its deletion, which follows a `break`, calls `Stream.leave`.
 
     An asyncio loop would finalize a bare generator later, and never while `EngineLoop.close` blocks that loop.
     """

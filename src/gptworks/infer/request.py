@@ -185,7 +185,7 @@ class Draw:
 
 
 class WorkClock:
-    """Measures the total time spent inside `running`; the engine takes its steps there."""
+    """Measures the total time spent in the context `running`, in which the engine takes its steps."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now, self._before = now, 0.0
@@ -266,7 +266,7 @@ class OpenRequests:
     def open(self, request: Request) -> None:
         """Add a submitted request and queue its first job, which computes the prompt."""
         is_first = not self._open
-        self._open.append(request)  # first, so that the request receives any later error
+        self._open.append(request)  # before the rest, so that an error there ends this request too
         self.statistics.requests += 1
         if is_first:
             self.room.release_stale()

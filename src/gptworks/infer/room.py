@@ -130,7 +130,7 @@ class Room:
         backend = self.backend
         if backend is None:
             backend = choose_backend(self.model, n_slots, capacity, dtype=self._cache_dtype, name=self._backend_name)
-            self._weights = None if self.model.training else _versions(self.model)  # after the backend moved weights
+            self._weights = None if self.model.training else _versions(self.model)  # the backend has moved the weights
             self.scheduler.invariant = backend.invariant
             if self.drafter is not None:
                 self.drafter.reset(backend)

@@ -227,7 +227,7 @@ def pick(
 ) -> list[int]:
     """Choose a token for each row of logits [B, V] by the row's random number in `shares`, each in (0, 1].
 
-    It is the first token id at which the cumulative probability, after temperature and filters, reaches the random
+    The token is the first id at which the cumulative probability, after temperature and filters, reaches the random
     number. processed: see `sample`.
     """
     tokens = torch.empty(len(settings), dtype=torch.int64)
@@ -365,12 +365,12 @@ def draw(weights: Tensor, share: Tensor) -> Tensor:
 
     share: [B], in (0, 1]. Only the blocks' sums and one block of weights are accumulated in double precision.
     """
-    blocks = F.pad(weights, (0, -weights.size(-1) % _BLOCK)).view(len(weights), -1, _BLOCK)  # B n b
-    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # B n
+    blocks = F.pad(weights, (0, -weights.size(-1) % _BLOCK)).view(len(weights), -1, _BLOCK)  # B, n blocks, _BLOCK
+    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # B, n blocks
     target = share[:, None] * ends[:, -1:]
     block = torch.searchsorted(ends, target)  # B 1
     before = F.pad(ends, (1, 0)).gather(1, block)
-    inner = blocks[torch.arange(len(block)), block[:, 0]].double().cumsum(-1)  # B b
+    inner = blocks[torch.arange(len(block)), block[:, 0]].double().cumsum(-1)  # B, _BLOCK
     place = torch.searchsorted(inner, torch.minimum(target - before, inner[:, -1:]))
     return (block * _BLOCK + place)[:, 0]
 

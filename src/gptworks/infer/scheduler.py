@@ -36,9 +36,9 @@ class Job:
     tokens: list[int]
     """The tokens of the text; the engine appends generated tokens."""
     score_from: int | None = None
-    """Index of the first token whose logits are needed; tokens before it may be reused. None: only the last token's."""
+    """Index of the first token whose logits are needed; earlier tokens may be reused. None: the last token's index."""
     knows_logits: bool = False
-    """Whether the engine has the logits after `tokens` already: if all tokens can be reused, none is computed."""
+    """Whether the engine already has the logits after `tokens`. If so, even the last token may be reused."""
     draft: list[int] = field(default_factory=list)
     """Draft tokens, which the next step computes together with the last token."""
     n_wanted: int = 0
@@ -154,7 +154,7 @@ class Scheduler:
         return admitted, copies
 
     def plan(self) -> list[Work]:
-        """Return the next step's works; forget the tokens that they will overwrite. Call `commit` after each work."""
+        """Return the next step's works; forget cached tokens that they overwrite. Call `commit` after each work."""
         plan, budget = [], self.prefill_tokens
         for job in self.running:
             n_left = len(job.tokens) - job.n_computed
@@ -199,7 +199,6 @@ class Scheduler:
         return sum(slot.job is not None for slot in self._slots)
 
     def _next(self, job: Job) -> Work:
-        """Return the next work of a job that has tokens to compute."""
         assert job.slot is not None
         start, end = job.n_computed, len(job.tokens)
         if end - start == 1:
@@ -244,7 +243,7 @@ class Scheduler:
         return best, n_best
 
     def _reusable(self, slot: _Slot, job: Job) -> int:
-        n_needed = len(job.tokens) - (not job.knows_logits)  # the last logits are computed unless they are known
+        n_needed = len(job.tokens) - (not job.knows_logits)  # unknown logits require computing the last token
         if job.score_from is not None:
             n_needed = min(n_needed, job.score_from)
         n_common = n_common_tokens(slot.tokens, job.tokens)

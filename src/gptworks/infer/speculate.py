@@ -47,7 +47,7 @@ class Drafter:
 
 
 class PromptLookup(Drafter):
-    """Drafts what followed an earlier occurrence of a text's last tokens (Saxena, 2023). Suits repetitive texts."""
+    """Drafts the tokens after an earlier occurrence of a text's last tokens (Saxena, 2023). Suits repetitive texts."""
 
     def __init__(self, n_tokens: int = 8, ngram: int = 3) -> None:
         """
@@ -209,7 +209,7 @@ class HeadsDraft(Drafter):
         return drafts
 
     def _features(self, text: Job) -> Tensor | None:
-        """Return the features [C] that a text's last token was drawn from; None if its slot is a copy without them."""
+        """Return the features [C] that a text's last token was drawn from; None if its slot was copied without them."""
         assert self._backend is not None and self._backend.features is not None
         first, rows = self._backend.features.get(_slot_of(text), (0, ()))
         row = len(text.tokens) - 2 - first

@@ -22,6 +22,6 @@ def write_run(folder: Path, recipe: Recipe, tensors: dict[str, Tensor], card: st
 
 
 def further_training(model: ModelConfig, adapter: bool = False) -> TrainConfig:
-    """Return settings for an imported model's recipe, with which the model can be trained further."""
+    """Return training settings for an imported model's recipe, in case the user trains it further."""
     length = {"max_steps": 1000, "batch_size": 8}
     return TrainConfig(**train_defaults(length, model, NEXT_TOKEN, tunes=True, adapter=adapter) | length)

@@ -210,7 +210,7 @@ def _calibrated(
     """Return the packed int4 matrices by module name. GPTQ rounds each block for inputs from the rounded blocks."""
     packed: dict[str, Packed] = {}
     inputs = _inputs_of_block(model, batches, 0)
-    rounding = copy.deepcopy(model) if model.config.laboratory else None  # a block may read several blocks' outputs
+    rounding = copy.deepcopy(model) if model.config.laboratory else None  # such blocks read several blocks' outputs
     for i, block in enumerate(model.blocks):
         step(f"block {i + 1} of {len(model.blocks)}")
         rounded = copy.deepcopy(block).eval()

@@ -35,7 +35,7 @@ class PackedMatrix(nn.Module):
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.dtype = torch.float32
-        """The dtype to which the module was cast: that of unpacked values where no input determines it."""
+        """The dtype to which the module was cast; unpacked values have it where no input determines their dtype."""
 
     @property
     def kind(self) -> Weights:

@@ -78,7 +78,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _panels(words: Tensor, rows: int, panel: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield a first row and a view [panels, words, rows], for all full panels at once, then for a smaller last one."""
+    """Yield (first row, view [panels, words, rows]): one view of all full panels, then one of a smaller last panel."""
     n_words, whole = len(words) // size_in_panels(rows), rows // panel * panel
     if whole:
         yield 0, words[: whole * n_words].view(-1, n_words, panel)

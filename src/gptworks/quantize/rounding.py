@@ -82,7 +82,7 @@ def gptq(matrix: Tensor, hessian: Tensor) -> Rounded:
     scales = scale.float().T.contiguous()  # K/32 N
     order = diagonal.argsort(descending=True).tolist()
     root = _inverse_root(hessian[order][:, order])  # K K
-    rest = matrix.float().T[order].contiguous()  # K N; the rounding changes it
+    rest = matrix.float().T[order].contiguous()  # K N; changed in place
     levels = torch.empty(rest.shape, dtype=torch.int8, device=rest.device)
     for start in range(0, n_columns, _COLUMNS_AT_ONCE):
         end = min(start + _COLUMNS_AT_ONCE, n_columns)

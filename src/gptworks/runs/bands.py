@@ -60,8 +60,8 @@ class Band(Section):
 class Verdict:
     """Result of comparing a run with a band.
 
-    A run is inside its band if at most `n_allowed` of its evaluations lie outside the interval at their step, the 95%
-    quantile for independent evaluations. The evaluations of one run are correlated, so 95% is only nominal.
+    A run is inside its band if at most `n_allowed` of its evaluations lie outside the interval at their step.
+    `n_allowed` is the 95% quantile for independent evaluations; those of a run are not, so the 95% is nominal.
     """
 
     band: Band

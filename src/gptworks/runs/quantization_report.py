@@ -23,7 +23,7 @@ _PROMPT_TOKENS, _DECODED_TOKENS = 16, 64
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """Figures of a model in fp32 and of its quantized copy. Pairs of figures are in this order."""
+    """Figures of a model in fp32 and of its quantized copy; each pair is (fp32, quantized)."""
 
     weights: str
     """The requested format of the weights, such as int8."""

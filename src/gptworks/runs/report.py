@@ -64,7 +64,7 @@ def watch_report(folder: Path, path: Path, wait: Callable[[float], object] = tim
 
 
 def has_ended(folder: Path) -> bool:
-    """Return whether a run has ended with an outcome that is as new as its log. A crash leaves none or an older one."""
+    """Return whether a run has an outcome as new as its log. A run that crashed has no outcome or an older one."""
     log, outcome = folder / "metrics.jsonl", read_outcome(folder)
     if isinstance(outcome, str):  # missing or damaged: compare the times of the files
         return _written(folder / OUTCOME) >= max(1, _written(log))

@@ -365,8 +365,8 @@ def drawn(series: Series, key: str, view: View) -> tuple[Floats, Floats]:
 
 
 def decimate(x: Floats, y: Floats, view: View) -> Places:
-    """Return the indices of the points to draw: the lowest and the highest in each equal part of the window, its first
-    and last, and the next point outside on each side, so that lines reach the edges. x is sorted."""
+    """Return the indices of the points to draw: the lowest and the highest in each equal part of the window, the first
+    and the last in the window, and the next one outside on each side, so that lines reach the edges. x is sorted."""
     start = max(0, int(np.searchsorted(x, view.low)) - 1)
     stop = min(len(x), int(np.searchsorted(x, view.high, "right")) + 1)
     if stop - start <= view.points:

@@ -9,9 +9,10 @@ from gptworks.config import Recipe, role_of
 
 
 def decisive(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings that decide a loss curve, by path, without defaults: a new setting changes no fingerprint.
+    """Return the settings that decide a loss curve and differ from their defaults, by path.
 
-    A setting decides the curve if the `gptworks.config.Role` in its type says so. The seed and paths do not.
+    A setting decides the curve if the `gptworks.config.Role` in its type says so. The seed and paths do not. Since
+    defaults are left out, a setting that a new version adds changes no fingerprint.
     """
     tree = recipe.model_dump(mode="json", exclude={"sweep"}, exclude_defaults=True)
     return {key: value for key, value in flat(tree) if role_of(recipe, key).decides_curve}

@@ -28,7 +28,7 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def known_spread(first: Sequence[float], second: Sequence[float], deviation: float, freedom: int) -> Difference:
-    """Return the mean of `second` minus that of `first`, given a standard deviation for both (`deviation`)."""
+    """Return the mean of `second` minus that of `first`, given their common `deviation` and its degrees of freedom."""
     value = fmean(second) - fmean(first)
     if deviation == 0:
         return _certain(value)

@@ -22,7 +22,7 @@ TRY_FILE = "try.json"
 _MOST_BYTES = 1 << 26
 
 PLACES = {"after": "at equal tokens", "in-time": "in equal time"}
-"""Where each arm is compared with the runs without the change, in words."""
+"""By arm, words for the point at which it is compared with the runs without the change."""
 
 LOSS_ERROR, SPEED_ERROR = 0.04, 0.01
 """False-positive rates for a change without effect: of the test of losses, and of the test of step times, which leads
@@ -142,7 +142,7 @@ class Try:
 
     @property
     def to_same_loss(self) -> float | None:
-        """Time that changed runs take to the others' final loss, divided by the others' time; None if one did not."""
+        """Time in which changed runs reach the others' final loss, divided by the others' time; None if one did not."""
         shares = [pair.share_to_same_loss for pair in self.pairs]
         reached = [share for share in shares if share is not None]
         if self.step_time is None or len(reached) < len(shares):

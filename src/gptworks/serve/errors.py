@@ -106,7 +106,7 @@ def _shortened(message: str) -> str:
 
 
 def from_validation(error: ValidationError) -> APIError:
-    """Return the answer for an invalid body: its most deeply nested error, which in a union is the best fit's."""
+    """Return the answer for an invalid body: its most deeply nested error, in a union that of the best-fitting type."""
     first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
     place = ".".join(str(part) for part in first["loc"] if not _is_type_name(part)) or None
     message = first["msg"].removeprefix("Value error, ")

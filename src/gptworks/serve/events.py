@@ -11,7 +11,7 @@ from gptworks.serve.errors import APIError, as_api_error, log_unforeseen
 
 
 class EventStream(StreamingResponse):
-    """Sends chunks when they come; one write has all that are ready. Calls `cancel` at the end, also after an error."""
+    """Sends chunks as they come, all ready ones in one write. Calls `cancel` at the end, also after an error."""
 
     last: ClassVar[bytes] = b"data: [DONE]\n\n"
 

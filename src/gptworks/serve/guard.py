@@ -169,7 +169,7 @@ class Guard:
         return bytes(body)
 
     async def _discard(self, headers: Headers, incoming: "_Body", answer: "_Answer") -> None:
-        """Drop a refused body, after which clients read the answer; if it is too long or slow, close the connection."""
+        """Drop a refused body, so that clients read the answer; if it is too long or slow, close the connection."""
         settings = self._service.settings
         left = settings.max_discarded_bytes
         answer.closes = True

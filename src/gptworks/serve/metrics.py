@@ -124,7 +124,7 @@ class RequestClock:
         self._first: dict[int, float] = {}
 
     def tick(self, now: float, text: int, request: Request, n_tokens: int, finish_reason: str | None) -> None:
-        """Record a piece of a text that came at `now` (by `time.monotonic`), after which the text has `n_tokens`."""
+        """Record a piece that came at `now` (by `time.monotonic`) and brought its text to `n_tokens` tokens."""
         observe = self._observe
         if text not in self._first:
             admitted = request.admitted_at or now

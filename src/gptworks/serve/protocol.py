@@ -23,7 +23,7 @@ KERNEL_BYTES = 1 << 17
 """Size of a connection's send buffer; the system's default takes megabytes for each slow reader."""
 
 _LOOKS = (0.02, 0.1)
-"""A connection is checked these seconds after its client stops sending; later, each sweep checks it."""
+"""Seconds after a client stops sending at which its connection is checked; later, each sweep checks it."""
 
 
 class GuardedProtocol(HttpToolsProtocol):

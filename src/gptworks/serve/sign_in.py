@@ -62,8 +62,8 @@ class SignIn:
 
 
 def cookie_name(scope: Scope) -> str:
-    """Return the name of the session cookie for a request. It contains the port, because all ports of a host share
-    cookies: the port of the address in the browser, which may be forwarded to the server's port."""
+    """Return the name of the session cookie for a request. It contains the port of the browser's
+    address (which may be forwarded to the server's port), because all ports of a host share cookies."""
     host = Headers(scope=scope).get("host", "")
     port = host.rpartition(":")[2] if ":" in host and not host.endswith("]") else "80"
     return f"gptworks-{port if port.isdecimal() and port.isascii() else (scope.get('server') or ('', 0))[1]}"

@@ -165,7 +165,7 @@ def _plain(message: str) -> str:
 
 
 def beginning(origin: str) -> str:
-    """Return the text of a recipe's file, or the shortest text of a run's recipe, without GIVEN_BY_THE_START."""
+    """Return a recipe file's text, or the shortest text of a run's recipe, without settings in GIVEN_BY_THE_START."""
     if Path(origin).is_file():
         return _without_given(read_file(Path(origin), MAX_BYTES))
     recipe = load_recipe(origin)
@@ -204,7 +204,7 @@ def _shortest(tree: Tree, section: str, whole: Recipe) -> Tree:
 
 
 def edited(text: str, tree: Tree, path: str, value: str | None) -> tuple[str, Tree]:
-    """Return text and tree with a setting changed, or removed if `value` is None. Comments stay if one line changes.
+    """Return text and tree after changing a setting, or removing it (None). Comments stay if only one line changes.
 
     Raises:
         UserError: the setting is invalid.

@@ -87,7 +87,7 @@ def _trained(found: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 
 def best_step(found: Sequence[Checkpoint]) -> int:
-    """Return the best step, as the newest checkpoint `found[0]` records it, if `found` has it; else the newest step."""
+    """Return the best step recorded by the newest checkpoint, `found[0]`, if `found` has it; else the newest step."""
     best = found[0].best_step
     return best if best is not None and any(one.step == best for one in found) else found[0].step
 

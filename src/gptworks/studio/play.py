@@ -1,4 +1,4 @@
-"""Routes of the Play tab: a model's text, token by token, with alternatives before and after sampling settings."""
+"""Routes of the Play tab: a model's text, token by token, with each token's alternatives before and after sampling."""
 
 import secrets
 import time

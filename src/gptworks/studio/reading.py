@@ -42,8 +42,8 @@ class Reader:
     _kept: "OrderedDict[tuple[Wanted, str], Costs]" = field(default_factory=OrderedDict)
 
     async def compute(self, work: Callable[[Check], _Result]) -> _Result:
-        """Run `work(check)` in the thread and return its result. `work` calls `check` often, which raises an exception
-        once the client has left or the time is up."""
+        """Run `work(check)` in the thread and return its result. `work` must call `check` often: `check` raises an
+        exception once the client has left or the time is up."""
         gone = threading.Event()
 
         def check() -> None:
@@ -123,7 +123,7 @@ class Reading:
             raise UserError(f"{error} Paste a text instead.") from None
 
     def same_text(self, text: TokenizedText, other: "Reading") -> TokenizedText:
-        """Return `text`, tokenized for another reading's model, tokenized for this reading's model."""
+        """Return `text`, which was tokenized for the model of `other`, tokenized for this reading's model."""
         mine, theirs = (fingerprint(one.model.engine.tokenizer) for one in (self, other))
         return text if mine == theirs else TokenizedText.of_text(self.model.engine.tokenizer, "".join(text.pieces))
 

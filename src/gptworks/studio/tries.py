@@ -29,7 +29,7 @@ MOST_RUNS = 256
 
 @router.get("/studio/tries")
 async def list_tries(request: Request) -> Response:
-    """Return the tries whose runs are listed: what they change, their verdicts in words, and the ids of their runs."""
+    """Return the tries whose runs are listed, each with its change, its verdict in words, and the ids of its runs."""
     tries: Tries = request.app.state.tries
     return as_json(await studio_of(request).feed.ask(tries.rows))
 

@@ -1,6 +1,6 @@
 """Backends compute a model for the engine: tokens of many texts in, logits out. Each text has a slot with its cache.
 
-    chunks ─┬─► long ones (prefill), one at a time ─────────────────────┬─► logits wanted
+    chunks ─┬─► long ones (prefill), one at a time ─────────────────────┬─► wanted logits
             └─► short ones (decode, speculation), as one flat batch ────┘
 
 `TorchBackend` runs the model itself, on any device, also during training. `NativeBackend` (native.py) computes the same
@@ -30,9 +30,9 @@ class Chunk:
     """Number of cached tokens that the slot keeps; later tokens in the slot are overwritten (a rollback)."""
     tokens: Sequence[int]
     n_logits: int = 1
-    """Number of last tokens whose logits are returned."""
+    """Return the logits of this many tokens, the chunk's last."""
     room: int | None = None
-    """Maximum tokens that the text may reach; only rotary scaling by length uses this. None: the slot's capacity."""
+    """The text's maximum final length, in tokens, for rotary scaling by length only. None: the slot's capacity."""
 
 
 class Backend(ABC):
@@ -46,12 +46,12 @@ class Backend(ABC):
     model: GPT
     cache: SlotCache
     invariant: bool
-    """Whether a token's results are bit-identical however its text is split into chunks, and whatever is computed with
-    it. If so, two texts can share any common prefix; otherwise, only complete prefill chunks."""
+    """Whether a token's results have the same bits for any split into chunks and any other texts in the step. True:
+    two texts can share any common prefix. False: they can share only complete prefill chunks."""
 
     features: dict[int, tuple[int, Tensor]] | None = None
-    """By slot, the position of the first of its latest logits, and the features [n_logits, C] that gave these logits.
-    None: `compute` stores no features. For `gptworks.infer.speculate.HeadsDraft`."""
+    """For each slot: the position of the first of its latest logits, and the features [n_logits, C] of these logits.
+    None: `compute` stores no features. Only `gptworks.infer.speculate.HeadsDraft` needs them."""
 
     @abstractmethod
     def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
@@ -119,8 +119,8 @@ class TorchBackend(Backend):
         return [results[chunk.slot] for chunk in chunks]
 
     def _batches(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-        """Return groups of chunks to compute together: one group for each long chunk, and one for all short chunks, or
-        for the short chunks of each `room` if rotary scaling depends on it."""
+        """Return groups of chunks to compute together: each long chunk alone, and all short chunks in one group. If
+        rotary scaling depends on the text's length, short chunks with different `room` are in different groups."""
         together: dict[int | None, list[Chunk]] = {}
         long = []
         for chunk in chunks:

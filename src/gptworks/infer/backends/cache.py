@@ -15,7 +15,7 @@ from gptworks.infer.backends.large_pages import rooms_in_large_pages
 from gptworks.model.cache import SlotRows
 
 _MOST_SLOT_BYTES = 1 << 19
-"""Most bytes of a slot, of keys or values of one layer, in large pages of 2 MiB."""
+"""A slot's keys (or values) of one layer are in large pages of 2 MiB if they have at most this many bytes."""
 
 
 class Vectors:
@@ -23,9 +23,9 @@ class Vectors:
 
     Indexed by slot, head and position, like a tensor. int8 vectors are read in the dtype in which they were written.
 
-    If `unit` is 16, only the native kernels read and write the data, in the layout of cached_attention.h: positions are
-    in blocks of 16; a word of four bytes has one number in fp32, two in bf16, four in int8; keys are in panels of 16
-    (quantize/panels.py); a word of the values has the same element of vectors at consecutive positions.
+    If `unit` is 16, only the native kernels read and write the data, in the layout of cached_attention.h: blocks of 16
+    positions, in words of four bytes (one fp32, two bf16 or four int8 numbers). Keys are in panels of 16
+    (quantize/panels.py). A word of the values has the same element of the vectors at consecutive positions.
     """
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, unit: int) -> None:
@@ -75,12 +75,11 @@ class Vectors:
 
 
 def _memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory for keys, values or scales, which only other devices than a CPU must fill with zeros.
+    """Return memory for keys, values or scales: uninitialized on a CPU, zeros on other devices.
 
-    On a CPU, positions that were not written are never read. On other devices, products read all positions, under a
-    mask, which does not hide a NaN in uninitialized memory. On a CPU, slots up to `_MOST_SLOT_BYTES` are in large
-    pages. Longer slots are not: the system commits memory only for pages in use, and large pages commit a slot's unused
-    positions too.
+    Other devices multiply all positions and mask them afterwards, which does not remove a NaN. A CPU reads only
+    positions that were written; its slots up to `_MOST_SLOT_BYTES` are in large pages, and longer ones in normal pages,
+    so that the system commits memory only for positions in use.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

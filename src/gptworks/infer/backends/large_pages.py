@@ -1,4 +1,4 @@
-"""Tensors in large pages: a processor looks up far fewer addresses to read them."""
+"""Allocate tensors in large memory pages: reading them takes far fewer address translations."""
 
 import contextlib
 import mmap
@@ -26,7 +26,7 @@ def large_block(n_bytes: int) -> Tensor:
     try:
         block = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:
-        return torch.zeros(n_bytes, dtype=torch.uint8)  # raises the error of other tensors that do not fit
-    with contextlib.suppress(OSError):  # a kernel without huge pages
+        return torch.zeros(n_bytes, dtype=torch.uint8)  # raises torch's usual error if memory is short
+    with contextlib.suppress(OSError):  # the system's kernel may lack huge pages
         block.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(block, dtype=torch.uint8)

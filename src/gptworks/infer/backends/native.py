@@ -1,11 +1,11 @@
 """The native backend, which computes steps in C++ (step.cpp; library.py builds and loads it), and `choose_backend`.
 
-Prefill, decoding and checking draft tokens are the same call, with a row for each token of any text; a long chunk takes
-several calls. Bit for bit, a row's result depends neither on other rows nor on how its text is split into chunks.
+Prefill, decoding and the check of draft tokens use the same call, with one row per token of any text; a long chunk
+takes several calls. The bits of a row's result depend neither on other rows nor on how its text is split into chunks.
 
-Activations are float32, and rounded if the processor multiplies narrower numbers: to bf16, as in torch, with weights in
-bf16 (AVX512_BF16, AMX); to 16 bits with one scale per row, which is finer, with 8-bit and 4-bit weights (AVX2,
-AVX512_VNNI; AMX for int8). With a bf16 cache, queries and attention weights are rounded to bf16.
+Activations are float32. If the processor can multiply narrower numbers, they are rounded before a product: to bf16 for
+bf16 weights, as in torch (AVX512_BF16, AMX); to 16 bits with one scale per row, which is finer, for 8-bit and 4-bit
+weights (AVX2, AVX512_VNNI; AMX for int8). With a bf16 cache, queries and attention weights are rounded to bf16.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8
 """The dtypes of matrices that the kernels multiply."""
 
 _AT_ONCE_BYTES = 64
-"""Rows of matrices are padded to a multiple of this, because products read this many bytes of a row together."""
+"""Rows of matrices are padded to a multiple of this many bytes, which products read together."""
 
 
 def choose_backend(
@@ -114,8 +114,8 @@ def refusal(model: GPT) -> str | None:
 
 
 class NativeBackend(Backend):
-    """Computes a model in C++ on the CPU. Moves the model's matrices (placement.py) and keeps their addresses, so that
-    no matrix may be replaced later; fp32 matrices may be changed in place."""
+    """Computes a model in C++ on the CPU. Moves the model's matrices (placement.py) and keeps their addresses: do
+    not replace a matrix later; only fp32 matrices may be changed in place."""
 
     invariant = True
 
@@ -189,7 +189,7 @@ class NativeBackend(Backend):
         return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
 
     def _run(self, chunks: Sequence[Chunk], logits: Tensor | None, features: Tensor | None) -> None:
-        """Compute a step over all rows of the chunks. `logits` and `features`, if given, get each chunk's last rows."""
+        """Compute a step over all rows of the chunks. Write the last rows of each chunk to `logits` and `features`."""
         tokens, slots, positions, wanted = (array("q") for _ in range(4))
         for chunk in chunks:
             n = len(chunk.tokens)
@@ -299,7 +299,7 @@ class NativeBackend(Backend):
         return None if tensor is None else self._address(tensor.detach().float(), torch.float32, *shape)
 
     def _address(self, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
-        """Check a tensor's dtype and shape, make it contiguous and keep it alive; return its address, or None."""
+        """Return a tensor's address (None for None). Checks dtype and shape, makes it contiguous and keeps it alive."""
         if tensor is None:
             return None
         tensor = tensor.contiguous()

@@ -74,7 +74,7 @@ def _place(module: Any, panel: int, rooms: Iterator[Tensor]) -> None:
 
 
 def _parts(module: Any, in_panels: bool) -> dict[str, Tensor]:
-    """Return the module's tensors to move, with rows in order: its matrix, and the scales of an int4 matrix."""
+    """Return the module's tensors to move, by name, in row order: its matrix, and the scales of an int4 matrix."""
     if not isinstance(module, PackedMatrix):
         return {"weight": module.weight.detach()}
     weight, scale = module.row_by_row

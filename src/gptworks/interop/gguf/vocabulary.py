@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from gptworks.errors import UserError
 from gptworks.special_tokens import special_tokens
 
-# PATTERNS: splitting patterns of byte-level BPE in `tokenizer.json` → llama.cpp's names (None: it has none) without and
-# with `ignore_merges`, which leaves a word whole if it is itself a token.
+# PATTERNS: splitting pattern of byte-level BPE in `tokenizer.json` → llama.cpp's two names for it (None: no name). The
+# second name is for `ignore_merges`, which keeps a word whole if it is a token.
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -62,7 +62,7 @@ class Vocabulary:
     types: tuple[TokenType, ...]
     merges: tuple[str, ...]
     special_ids: Mapping[str, int]
-    """Token ids by name: bos, eos, unk, pad, and eot and eom (further tokens that end a text), without missing ones."""
+    """Ids of the tokens that exist, by name: bos, eos, unk, pad; and eot and eom, which also end a text."""
     begins_with_bos: bool
     ends_with_eos: bool
     notes: tuple[str, ...]
@@ -188,7 +188,7 @@ def _refusal(reason: str) -> UserError:
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary | None) -> None:
-    """Write the tokenizer, and whether a text begins with bos and ends with eos. None: write that there is none."""
+    """Write the tokenizer, and whether a text begins with bos and ends with eos. None: write "no tokenizer"."""
     if vocabulary is None:
         writer.add_tokenizer_model("no_vocab")
         return

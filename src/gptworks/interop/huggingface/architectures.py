@@ -254,7 +254,7 @@ _ALL = (
             "model.layers.{layer}.mlp.c_proj": "blocks.{layer}.mlp.down",
         }),
         harmless=frozenset({"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights",
-                            "mlp_type", "norm_type", "activation_function", "layer_norm_epsilon"}),  # not used
+                            "mlp_type", "norm_type", "activation_function", "layer_norm_epsilon"}),    # without effect
     ),
     Family(
         "stablelm", "StableLmForCausalLM", "model.",
@@ -293,7 +293,7 @@ _ALL = (
             Place("gpt_neox.layers.{layer}.attention.query_key_value", _QUERY_KEY_VALUE, HEAD_BY_HEAD),
         ),
         other_names={"lm_head": "embed_out"},
-        harmless=frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"}),  # old dropout settings
+        harmless=frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"}),  # dropout settings of old versions
     ),
     like_llama("llama", "LlamaForCausalLM", _BOTH_FLAGS, heads=heads(whole=True)),
     like_llama(
@@ -395,7 +395,7 @@ _ALL = (
             "model.layers.{layer}.mlp.experts.{expert}.up_proj": "blocks.{layer}.mlp.experts.{expert}.up",
             "model.layers.{layer}.mlp.experts.{expert}.down_proj": "blocks.{layer}.mlp.experts.{expert}.down",
         },
-        harmless=frozenset({"intermediate_size", "max_window_layers"}),  # for dense layers, which it lacks
+        harmless=frozenset({"intermediate_size", "max_window_layers"}),  # for dense layers, which these models lack
     ),
     like_llama(
         "granitemoeshared", "GraniteMoeSharedForCausalLM", _ATTENTION_FLAG, SCALE_FACTOR,

@@ -40,7 +40,7 @@ from gptworks.tensors import stored_tensors
 from gptworks.tokenizer import library_panics, load_tokenizer, save_tokenizer, vocabulary_size
 
 _BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
-"""Matches tensors that older versions of transformers saved: masks and rotary frequencies, which the settings give."""
+"""Matches the masks and rotary frequencies that older versions of transformers saved; the settings determine them."""
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -219,7 +219,7 @@ def _head(family: Family) -> str:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Return a map: tensor name → the only safetensors file, or the file that the index of several files names."""
+    """Return each tensor's file by the tensor's name: the only safetensors file, or the one that the index names."""
     single, index = folder / WEIGHTS, folder / INDEX
     if not single.exists() and not index.exists():
         others = sorted(path.name for kind in PICKLED for path in folder.glob(kind))

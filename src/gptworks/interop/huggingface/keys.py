@@ -1,4 +1,4 @@
-"""Which keys in the JSON files of a Hugging Face folder gptworks honours, may ignore, or names in a note.
+"""Keys in the JSON files of a Hugging Face folder, sorted into those honoured, ignored, and reported in a note.
 
 The clauses of each architecture (architectures.py) contain the honoured keys of config.json.
 """
@@ -12,7 +12,7 @@ from gptworks.special_tokens import GENERATION_CONFIG, ROLES, TOKENIZER_CONFIG, 
 
 @dataclass(frozen=True)
 class Keys:
-    """The known keys of one JSON file. A note names each unknown key too."""
+    """The known keys of one JSON file. Unknown keys also get a note."""
 
     file: str
     honoured: frozenset[str]
@@ -41,7 +41,7 @@ CONFIG_HARMLESS = _keys(
     # special tokens, which special_tokens.py reads or which only other kinds of model use
     "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id mask_token_id "
     "cls_token_id",
-    # how transformers computes the logits, with the same result
+    # how transformers computes the logits, without effect on them
     "dtype torch_dtype use_cache cache_implementation attn_implementation pretraining_tp "
     "_attn_implementation_autoset _attn_implementation torchscript chunk_size_feed_forward "
     "gradient_checkpointing output_hidden_states output_attentions output_router_logits return_dict "

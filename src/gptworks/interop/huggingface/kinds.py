@@ -23,7 +23,7 @@ _KINDS = {
 }
 REASONS = {kind: reason for reason, names in _KINDS.items() for kind in names.split()}
 _ONE_LETTER = 0.85
-"""Smallest similarity (by difflib) at which a name counts as another one with a letter missing."""
+"""Minimum similarity, by difflib, at which an unknown name counts as a known name with one letter missing."""
 
 
 def about(kind: str, known: Iterable[str]) -> str:

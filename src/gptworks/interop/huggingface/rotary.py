@@ -113,7 +113,8 @@ def _written(scaling: RopeScaling, original: int) -> Values:
 
 
 def _older(parameters: Values, context: int) -> Values:
-    """Return `rope_scaling` for earlier transformers, with only the keys that they accept for LongRoPE if possible."""
+    """Return `rope_scaling` for earlier versions of transformers; for LongRoPE only with keys they accept, if
+    possible."""
     factors = {name: parameters[name] for name in ("short_factor", "long_factor") if name in parameters}
     if not factors or "attention_factor" in parameters:
         return dict(parameters)

@@ -79,7 +79,7 @@ def only(name: str, value: Any, absent: Any) -> Clause:
 
 
 def own_code(name: str) -> Clause:
-    """Return a clause that accepts remote code only if its class is `name`, which transformers has. It is never run."""
+    """Return a clause that accepts a folder's own code, which is never run, only for class `name` of transformers."""
 
     def read(theirs: Settings, ours: Values) -> Values:
         code = (theirs.take("auto_map") or {}).get("AutoModelForCausalLM", name)

@@ -258,7 +258,7 @@ def sequences_for(model: GPT, tokenizer: Tokenizer, texts: Sequence[str] = ()) -
 
 
 def _prompt(sequence: list[int], config: ModelConfig) -> list[int]:
-    """Return the start of a sequence as a prompt for greedy decoding, so long that the new tokens exceed the window."""
+    """Return a sequence's start as a prompt for greedy decoding, long enough for the new tokens to pass the window."""
     length = max(8, (config.window or 0) - GREEDY_TOKENS // 2)
     return sequence[: max(1, min(length, config.context_length - GREEDY_TOKENS))]
 
