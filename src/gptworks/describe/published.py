@@ -35,7 +35,7 @@ class Figure:
 
     @property
     def error_text(self) -> str:
-        """Error of the published figure as text: in percent, or as a factor if that is at most 0.5 or at least 2."""
+        """Error of the published figure as text: a factor if at most 0.5 or at least 2, otherwise a percentage."""
         if isinstance(self.published, str) or not self.exact:
             return ""
         ratio = self.published / self.exact

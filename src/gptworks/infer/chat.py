@@ -47,7 +47,7 @@ class ChatSession:
         self.n_forgotten_tokens = 0
         """Number of tokens removed from the transcript; the caller should warn the user once it is above 0."""
         self.pace = Pace()
-        """Decoding speed of the last answer, up to the part that the caller has read."""
+        """Decoding speed of the last answer, over the part that the caller has read."""
         self.finish_reason: FinishReason | None = None
         """The finish reason of the last answer; None if the caller has not read the answer to its end."""
         self._n_hidden = 0  # number of oldest messages that do not fit into the context

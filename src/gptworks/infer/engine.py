@@ -271,7 +271,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _failing(self, on_failure: Callable[[BaseException], None]) -> Iterator[None]:
-        """End all requests with any error raised in this context, so that none is left without an answer.
+        """If this context raises an error, end all requests with the error, so that none is left without an answer.
 
         After an `Exception`, cached keys and values are discarded, and later requests may succeed. A MemoryError, or an
         error that is not an `Exception`, such as a panic in a Rust library, also ends the engine. A KeyboardInterrupt
@@ -412,7 +412,7 @@ def load(
         options: arguments of `Engine`, such as n_slots=8.
 
     Raises:
-        UserError: the run, checkpoint or device does not exist, a file is damaged, or the run is quantized differently.
+        UserError: the run, checkpoint or device does not exist, a file is damaged, or the run has another quantization.
     """
     run = load_run(
         run_dir, str(checkpoint), overrides=overrides, device=choose_device(device), weights=weights, report=report

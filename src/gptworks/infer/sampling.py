@@ -166,7 +166,7 @@ class Sampler:
                 counts[token] += 1
 
     def share(self, ahead: int = 0) -> float:
-        """Return the random number, in (0, 1], that the draw after the next `ahead` draws will use."""
+        """Return the random number, in (0, 1], of a future draw. ahead: 0 for the next draw, 1 for the one after it."""
         while len(self._drawn) <= ahead:
             self._drawn.append(1 - self._chance.random())
         return self._drawn[ahead]
@@ -320,8 +320,8 @@ def _report(
 def _filter(scores: Tensor, values: Tensor, settings: Sequence[SamplingSettings]) -> tuple[Tensor, Tensor]:
     """Filter the K best scores of each row: `values` [B, K], in descending order, from `scores` [B, V].
 
-    Returns a mask of the values to keep, [B, K], and a mask of the rows where this result is certain, [B]: no score
-    outside the K best is kept, and top-p does not separate tied values.
+    Returns which values to keep, bool [B, K], and for which rows this is certain, bool [B]: if no score outside the K
+    best would be kept, and top-p does not separate tied values.
     """
     size, n = scores.size(-1), values.size(-1)
     rank = torch.arange(n, device=values.device)

@@ -26,7 +26,7 @@ class Piece:
     sample: int
     """Index of the sample within its request."""
     text: str
-    """Text that is now final; empty while it ends in part of a character or of a possible stop string."""
+    """New text that is final; empty while the last tokens may be part of a character or of a stop string."""
     token_id: int | None
     """The generated token; None if the step ends the sample without a new token (end-of-text, a full context)."""
     finish_reason: FinishReason | None = None

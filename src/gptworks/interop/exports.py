@@ -15,7 +15,7 @@ def leave_out_heads(model: GPT) -> list[str]:
 
 
 def nearest_architectures(config: ModelConfig, obstacles: Mapping[str, list[str]]) -> str:
-    """Return a text that names the architectures that lack the fewest of a model's settings, and those settings.
+    """Return a text that names the architectures with the fewest missing settings for a model, and what they lack.
 
     Args:
         obstacles: architecture name → the settings that it lacks. If several lack the same settings, the text names

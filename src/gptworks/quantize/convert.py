@@ -2,7 +2,7 @@
 
 The blocks' matrices get the requested kind. Norms, biases, position embeddings, gates and the routers of experts stay
 fp32: they are a thousandth of the weights. With int4, some matrices are stored in int8: the embedding, matrices whose
-row length is not a multiple of a group's, and the head unless int4 is requested for it.
+row length is not a multiple of 32, and the head unless int4 is requested for it.
 """
 
 import copy
@@ -124,7 +124,7 @@ def base_kinds(model: GPT, weights: Weights) -> dict[str, Weights]:
 
 
 def pack_for(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the fp32 `tensors` after packing those matrices that `model` has packed, rounded to the nearest values.
+    """Pack those of the fp32 `tensors` that are packed in `model`, rounded to the nearest values; return all tensors.
 
     Raises:
         UserError: a weight is too large for its kind.
@@ -207,7 +207,7 @@ def _check_holds(name: str, matrix: Tensor, weights: Weights) -> None:
 def _calibrated(
     model: GPT, kinds: dict[str, Weights], batches: Sequence[Tensor], step: Callable[[str], None]
 ) -> dict[str, Packed]:
-    """Return the packed int4 matrices by module name. GPTQ rounds each block for inputs from the rounded blocks."""
+    """Return the packed int4 matrices by module name. Each block is rounded for inputs from rounded blocks."""
     packed: dict[str, Packed] = {}
     inputs = _inputs_of_block(model, batches, 0)
     rounding = copy.deepcopy(model) if model.config.laboratory else None  # such blocks read several blocks' outputs

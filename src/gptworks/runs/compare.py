@@ -82,8 +82,8 @@ class Comparison:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """Runs grouped by text and by the settings that decide a curve, with one run per seed. A group keeps the runs
-        with the latest evaluation or, under a common time limit, the runs that have reached the limit, if any has."""
+        """Runs grouped by text and by the settings that decide a curve, with one run per seed. Runs without the
+        group's latest evaluation are left out or, under a common time limit, runs that did not reach it, if any did."""
         found: dict[tuple[str, str | None], list[History]] = {}
         for run in self.runs:
             if run.last is not None:

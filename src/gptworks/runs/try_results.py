@@ -25,7 +25,7 @@ PLACES = {"after": "at equal tokens", "in-time": "in equal time"}
 """By arm, words for the point at which it is compared with the runs without the change."""
 
 LOSS_ERROR, SPEED_ERROR = 0.04, 0.01
-"""False-positive rates for a change without effect: of the test of losses, and of the test of step times, which leads
+"""False-positive rates, for a change without effect, of the test of losses and of the test of step times, which leads
 to third runs. Together they mislead 5% of tries."""
 
 

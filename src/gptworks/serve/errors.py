@@ -36,7 +36,7 @@ class ErrorResponse(BaseModel):
 
 
 class APIError(Exception):
-    """An error to answer with: its HTTP status, message, request field (`param`) and code."""
+    """An error that the server answers with: HTTP status, message, request field (`param`) and code."""
 
     def __init__(
         self,
@@ -106,7 +106,8 @@ def _shortened(message: str) -> str:
 
 
 def from_validation(error: ValidationError) -> APIError:
-    """Return the answer for an invalid body: its most deeply nested error, in a union that of the best-fitting type."""
+    """Return the answer for an invalid body. It states the most deeply nested error: in a union, that one belongs to
+    the type that fits best."""
     first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
     place = ".".join(str(part) for part in first["loc"] if not _is_type_name(part)) or None
     message = first["msg"].removeprefix("Value error, ")

@@ -29,7 +29,7 @@ class Session(NamedTuple):
 
 
 class SignIn:
-    """Codes and sessions, in memory only. Thread-safe."""
+    """Issues and checks one-time codes and sessions, which it holds in memory only. Thread-safe."""
 
     def __init__(self) -> None:
         self.on_exchange: Callable[[str], None] = lambda code: None

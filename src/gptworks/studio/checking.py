@@ -1,5 +1,5 @@
 """Check recipes that the page sends, in a process with limits, since their text and paths may be hostile.
-The recipe parser and `gptworks plan` give the answers.
+The checks are those of the recipe parser and of `gptworks plan`.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _UNMEASURED = "the run shows this machine's speed once it trains"
 _LIMITS = Limits(seconds=8.0, n_bytes=3 << 30)
 _WAIT_SECONDS = 30.0
 _GRACE_SECONDS = 1.0
-"""Seconds that an abandoned question has to finish. If it does, its process lives on and answers the next one."""
+"""Seconds that an abandoned question has to finish. If it does, its process is kept for the next question."""
 _Result = TypeVar("_Result")
 
 

@@ -48,7 +48,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A checkpoint of a run. If the run is trained again from the start, its checkpoints have other manifests."""
+    """A checkpoint of a run. Its manifest changes if the run is trained again from the start."""
 
     run: RunFolder
     checkpoint: Checkpoint

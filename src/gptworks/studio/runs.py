@@ -150,7 +150,7 @@ def _curves_of(
 
 
 def _bands(watch: Watch, names: list[str], view: View, asked_at: float) -> list[dict[str, Any]]:
-    """Return the band of each recipe among the runs: the 95% interval of another run's validation loss."""
+    """Return each recipe's band: the interval in which a further run's validation loss lies with 95% probability."""
     found: dict[str, tuple[Band, list[str]]] = {}
     for name, one in zip(names, _used(watch, names, asked_at, begins=False), strict=True):
         if one.band is not None and view.axis != "seconds":

@@ -63,7 +63,7 @@ class Backend(ABC):
             return self.model.logits(features.to(self.model.dtype)).float().cpu()
 
     def read(self, tokens: Sequence[int]) -> Tensor:
-        """Return the features [T, C] of a text's tokens, float32, on the CPU. May overwrite slot 0."""
+        """Return the features [T, C] (last hidden states) of a text, float32, on the CPU. May overwrite slot 0."""
         with eval_mode(self.model), torch.inference_mode():
             return self.model.features(torch.tensor([tokens], device=self.model.device))[0].float().cpu()
 

@@ -78,8 +78,8 @@ class Family:
 
 
 def what_decides(config: ModelConfig) -> Values:
-    """Return the settings that decide what a model computes, in a form that is equal for models that compute the same.
-    It leaves out biases and the attention scale, since fitting.py can change the weights to fit them."""
+    """Return the settings that decide a model's outputs, in a form that is equal for models with equal outputs. Biases
+    and the attention scale are left out, since fitting.py can change the weights to fit them."""
     always = ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "position", "norm",
               "norm_eps", "norm_placement", "mlp", "qk_norm", "tie_embeddings", "parallel_residual", "n_experts",
               "embedding_scale", "residual_scale", "logit_divisor", "attention_softcap", "logit_softcap",

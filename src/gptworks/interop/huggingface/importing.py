@@ -202,7 +202,7 @@ def _by_known_name(files: Mapping[str, Path], family: Family) -> dict[str, str]:
 
 
 def _known_as(name: str, family: Family) -> str:
-    """Return a tensor's name in this version of transformers, with the prefix that files without a head lack."""
+    """Return a tensor's name in this version of transformers; add the prefix if the file was saved without a head."""
     module, _, kind = name.rpartition(".")
     if module in family.other_names:
         return f"{family.other_names[module]}.{kind}"

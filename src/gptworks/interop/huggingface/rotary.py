@@ -113,8 +113,7 @@ def _written(scaling: RopeScaling, original: int) -> Values:
 
 
 def _older(parameters: Values, context: int) -> Values:
-    """Return `rope_scaling` for earlier versions of transformers; for LongRoPE only with keys they accept, if
-    possible."""
+    """Return `rope_scaling` for earlier versions of transformers; for LongRoPE only keys they accept, if possible."""
     factors = {name: parameters[name] for name in ("short_factor", "long_factor") if name in parameters}
     if not factors or "attention_factor" in parameters:
         return dict(parameters)
@@ -124,8 +123,8 @@ def _older(parameters: Values, context: int) -> Values:
 
 
 def _read(given: Any, plain: Values, context: int, kinds: tuple[str, ...]) -> Values:
-    """Return fields of ModelConfig from `given`, one set of `rope_parameters`. `plain` has defaults for the base and
-    the rotated share; its original context, if any, has precedence over that in `given`."""
+    """Convert one set of `rope_parameters`, `given`, to fields of ModelConfig. `plain` has defaults for the base and
+    the rotated share; an original context in `plain` has precedence over one in `given`."""
     parameters = Settings(given)
     fields: Values = {
         "rope_theta": parameters.take("rope_theta", plain["rope_theta"]),
