@@ -256,7 +256,7 @@ def _completed(tree: dict[str, Any], source: Path) -> dict[str, Any]:
 
 
 def _trains_future_heads(objective: Any) -> bool:
-    """Whether the objective trains heads of tokens beyond the next, which are then kept from the run's weights."""
+    """Whether the objective trains heads for tokens beyond the next; then those in the run's weights are kept."""
     kind = OBJECTIVE_SETTINGS.get(str(objective.get("type"))) if isinstance(objective, dict) else None
     return kind is None or kind.trains_future_heads
 

@@ -214,7 +214,7 @@ def _working(child: _Child, task: Task) -> Any:
 def _cause(code: int, limits: Limits) -> str:
     if code in (-getattr(signal, "SIGPROF", 27), -getattr(signal, "SIGXCPU", 24)):
         return f"it takes more than {limits.seconds:g} seconds of processor time."
-    if code in (-signal.SIGABRT, -getattr(signal, "SIGKILL", 9)):  # a process without memory ends so
+    if code in (-signal.SIGABRT, -getattr(signal, "SIGKILL", 9)):  # these signals end a process that lacks memory
         return f"it takes more than {limits.n_bytes >> 20} MiB of memory."
     name = next((one.name for one in signal.Signals if one == -code), f"exit code {code}")
     return f"it ended the process that worked on it ({name})."

@@ -52,7 +52,7 @@ class Part:
     tensors_of: tuple[str, ...] = ()
     """Other modules whose tensors the part uses: a tied head uses the token embedding's."""
     drawn: str = ""
-    """Name of the part's operation in a drawing, with `weights` and `shape`; empty: a drawing has only `more_rows`."""
+    """Name of the part's operation in a drawing, next to `weights` and `shape`; empty: only `more_rows` are drawn."""
     more_rows: tuple[Row, ...] = ()
     """Further operations in a drawing. One row may cover several parts, such as query, key and value."""
 

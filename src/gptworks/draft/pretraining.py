@@ -40,7 +40,7 @@ TEXT_TOKENS_PER_PARAMETER = 0.7
 """The text, repeated for all epochs, must have at least this many tokens per parameter."""
 
 MANY_DOCUMENTS = 200
-"""With at least this many documents, the held-out fraction almost certainly contains some."""
+"""With at least this many documents, the held-out fraction almost certainly contains one or more."""
 
 BYTES_PER_VOCABULARY_TOKEN = 1024
 """Minimum bytes of text per token of the vocabulary, so that training sees each token often."""

@@ -159,7 +159,7 @@ class Sampler:
         self.generated = Counter[int]() if settings.frequency_penalty or settings.presence_penalty else None
 
     def push(self, token: int) -> None:
-        """Count the text's next token."""
+        """Record the text's next token, for limits and penalties."""
         self.n_generated += 1
         for counts in (self.seen, self.generated):
             if counts is not None:

@@ -2,7 +2,7 @@
 
 Rows are split into words of 4 bytes (2 bytes for the scales of int4). A panel of P rows holds the first word of every
 row, then the second word of every row, and so on; the next P rows form the next panel. The last panel has the remaining
-rows, padded with zero rows to a multiple of 16. A vector thus loads the same word of 16 rows, from sequential memory.
+rows, padded with zero rows to a multiple of 16. One vector load thus gets the same word of 16 rows.
 """
 
 from collections.abc import Iterator

@@ -51,7 +51,7 @@ class Band(Section):
     points: tuple[BandPoint, ...] = Field(min_length=1)
 
     def margin(self, point: BandPoint) -> float:
-        """Return the half-width of the 95% prediction interval for another run's loss, if losses are normal."""
+        """Return the half-width of the 95% prediction interval for another run's loss, assuming normal losses."""
         factor = t_quantile((1 + SHARE) / 2, point.n - 1) * math.sqrt(1 + 1 / point.n)
         return factor * point.standard_deviation
 
@@ -199,7 +199,7 @@ def judge(run: History, band: Band) -> Verdict | None:
     common = [point for point in band.points if point.step in losses]
     if not common:
         return None
-    outside = [p for p in common if not abs(losses[p.step] - p.mean) <= band.margin(p)]  # so NaN is outside
+    outside = [p for p in common if not abs(losses[p.step] - p.mean) <= band.margin(p)]  # NaN is outside too
     return Verdict(
         band=band,
         n_points=len(common),

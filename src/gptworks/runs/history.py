@@ -20,7 +20,7 @@ from gptworks.training.changes import read_history as read_changes
 from gptworks.training.record.metrics import Record, Skipped, read_metrics
 
 MOST_RECORDS = 20_000
-"""Once a kind has twice as many records, only this many are kept, evenly spaced, plus the best and the last."""
+"""Twice this many records of a kind are reduced to this many, evenly spaced, plus the best and the last."""
 
 
 @dataclass(frozen=True)

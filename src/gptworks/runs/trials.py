@@ -160,7 +160,7 @@ def open_folder(folder: Path, named: str, setting: str) -> Iterator[Callable[[],
 
 @contextlib.contextmanager
 def _process(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
-    """Context that stops the process at its end: with SIGTERM and, if that fails for STOP_SECONDS, with SIGKILL."""
+    """On leaving the context, stop the process with SIGTERM, or with SIGKILL if it still runs after STOP_SECONDS."""
     try:
         yield process
     finally:

@@ -142,7 +142,7 @@ class Try:
 
     @property
     def to_same_loss(self) -> float | None:
-        """Time in which changed runs reach the others' final loss, divided by the others' time; None if one did not."""
+        """Time in which changed runs reach the others' final loss, over the others' time; None if one never does."""
         shares = [pair.share_to_same_loss for pair in self.pairs]
         reached = [share for share in shares if share is not None]
         if self.step_time is None or len(reached) < len(shares):

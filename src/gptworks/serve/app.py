@@ -40,7 +40,7 @@ def create_app(
     """Return the server's ASGI app; `app.state.service` is its state.
 
     Args:
-        engines: engines by model name; the first answers requests without a model name, where the name is optional.
+        engines: engines by model name; the first answers requests that may leave out the model name and do.
         routers: further routes, for pages in a browser.
         home: answers requests of browsers for `/`.
     """

@@ -15,7 +15,7 @@ _ALL = logging.getLogger("gptworks")
 _MAX_LINES = 10_000
 """Maximum number of lines that wait to be written; further lines are lost."""
 _LAST_LINES_SECONDS = 2.0
-"""Maximum time for writing the waiting lines at the end."""
+"""Maximum time for writing the waiting lines when the server ends."""
 
 
 def log_request(scope: Scope, status: int | None, seconds: float, n_tokens: int) -> None:

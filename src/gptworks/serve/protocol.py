@@ -59,7 +59,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if self._in_headers and self._n_fed_bytes > self.settings.max_header_bytes:  # too long already
+        if self._in_headers and self._n_fed_bytes > self.settings.max_header_bytes:  # the headers are too long already
             self._refuse_headers()
         elif self._n_bytes > 2 * self.settings.max_discarded_bytes:
             self.transport.abort()

@@ -22,7 +22,7 @@ from gptworks.serve.settings import ServerSettings
 
 _TICKS_PER_SECOND = 10  # of uvicorn's main loop
 _CLOSING_SECONDS = 2
-"""Time for connections to close at the end."""
+"""Seconds that connections have to close when the server ends."""
 _SPARE_FILES = 128
 """Number of open files reserved for other uses than connections."""
 _BACKLOG = 100

@@ -229,8 +229,8 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _checkpoints(run: RunFolder) -> list[dict[str, Any]]:
-    """Return a run's checkpoints for /studio/state, oldest first. A checkpoint's `loss` is known if it was the best so
-    far. A checkpoint is `resumable` if it has the optimizer's state."""
+    """Return a run's checkpoints for /studio/state, oldest first. Only a checkpoint that was the best so far has a
+    `loss`. A checkpoint is `resumable` if it has the optimizer's state."""
     found = run.checkpoints()
     made = []
     for checkpoint in reversed(found):

@@ -254,7 +254,7 @@ _ALL = (
             "model.layers.{layer}.mlp.c_proj": "blocks.{layer}.mlp.down",
         }),
         harmless=frozenset({"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights",
-                            "mlp_type", "norm_type", "activation_function", "layer_norm_epsilon"}),    # without effect
+                            "mlp_type", "norm_type", "activation_function", "layer_norm_epsilon"}),  # without effect
     ),
     Family(
         "stablelm", "StableLmForCausalLM", "model.",

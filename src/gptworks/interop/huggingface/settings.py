@@ -79,7 +79,7 @@ def only(name: str, value: Any, absent: Any) -> Clause:
 
 
 def own_code(name: str) -> Clause:
-    """Return a clause that accepts a folder's own code, which is never run, only for class `name` of transformers."""
+    """Return a clause that accepts `auto_map` only for class `name` of transformers. A folder's code is never run."""
 
     def read(theirs: Settings, ours: Values) -> Values:
         code = (theirs.take("auto_map") or {}).get("AutoModelForCausalLM", name)
