@@ -1,4 +1,4 @@
-"""Settings of the architecture; model.py adds the experimental ones."""
+"""Settings of a model's architecture. model.py adds the experimental settings."""
 
 from typing import Literal, Self
 
@@ -14,7 +14,7 @@ GATED = ("swiglu", "geglu", "geglu_tanh")
 """Values of `mlp` with a gate matrix."""
 
 EARLIER_DEFAULTS = {"norm": "layernorm", "mlp": "gelu", "qk_norm": False, "zero_init_projections": False}
-"""Defaults of older architectures, used instead of those below for presets and imported models."""
+"""Values of older architectures. Presets and imported models have them as defaults, instead of the defaults below."""
 
 
 def _inner_width(width: int, mlp: str) -> int:
@@ -163,16 +163,16 @@ class Architecture(Section):
 
     @property
     def d_rotary(self) -> int:
-        """Number of rotated elements in each head."""
+        """Number of elements of each head that the rotary embedding rotates."""
         return int(self.d_head * self.rope_fraction)
 
     def layer_rotates(self, layer: int) -> bool:
-        """Return whether a layer has rotary positions."""
+        """Return whether a layer uses the rotary embedding."""
         return self.position == "rope" and self.rope_pattern[layer % len(self.rope_pattern)] == "rope"
 
     @property
     def rotating_windows(self) -> Self | None:
-        """A copy with the rotary base `window_rope_theta`, unscaled; None if windowed layers rotate like the others."""
+        """Copy for windowed layers, with rotary base `window_rope_theta`, unscaled; None: all layers rotate alike."""
         if self.window_rope_theta is None:
             return None
         return self.model_copy(
@@ -181,7 +181,7 @@ class Architecture(Section):
 
     @property
     def original_context_length(self) -> int:
-        """Context length for which the rotary frequencies were made, before `rope_scaling` extends it."""
+        """Context length of the unscaled rotary frequencies, which `rope_scaling` extends."""
         context, scaling = self.context_length, self.rope_scaling
         if scaling is None:
             return context

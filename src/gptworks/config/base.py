@@ -122,7 +122,7 @@ class Role(Enum):
     FIXED = "the weights, the optimizer's state or the order of the samples depend on it"
     """The setting decides the weights, the optimizer's state or the order of samples from the first step on."""
     STEERING = "the loss curve depends on it"
-    """The setting decides the further loss curve. A resumed run may change it; the run folder records the change."""
+    """The setting decides the loss curve. A resumed run may change it; the run folder records the change."""
     START = "it says where the run started from"
     """The setting decides where the run starts. Changing it after the first step has no effect."""
     REPEAT = "the weights and the order of the samples depend on it"
@@ -132,7 +132,7 @@ class Role(Enum):
 
     @property
     def on_resume(self) -> Literal["refused", "recorded", "allowed"]:
-        """How a resumed run treats a change of the setting. `recorded`: allowed, and noted in the run folder."""
+        """How a resumed run treats a changed value of the setting. `recorded`: allowed, and noted in the run folder."""
         if self in (Role.MEASURED, Role.FIXED, Role.REPEAT):
             return "refused"
         return "recorded" if self is Role.STEERING else "allowed"
@@ -144,12 +144,12 @@ class Role(Enum):
 
     @property
     def decides_measure(self) -> bool:
-        """Whether losses of runs that differ in the setting cannot be compared."""
+        """Whether runs that differ in the setting have incomparable losses."""
         return self is Role.MEASURED
 
 
 class Place(Enum):
-    """The kind of outside resource that a setting names. Programs that run other people's recipes must check it.
+    """The kind of outside resource that a setting names. Programs that run other people's recipes must check resources.
 
     A setting declares it with its type: `path: Free[Annotated[str, Place.PATH]]`.
     """

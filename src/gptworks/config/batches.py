@@ -145,7 +145,7 @@ class BatchSettings(Section):
             until, size = step, smaller
 
     def future_weights_at(self, share_done: float) -> tuple[float, ...]:
-        """Return the loss weights of the tokens beyond the next, after a share of the run (0 to 1)."""
+        """Return the loss weight of each token beyond the next, when this share of the run (0 to 1) is done."""
         factor = 1 - share_done if self.future_weights_fall else 1.0
         return tuple(factor * weight for weight in self.future_weights)
 
@@ -174,7 +174,7 @@ class BatchSettings(Section):
         return samples + self.batch_size * max(0, step - first)
 
     def steps_with(self, samples: int) -> int:
-        """Return the smallest number of optimizer steps that reads this many samples."""
+        """Return the smallest number of optimizer steps that together read at least `samples` samples."""
         steps = 0
         for until, size in self.smaller_batches:
             needed = steps + max(0, math.ceil((samples - self.samples_before(steps)) / size))

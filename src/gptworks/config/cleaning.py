@@ -86,7 +86,7 @@ class GopherRepetition(Section):
 
 
 class C4Rules(Section):
-    """Remove lines that are not sentences, and pages with too few left: C4's English rules (Raffel et al., 2020)."""
+    """Remove lines that are not sentences; drop pages with few sentences. C4's English rules (Raffel et al., 2020)."""
 
     type: Measured[Literal["c4"]]
     require_punctuation: Measured[bool] = Field(True, description="Remove lines without final punctuation.")

@@ -17,17 +17,17 @@ RATE, RATE_WIDTH = 0.02, 512
 models this rate is divided by the square root of the ratio of widths, as a precaution. Muon's rate does not change."""
 
 ADAMW_RATE_TIMES_WIDTH, HIGHEST_ADAMW_RATE = 0.5, 0.003
-"""AdamW's learning rate for all weights, multiplied by the width, and its maximum. A rate inverse to the width (Yang et
-al., 2022) is 0.7 to 1.6 times that in table 2.1 of Brown et al. (2020)."""
+"""AdamW's learning rate if it trains all weights, multiplied by the width, and the maximum of the rate. This rate,
+inverse to the width (Yang et al., 2022), is 0.7 to 1.6 times that in table 2.1 of Brown et al. (2020)."""
 
 TUNING_RATE_TIMES_WIDTH, HIGHEST_TUNING_RATE = 0.0768, 1e-3
-"""AdamW's learning rate from trained weights, multiplied by the width (1e-4 × 768), and its maximum."""
+"""AdamW's learning rate for fine-tuning, multiplied by the width (1e-4 × 768), and the maximum of the rate."""
 
 ADAPTER_TIMES = 10
 """Ratio of an adapter's learning rate to the rate for all weights (Schulman et al., 2025)."""
 
 JUDGED_SHARE = 0.2
-"""Factor of the learning rate for preferences and rewards: at a higher rate, the model loses its fluency."""
+"""Factor of the learning rate when training on preferences or rewards; at a higher rate, the model loses fluency."""
 
 EPOCHS = 4
 """Default number of epochs: for 4 epochs, repeated text is almost as useful as new text (Muennighoff et al., 2023)."""
@@ -80,7 +80,7 @@ def train_defaults(
 
 
 def _by_length(steps: Any, samples: bool) -> dict[str, int]:
-    """Return defaults for a run of `steps` steps: a fiftieth for warmup, at least 5 evaluations and 4 checkpoints."""
+    """Return defaults for `steps` steps: warmup in a fiftieth of them, at least 5 evaluations and 4 checkpoints."""
     if not isinstance(steps, int) or steps < 1:
         steps = 500  # the number of steps is unknown or invalid
     return {

@@ -11,7 +11,7 @@ from gptworks.config.base import Section
 from gptworks.errors import did_you_mean, shortened
 
 MOST_FAULTS = 50
-"""Maximum number of errors to explain; comparing each unknown name with all known ones takes time."""
+"""Maximum number of errors to explain: for each, an unknown name may be compared with all known names."""
 
 
 def explain(error: ValidationError, root: type[Section], origin: str, overrides: Mapping[str, str]) -> str:

@@ -42,7 +42,7 @@ class MixtureMember(Section):
 
 
 class Anneal(Section):
-    """New weights of the datasets near the end of the run. Resuming cannot change those of samples already read."""
+    """New dataset weights near the end of a run. A resumed run keeps the weights of samples that it has read."""
 
     weights: Steering[dict[str, Weight]] = Field(
         description="The new weights by dataset name. A dataset that is not named is no longer read."

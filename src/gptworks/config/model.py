@@ -83,7 +83,7 @@ class ModelConfig(Architecture):
 
     @property
     def d_gate(self) -> int:
-        """Number of channels of their input that gates read."""
+        """Number of input channels that each gate reads, from the first channel on."""
         return self.gate_channels or self.d_model
 
     def layer_value_embedding(self, layer: int) -> str:

@@ -37,7 +37,7 @@ class ObjectiveSettings(Section):
     varying_widths: ClassVar[bool] = False
     """Whether rows of a batch are padded to the longest row, instead of to the context."""
     several_texts: ClassVar[bool] = False
-    """Whether a row may hold several conversations, each with its own positions."""
+    """Whether a row may hold several conversations, in each of which positions begin at 0."""
     learns_prompts: ClassVar[bool] = False
     """Whether the loss covers every token of a conversation, not only the answers."""
     trains_future_heads: ClassVar[bool] = False
@@ -63,7 +63,7 @@ class ObjectiveSettings(Section):
 
     @property
     def teacher_run(self) -> Path | None:
-        """Run folder of the teacher, which also reads each batch; None if the objective has no teacher."""
+        """Run folder of the teacher, a second model that reads each batch; None if the objective has no teacher."""
         return None
 
     @property

@@ -45,7 +45,7 @@ class Ownership:
     work: Callable[[Shape], int]
     """Returns the relative cost of an update of a matrix with this shape."""
     element_bytes: int
-    """Bytes per element of what an owner gathers and of the updates that it sends."""
+    """Bytes per element of the tensors that an owner gathers, and of the updates that it sends."""
     scratch_bytes: Callable[[dict[Shape, int], int], int]
     """Returns the peak scratch memory of an owner that gathers parts of matrices, in bytes, from the number of matrices
     of each shape and the number of owners."""
@@ -100,7 +100,7 @@ def _muon_scratch(matrices: dict[Shape, int]) -> int:
 
 
 def _muon_work(shape: Shape) -> int:
-    """Return the multiplications of one iteration of Muon's orthogonalization: X Xᵀ, its square, times X."""
+    """Return the number of multiplications in one iteration of Muon's orthogonalization: A = X·Xᵀ, A², (A, A²)·X."""
     short, long = sorted(shape)
     return short * short * (2 * long + short)
 

@@ -114,7 +114,7 @@ class Recipe(Section):
                 f"give sources of type {' or '.join(self.objective.sources)}"
             )
         check_tokenizer(self.tokenizer, self.data)
-        assert self.anneal_from is None or self.anneal_from > 0  # evaluated to check `data.anneal.share`
+        assert self.anneal_from is None or self.anneal_from > 0  # `anneal_from` raises if `data.anneal.share` is wrong
         self._check_groups(self.objective.micro_batch_multiple)
         self._check_adapter()
         self._check_packing()

@@ -10,7 +10,7 @@ Factors = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(max_length=
 
 
 class RopeScaling(Section):
-    """Rescaled rotary frequencies, for a context longer than that of training."""
+    """Rescaling of the rotary frequencies, for a context longer than in training."""
 
     type: Fixed[Literal["linear", "dynamic", "yarn", "llama3", "longrope"]] = Field(
         description="linear: positions divided by the factor (Chen et al., 2023). dynamic: a base that grows with the "

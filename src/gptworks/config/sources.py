@@ -68,7 +68,7 @@ class FileSource(Section):
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """The sha256 of each URL; empty if not given."""
+        """The sha256 of each URL's file; empty if the recipe gives none."""
         return _several(self.sha256)
 
     @property

@@ -126,7 +126,7 @@ class TrainConfig(OptimizerSettings):
         return step >= max(last_change, self.untie_after_steps)
 
     def n_evaluated(self, n_there: int, context_length: int) -> int:
-        """Return the number of validation sequences that an evaluation reads, out of `n_there`; 0: all."""
+        """Return how many of `n_there` validation sequences an evaluation reads; 0: all."""
         wanted = self.evaluate_sequences
         if wanted is None:
             wanted = max(1, EVALUATED_TOKENS // context_length)
