@@ -1,1 +1,1 @@
-"""Implementations of the model's operations: a C++ library for CPUs, faster torch code, and the table of both."""
+"""Kernels of the model's operations: a C++ library for CPUs, torch code, and the table that lists and chooses them."""

@@ -19,15 +19,15 @@ def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _is_here() -> bool:
-    """Whether the library is usable. In its own function, because Dynamo would trace through its cache and warn."""
+    """Whether the library is usable. Dynamo must not trace this call: it would warn about the library's cache."""
     return training_library() is not None
 
 
 class Attention(torch.autograd.Function):
     """`gptworks.model.scores.attend` in C++, which saves no tensor of T × S elements for the backward pass.
 
-    The same inputs give the same bits on any number of threads. A query that sees no key gets zeros. `bias`, if any,
-    [T, S] or [B, T, S] in q's dtype, is added to the scores of the keys that a query may see by position and window.
+    The same inputs give the same bits on any number of threads. A query that sees no key gets zeros. If given, `bias`,
+    [T, S] or [B, T, S] in q's dtype, is added to the scores of the keys that position and window let a query see.
     The result [B, H, T, D] is stored as [B, T, H, D].
     """
 

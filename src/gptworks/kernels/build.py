@@ -16,7 +16,7 @@ from gptworks.machine import cpu_flags, cpu_identity, usable_cpus
 
 _NAMES = ("products", "cached_attention", "passes", "attention", "optimizer", "gemm", "step", "threads", "entry")
 SOURCES = tuple(Path(__file__).with_name(f"{name}.cpp") for name in _NAMES)
-"""The C++ sources, those that compile slowest first. They include the headers in this folder."""
+"""The C++ sources, the slowest to compile first. They include the headers in this folder."""
 
 FLAGS = ("-O3", "-std=c++17", "-fno-schedule-insns", "-fPIC", "-pthread")
 """Compiler options. Without `-fno-schedule-insns`, GCC on ARM loads values so early that registers spill."""
@@ -24,7 +24,7 @@ FLAGS = ("-O3", "-std=c++17", "-fno-schedule-insns", "-fPIC", "-pthread")
 ATTEMPTS: tuple[tuple[str, ...], ...] = (
     ("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), (),
 )  # fmt: skip
-"""Options to try, in this order: older ARM compilers need -mcpu instead of -march, and Apple's compiler lacks OpenMP.
+"""Sets of options to try, in order: older ARM compilers need -mcpu instead of -march; Apple's compiler lacks OpenMP.
 
 With GCC's OpenMP the kernels share torch's threads. Without it, and always with clang, they start their own threads
 (threads.cpp): clang's OpenMP next to torch's would crash the process on a Mac.
@@ -34,7 +34,7 @@ MARCH = "GPTWORKS_NATIVE_MARCH"
 """Environment variable with a processor's name, such as haswell, to build for instead of this machine's."""
 
 _OLDER_NAMES = {"znver4": ("cooperlake",), "sapphirerapids": ("cooperlake",)}
-"""For compilers that do not know a processor: older ones on which the kernels use the same instructions."""
+"""Processor → older processors to build for if the compiler does not know it: the kernels use the same instructions."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,12 +44,12 @@ class Unavailable(Exception):
 
 
 def find_compiler() -> str | None:
-    """Return the path of g++, clang++ or c++, the first that is on PATH; None if none is."""
+    """Return the path of the first of g++, clang++ and c++ that is on PATH; None if none of them is."""
     return next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
 
 
 def attempts(compiler: str) -> tuple[tuple[str, ...], ...]:
-    """Return the options to try with this compiler, in order."""
+    """Return the sets of options to try with this compiler, in order."""
     wanted = ATTEMPTS
     if march := os.environ.get(MARCH):
         names = (march, *_OLDER_NAMES.get(march, ()))
@@ -103,7 +103,7 @@ def build(
     """Build a library and return its bytes. The sources are compiled in parallel, one per core.
 
     Args:
-        options: compiler options to try, in this order; None: those of `attempts`.
+        options: sets of compiler options to try, in this order; None: the sets that `attempts` returns.
         flags: compiler options of every attempt.
         libraries: options that name libraries to link.
 

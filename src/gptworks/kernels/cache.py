@@ -1,10 +1,10 @@
 """The folders that keep compiled libraries.
 
-A kept library is code that this process will run. It is therefore read only from a folder that belongs to this user and
-that nobody else may write, and only if its checksum matches. The library is kept in the user's cache. If that cannot be
-used, it is kept in this user's folder in $XDG_RUNTIME_DIR or in the folder for temporary files, until the machine
-restarts; or else in a temporary folder of this process. One process compiles under a lock while others wait; it also
-removes libraries unused for a long time.
+This process runs the code of a kept library. So it loads a library only if the checksum matches and the folder belongs
+to this user and nobody else may write to it. The first usable one of these folders keeps the library: the user's cache;
+this user's folder in $XDG_RUNTIME_DIR or in the folder for temporary files, until the machine restarts; a temporary
+folder of this process. One process compiles under a lock while others wait. It also removes libraries that have been
+unused for a long time.
 """
 
 import atexit
@@ -31,7 +31,7 @@ def keep(folder: Path, key: str, make: Callable[[], bytes]) -> Path:
     folder = make_private(folder)
     content = _kept(folder, key)
     if content is None:
-        with _alone(folder):  # meanwhile another process may have built the library
+        with _alone(folder):  # while this process waited, another may have built the library
             content = _kept(folder, key) or make()
             _keep(folder, key, content)
             _prune(folder)
@@ -53,7 +53,7 @@ def _alone(folder: Path) -> Iterator[None]:
     except filelock.Timeout:
         _LOG.info("another process compiles the kernels: waiting for it")
         lock.acquire()
-    except NotImplementedError:  # no locks on this file system: several may compile, each replacing whole files
+    except NotImplementedError:  # the file system has no locks: several processes may compile
         yield
         return
     try:
@@ -63,7 +63,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def cache_folder() -> Path | None:
-    """Return the cache folder for compiled kernels, gptworks/ in $XDG_CACHE_HOME or ~/.cache; None without a home."""
+    """Return the cache folder for compiled kernels: gptworks/ in $XDG_CACHE_HOME or ~/.cache; None without a home."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not Path(base).is_absolute():  # the XDG specification requires absolute paths
         try:
@@ -176,9 +176,9 @@ MOST_KEPT, UNUSED_DAYS = 12, 60
 
 
 def _prune(folder: Path) -> None:
-    """Remove old libraries, those beyond the limit, and the temporary files of killed processes.
+    """Remove libraries unused for UNUSED_DAYS, all but the MOST_KEPT newest, and temporary files of killed processes.
 
-    Files of the last hour stay, because another process may be about to use one.
+    Keep the files of the last hour, because another process may be about to use one.
     """
     now = time.time()
 

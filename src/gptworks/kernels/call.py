@@ -12,7 +12,7 @@ from gptworks.kernels import entries
 from gptworks.kernels.library import Library
 
 NUMBERS = {getattr(torch, name): number for number, name in enumerate(entries.KINDS)}
-"""Number by which the C++ knows each dtype of tensors and matrices."""
+"""The number that stands for each dtype in calls of the C++."""
 
 _REST = tuple((0,) * (entries.MOST_DIMENSIONS - n) for n in range(entries.MOST_DIMENSIONS + 1))
 _INT64, _BYTES = NUMBERS[torch.int64], ctypes.sizeof(entries.Tensor)

@@ -1,9 +1,9 @@
 """Training operations for CPUs, written in torch with fewer passes over memory than torch's own functions.
 
 On a CPU, a model of a few million parameters spends more time on the operations between its matrix products than on the
-products. Tests compare each with a plain equivalent: `Attention` with `gptworks.model.scores.attend`, `rms_norm` with
-torch's RMSNorm, `activate` with the activation itself, `dropout` with `F.dropout`. `gptworks.kernels.dispatch` chooses
-among these functions, the C++ and torch.
+products. Tests compare each operation with a plain equivalent: `Attention` with `gptworks.model.scores.attend`,
+`rms_norm` with torch's RMSNorm, `activate` with the activation itself, `dropout` with `F.dropout`.
+`gptworks.kernels.dispatch` chooses among these functions, the C++ and torch.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 class Attention(torch.autograd.Function):
     """`gptworks.model.scores.attend` as batched matrix products around a softmax, for one block of queries at a time.
 
-    A block of queries needs only the keys up to its last query's, so nearly half of the scores are never computed. For
+    A block of queries needs only the keys up to its last query, so nearly half of the scores are never computed. For
     lengths of 1,024 to 256, torch's fused CPU kernel takes 1.7 to 2.5 times as long in bf16, forward and backward
-    (bench/passes.py). The weights, and with a softcap the tanh, stay in memory for the backward pass. `bias`, [T, S] or
-    [B, T, S] in q's dtype, is 0 for keys that a query may see and -inf for others.
+    (bench/passes.py). The attention weights, and with a softcap the tanh, stay in memory for the backward pass. `bias`,
+    [T, S] or [B, T, S] in q's dtype, is 0 for keys that a query may see and -inf for others.
     """
 
     @staticmethod
@@ -134,7 +134,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def activate(x: Tensor, up: Tensor | None, kind: str) -> Tensor:
-    """Return activation(x), or activation(x) · up, which saves only x and up. `kind`: a value of `model.mlp`."""
+    """Return activation(x), or activation(x) · up; save only x and up for gradients. `kind`: a value of `model.mlp`."""
     if up is None:
         return ACTIVATIONS[kind](x)
     out: Tensor = _Gated.apply(x, up, kind)  # type: ignore[no-untyped-call]
@@ -194,7 +194,7 @@ def dropout(x: Tensor, probability: float) -> Tensor:
 
 
 def _keep(shape: torch.Size, probability: float) -> Tensor:
-    """Return random booleans, false with this probability. 64 random bits give four; `bernoulli_` draws for each."""
+    """Return random booleans, false with this probability; faster than `bernoulli_`, since 64 random bits make four."""
     n = shape.numel()
     bits = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
     return bits.view(torch.int16)[:n].view(shape) >= round(probability * 2**16) - 2**15

@@ -1,8 +1,8 @@
 """Kernel dispatch: TABLE lists each operation's kernels, and one function per operation calls the first usable one.
 
 The C++ is used if it is built (`gptworks.kernels.library`) and supports the tensors' dtype and layout; `cpu` has
-faster torch code for training on a CPU; torch's own functions compute the rest. Most kernels are for training: one pass
-over memory computes an operation, and one its gradient. Plans read the table too (`planned`).
+faster torch code for training on a CPU; torch's own functions compute the rest. Most kernels are for training: they
+compute an operation in one pass over memory, and its gradient in another. Plans read the table too (`planned`).
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from gptworks.kernels import cpu, gemm, passes
 from gptworks.kernels.library import trains_in_cpp
 
 CPP, BLOCKS, TORCH = "C++", "torch, a block of queries at a time", "torch"
-"""Implementations' names, which plans show."""
+"""Names of the implementations, as plans show them."""
 
 _F32 = (torch.float32,)
 
@@ -45,7 +45,7 @@ def trains(*tensors: Tensor | None) -> bool:
 
 
 def chosen(operation: str, *operands: Any, training: bool = False) -> Kernel:
-    """Return the kernel for an operation on these operands, of which the first is a tensor."""
+    """Return the first kernel of an operation that can be used for these operands. The first operand is a tensor."""
     x = operands[0]
     for kernel in TABLE[operation]:
         if (
@@ -154,7 +154,7 @@ def _by_caller(*_: Any) -> Tensor:
 
 
 def _linear_taken(x: Tensor, weight: Tensor) -> bool:
-    is_large = x.numel() * weight.size(0) >= gemm.LEAST  # checked first: the others take as long as a small product
+    is_large = x.numel() * weight.size(0) >= gemm.LEAST  # checked first: other checks take as long as a small product
     return is_large and gemm.serves(x, weight.T) and not torch.is_autocast_enabled("cpu")
 
 
@@ -174,7 +174,7 @@ def _activation_taken(x: Tensor, up: Tensor | None) -> bool:
 
 
 def _attention() -> ModuleType:
-    """Import `gptworks.kernels.attention` in the first training step, not earlier: it loads torch's slow compiler."""
+    """Import `gptworks.kernels.attention` when training first needs it: it loads torch's compiler, which is slow."""
     from gptworks.kernels import attention
 
     return attention

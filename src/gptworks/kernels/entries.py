@@ -117,14 +117,14 @@ _ERRORS = (ValueError, IndexError, RunError, RuntimeError)
 
 
 class Mismatch(Exception):
-    """The library's declarations differ from these: it was built from another version of this package."""
+    """The library's declarations differ from this module's: it was built from another version of the package."""
 
 
 def declare(functions: ctypes.CDLL) -> None:
     """Set the argument and return types of a library's functions for ctypes.
 
     Raises:
-        Mismatch: the library's structures, numbers or functions differ from these.
+        Mismatch: the library's structures, numbers or functions differ from this module's.
     """
     try:
         for name in ("layout", "error"):

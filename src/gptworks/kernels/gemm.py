@@ -1,8 +1,8 @@
 """Matrix products of float32 matrices on a CPU, in C++ (gemm.cpp).
 
-torch uses MKL for these. On AMD processors, MKL does not use AVX-512 and reaches five sixths of AVX2's rate; the C++ is
-faster there (bench/passes.py). On other processors torch multiplies. The processor's maker decides, not a timing, so
-that a repeated run gives the same bits.
+torch uses MKL for such products. On AMD processors, MKL does not use AVX-512 and reaches five sixths of AVX2's rate, so
+the C++ is faster (bench/passes.py) and is used. On other processors torch multiplies. The choice depends on the
+processor's maker, not on a timing, so that a repeated run gives the same bits.
 """
 
 import functools
@@ -19,7 +19,7 @@ LEAST = 1 << 22
 """Number of scalar multiplications below which torch's product is as fast."""
 
 LEAST_ROWS = 8
-"""Least number of rows of the left matrix for which packing the right matrix pays off."""
+"""Minimum number of rows of the left matrix for which packing the right matrix saves time."""
 
 
 def serves(a: Tensor, b: Tensor) -> bool:

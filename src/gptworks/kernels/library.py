@@ -28,7 +28,7 @@ AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 """Processor features that AMX needs; the operating system must also permit AMX."""
 
 _WITH_AMX = {None, "", "native", "sapphirerapids", "emeraldrapids", "graniterapids", "graniterapids-d"}
-"""Values of GPTWORKS_NATIVE_MARCH with which AMX may be used: a processor with AMX, or this machine's."""
+"""Values of GPTWORKS_NATIVE_MARCH that allow AMX: processors with AMX, and values for this machine's processor."""
 
 _NARROW = {"x86-64", "x86-64-v2", "core2", "nehalem", "westmere", "sandybridge", "ivybridge"}
 """Values of GPTWORKS_NATIVE_MARCH that name a processor without AVX2."""
@@ -54,13 +54,13 @@ class Library:
 
     @property
     def has_integer_products(self) -> bool:
-        """Whether int8 and int4 weights are multiplied as bytes, with two bytes per activation, by AVX512_VNNI or ARM's
-        dot products."""
+        """Whether AVX512_VNNI or ARM's dot products multiply int8 and int4 weights as bytes, each activation as two
+        bytes."""
         return bool(self._built_with & 8)
 
     @property
     def has_bf16_products(self) -> bool:
-        """Whether bf16 weights are multiplied by activations rounded to bf16; if not, in float32."""
+        """Whether bf16 weights are multiplied by activations rounded to bf16; if not, by float32 activations."""
         return bool(self._built_with & 16)
 
     @property
@@ -82,7 +82,7 @@ class Library:
 
 
 def library() -> Library:
-    """Return the library for this processor: from the package, the user's cache, or compiled now. Remembers failures.
+    """Return the library for this processor: from the package, from a cache folder, or compiled now. Try only once.
 
     Raises:
         Unavailable: GPTWORKS_NATIVE is 0 or invalid; no library exists and no compiler works; or no folder can hold
@@ -122,8 +122,8 @@ def _library() -> Library | str:
 
 @functools.cache
 def training_library() -> Library | None:
-    """Return the library for training and evaluation, or None if torch computes both: the library is unavailable (see
-    `torch_trains_because`) or its vectors have only 16 bytes."""
+    """Return the library for training and evaluation. None: torch computes them, because the library is unavailable
+    (see `torch_trains_because`) or its vectors have only 16 bytes."""
     try:
         found = library()
     except Unavailable:
@@ -132,10 +132,10 @@ def training_library() -> Library | None:
 
 
 def trains_in_cpp() -> bool:
-    """Whether training on this CPU will use the C++: a prediction for plans that compiles and loads nothing.
+    """Whether training on this CPU will use the C++, predicted for plans without compiling or loading it.
 
-    After a call of `library`, the answer is certain. Before, it is true for a processor with wide vectors if there is a
-    compiler or built library, and wrong if the compiler later fails.
+    After a call of `library`, the answer is certain. Before, the answer is true for a processor with wide vectors if
+    there is a compiler or a built library; it is wrong if the compiler later fails.
     """
     if _library.cache_info().currsize:
         return training_library() is not None

@@ -16,10 +16,10 @@ from gptworks.machine import cpu_flags
 def muon_library(tensors: Iterable[Tensor]) -> Library | None:
     """Return the library, or None if torch must compute the updates from these gradients and momenta.
 
-    On a processor with AMX torch computes them, because its products use AMX and the library's do not.
+    On a processor with AMX, torch computes the updates: its matrix products use AMX, and the library's do not.
     """
     if "amx_bf16" in cpu_flags() or not all(
-        # not a subclass of Tensor: a DTensor or fake tensor has no data here
+        # no subclass of Tensor is accepted, since a DTensor or fake tensor has no data here
         type(x) is Tensor and x.device.type == "cpu" and x.dtype == torch.float32 and x.is_contiguous()
         for x in tensors
     ):

@@ -1,7 +1,7 @@
 """Autograd functions in C++ (passes.cpp) for the operations between matrix products in training.
 
-`gptworks.kernels.dispatch` chooses between these and torch's own. Values are float32 or bf16, sums are float32, and
-results are the same on any number of threads. For fake tensors, outputs have the right shape and no values.
+`gptworks.kernels.dispatch` chooses between these functions and torch's own. Values are float32 or bf16, sums are
+float32, and results are the same on any number of threads. For fake tensors, outputs have a shape but no values.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ KINDS = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def are_here() -> bool:
-    """Whether the C++ is available and may be called now: it may not while torch compiles a graph."""
+    """Whether the C++ is available and may be called now; it may not be called while torch compiles a graph."""
     return not torch.compiler.is_compiling() and training_library() is not None
 
 
