@@ -21,9 +21,9 @@ class AttentionInputs(NamedTuple):
     """Inputs of an attention layer other than the residual stream."""
 
     rotary: tuple[Tensor, Tensor] | None = None
-    """Cosines and sines of the T positions' angles; None: the layer uses no rotary embedding."""
+    """Cosines and sines of the rotary angles at the T positions; None: the layer has no rotary embedding."""
     cache: SlotLayer | None = None
-    """Cache of the texts' earlier keys and values; None: the batch contains each text from its beginning."""
+    """Cached keys and values of the texts' earlier tokens; None: the batch contains each text from its beginning."""
     bias: Tensor | None = None
     """Bias that prevents attention between several texts in one row (see `Scores`); None if not needed."""
 
@@ -46,7 +46,7 @@ class Attention(nn.Module):
         """Gates that scale each head's output (Qiu et al., 2025, `Gated Attention for Large Language Models`)."""
 
     def forward(self, x: Tensor, inputs: AttentionInputs, values: Tensor | None = None) -> Tensor:
-        """Return attention's output [B, T, C] for x [B, T, C], with `values` [B, T, G·D] or else the layer's own."""
+        """Return attention's output [B, T, C] for x [B, T, C]. `values`: [B, T, G·D]; None: values projected from x."""
         gate = None if self.gating is None else self.gating(x)  # [B, T, H]
         q, k, v = self.heads(x, inputs.rotary, values)
         if inputs.cache is not None:
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         if changed := list(Values.cost(s, layer)):  # a layer with `Values` projects its values first
             projections = [projections[2], *projections[:2]]
         for name, width, output in projections:
-            first, last = name == projections[0][0], name == projections[-1][0]  # `last` begins the backward pass
+            first, last = name == projections[0][0], name == projections[-1][0]  # `last` is first in the backward pass
             yield Stage(
                 name,
                 ({RESIDUAL: normalized} if first else {}) | s.copies(c.d_model * width),

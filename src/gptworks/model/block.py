@@ -92,8 +92,8 @@ class Block(LabParts):
 
     @staticmethod
     def passing_bytes(s: Shapes, layer: int) -> int:
-        """Peak bytes of a frozen block that keeps no activations. Attention uses a fused kernel or, with softcap or
-        dropout, plain products of all queries and keys."""
+        """Peak bytes of a frozen block that keeps no activations. Attention uses a fused kernel; with softcap or
+        dropout, it computes plain matrix products, whose scores are in memory."""
         c, stream, width = s.config, s.floats(s.config.d_model), s.products(s.config.d_model)
         window = s.config.layer_window(layer)
         q, k = s.products(c.n_heads * c.d_head), s.products(c.n_kv_heads * c.d_head)
@@ -122,7 +122,7 @@ def normalized(norm: Norm | None, x: Tensor, branch: Tensor | None = None, scale
 
 
 def _entry(s: Shapes) -> Stage:
-    """Memory of a stream that enters attention or MLP without a norm: autocast rounds it, the next product saves it."""
+    """Memory of a stream that enters attention or MLP without a norm: autocast rounds it for the next product."""
     arrives, stream = s.products(s.config.d_model), s.floats(s.config.d_model)
     if not s.autocast:  # the arriving gradient is added to the stream's gradient as it is
         return Stage("entry", arrives=arrives)
@@ -130,8 +130,8 @@ def _entry(s: Shapes) -> Stage:
 
 
 def _branch(s: Shapes) -> Stage:
-    """Memory of adding a branch's result to the stream. In the backward pass the branch gets a copy of the stream's
-    gradient (rounded, scaled or masked), or that gradient itself; then `leaves` is 0."""
+    """Memory of adding a branch's result to the stream. In the backward pass the branch gets a rounded, scaled or
+    masked copy of the stream's gradient. If it gets the gradient itself, `leaves` is 0."""
     width, dropout = s.config.d_model, s.config.dropout_residual > 0
     scaled = s.config.residual_scale != 1
     return Stage(
@@ -143,8 +143,8 @@ def _branch(s: Shapes) -> Stage:
 
 
 def _held_meanwhile(s: Shapes, layer: int) -> int:
-    """Bytes of unsaved tensors in memory while the MLP is recomputed: attention's result; its sum with the stream, if
-    no operation saves that sum; and the growth of gradients in the block's last operations, whose backward pass runs
+    """Bytes of unsaved tensors in memory while the MLP is recomputed: attention's result; the stream plus this result,
+    if no operation saves that sum; and gradients added by the backward pass of the block's last operations, which runs
     before the recomputation because it needs no saved tensor."""
     c = s.config
     rounded = c.norm_placement == "after" and s.autocast

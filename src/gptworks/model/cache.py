@@ -1,4 +1,4 @@
-"""A key/value cache (gptworks.infer.backends.cache) as a forward pass uses it: the slot and position of each token."""
+"""The interface between a forward pass and the KV cache (gptworks.infer.backends.cache): slots and positions."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -53,7 +53,7 @@ class SlotRows:
 
 
 class SlotLayer:
-    """One layer's cached keys and values, and the slots and positions in them (`rows`) of the batch's tokens."""
+    """One layer's cached keys and values, and the slot and position of each of the batch's tokens (`rows`)."""
 
     def __init__(self, rows: SlotRows, keys: Vectors, values: Vectors) -> None:
         self.rows, self.keys, self.values = rows, keys, values

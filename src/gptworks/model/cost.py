@@ -1,9 +1,9 @@
 """Memory of the model's operations, and the quantities that determine their tensors' sizes.
 
 Each module has its `cost` next to its `forward`: one `Stage` per operation, in the order of the forward pass. Sizes
-follow what autograd saves: an operation's inputs or its results, whichever its derivative uses. A view costs nothing; a
-tensor that two operations save counts once, at the operation whose backward pass is later. The model saves other
-tensors on a CPU (`gptworks.kernels`) than on an accelerator, where attention is a fused kernel.
+follow what autograd saves: the inputs and results of an operation that its derivative uses. A view costs nothing; a
+tensor that two operations save counts once, at the operation whose backward pass is later. The saved tensors on a CPU
+(`gptworks.kernels`) differ from those on an accelerator, where attention is a fused kernel.
 
 Under autocast the residual stream stays float32, products and the tensors between them have two-byte elements, and each
 matrix has a two-byte copy that exists until the matrix's gradient is computed.
@@ -26,7 +26,7 @@ MLP_INNER, COPIES, DROPOUT, ADAPTER = "mlp", "weight_copies", "dropout_masks", "
 
 @dataclass(frozen=True)
 class Stage:
-    """Memory of an operation: sizes in bytes; `matrices`, `vectors` and `table` in numbers of parameters.
+    """Memory of an operation. Sizes are in bytes; `matrices`, `vectors` and `table` are numbers of parameters.
 
     The operation's backward pass receives a gradient of `arrives` bytes. It computes a gradient of `leaves` bytes and
     its parameters' gradients, and then frees the saved tensors and the gradient received. If `merges`, the leaving
@@ -42,12 +42,12 @@ class Stage:
     scratch: int = 0
     """Additional bytes that the backward pass needs at its peak."""
     unsaved: int = 0
-    """Bytes of unsaved results, of this and earlier operations, in memory during this operation's forward pass. They
-    matter if the block is recomputed: memory may then peak here, with all tensors saved so far."""
+    """Bytes of unsaved results of this and earlier operations that are in memory during this operation's forward pass.
+    If the block is recomputed, memory may peak here: these results and all tensors saved so far."""
     matrices: int = 0
     vectors: int = 0
     table: int = 0
-    """Number of elements of an embedding table, and of its fp32 gradient, which is in memory before the stage ends."""
+    """Number of elements of an embedding table. Its fp32 gradient has as many, and exists before the stage ends."""
     for_own: Mapping[str, int] = field(default_factory=dict)
     """The part of `saved` that only the gradients of the operation's own parameters need."""
     own_scratch: int = 0
@@ -112,7 +112,7 @@ class Shapes:
     @property
     def saves_result(self) -> bool:
         """Whether autograd saves the MLP's result or a tensor computed from it. If not, the recomputation of a block
-        stops once its last operation has saved its inputs, which torch's operations do before they compute."""
+        ends before its last operation computes: torch's operations save their inputs first."""
         return bool(self.config.norms_behind or self.config.dropout_residual)
 
     @property

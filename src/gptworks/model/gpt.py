@@ -76,7 +76,7 @@ class GPT(nn.Module):
         self.watched: list[Tensor] | None = None
         """If a list, the forward pass appends the root mean square of each block's output, a scalar, to it."""
         initialize(self)
-        self.future_heads = build_future_heads(config)  # last, so that other weights start as in a model without these
+        self.future_heads = build_future_heads(config)  # last, to leave the other weights' random values unchanged
 
     @property
     def head_weight(self) -> Tensor:
@@ -159,7 +159,7 @@ class GPT(nn.Module):
         return x
 
     def embed(self, tokens: Tensor, previous: Tensor | None, *, in_order: bool = True) -> Tensor:
-        """Return the embeddings [B, T, C] of token ids [B, T], scaled and, if smeared, mixed with the previous ones.
+        """Return the scaled embeddings [B, T, C] of token ids [B, T]; smearing adds part of the previous token's.
 
         in_order: whether each token's predecessor, if any, is the element before it in `tokens`.
         """
@@ -173,7 +173,7 @@ class GPT(nn.Module):
     @staticmethod
     def entry_cost(s: Shapes) -> list[Stage]:
         """Return the memory of each operation before the first block, in order. A lookup saves only token ids. A tied
-        table also gets the head's gradient; the sum of the two gradients is a third tensor."""
+        table also gets the head's gradient, and the sum of both gradients is a third tensor."""
         c, stream, table = s.config, s.floats(s.config.d_model), s.config.vocab_size * s.config.d_model
         kept = (stream if s.on_cpu else s.n_tokens * c.d_model) if c.dropout_embedding else 0
         tied = 4 * table * c.tie_embeddings
@@ -201,7 +201,7 @@ class GPT(nn.Module):
 
     @staticmethod
     def exit_cost(s: Shapes, n_future: int) -> list[Stage]:
-        """Return the memory of the last norm, and of the heads of `n_future` tokens beyond the next."""
+        """Return the memory of the last norm, and of the heads for `n_future` tokens beyond the next."""
         return [replace(Norm.cost(s, "final norm"), merges=False), *future_cost(s, n_future)]
 
     shared_gradients_bytes = staticmethod(Carried.gradients_bytes)  # gradients of tensors that all blocks read
@@ -215,7 +215,7 @@ class GPT(nn.Module):
         return self.logits(self.features(tokens, cache))
 
     def drop_future_heads(self) -> int:
-        """Remove the heads of tokens beyond the next, and return their number. The logits stay the same."""
+        """Remove the heads for tokens beyond the next, and return the number of them. The logits stay the same."""
         n_heads = len(self.future_heads)
         self.config, self.future_heads = self.config.model_copy(update={"n_future_tokens": 1}), nn.ModuleList()
         return n_heads

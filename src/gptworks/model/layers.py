@@ -50,7 +50,7 @@ class Norm(nn.Module):
 
     def of_sum(self, x: Tensor, branch: Tensor | None = None, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return x + alpha · branch (x without a branch), and the norm of that sum. In training on a CPU, one kernel
-        computes both results, and one the gradient of both."""
+        computes both results, and another kernel the gradients of both."""
         layer, dtype = isinstance(self, LayerNorm), product_dtype(x)
         return dispatch.norm(x, self.weight, self.bias, self.eps, dtype, layer, branch, alpha)
 

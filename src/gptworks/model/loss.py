@@ -37,7 +37,7 @@ CHUNK_TOKENS = 8192
 
 
 def chunk_tokens(device: torch.device, vocab_size: int) -> int:
-    """Number of tokens per chunk, whose logits are in memory together, in the products' dtype."""
+    """Number of tokens in a chunk. A chunk's logits are in memory together, in the dtype of matrix products."""
     if device.type != "cpu":
         return CHUNK_TOKENS
     return max(CPU_CHUNK_TOKENS, CPU_CHUNK_LOGITS // vocab_size)
@@ -214,8 +214,8 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """Log-probabilities of targets. The backward pass recomputes the logits, because it is the first to receive the
-    objective's gradients of the log-probabilities."""
+    """Log-probabilities of targets. The backward pass recomputes the logits, because the objective's gradients of the
+    log-probabilities are unknown in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
@@ -339,8 +339,8 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def scoring_bytes(shapes: Shapes, vocab_size: int) -> int:
-    """Peak bytes of `token_nats`: a chunk's logits and, without the C++, some of their rows in float32 and the
-    logarithms of those."""
+    """Peak bytes of `token_nats`: a chunk's logits and, without the C++, the log-probabilities of some rows; under
+    autocast also these rows in float32."""
     logits = min(chunk_tokens(shapes.device, vocab_size), shapes.n_tokens) * vocab_size
     rows = 0 if shapes.native else 4 * (1 + shapes.autocast)
     return shapes.product_bytes * logits + rows * min(softmax_tokens(shapes.device, vocab_size) * vocab_size, logits)
@@ -348,9 +348,9 @@ def scoring_bytes(shapes: Shapes, vocab_size: int) -> int:
 
 def loss_chunk_bytes(shapes: Shapes, vocab_size: int, head: int, taught: bool) -> int:
     """Peak bytes of the loss, without features and their gradient: a chunk's logits; without the C++, the probabilities
-    of some rows (and their float32 logits); the head's gradient in float32, and some rows of it as one product gives
-    them. Distillation (`taught`) adds the teacher's logits, and some rows' logits and probabilities with and without
-    temperature.
+    of some rows (and their float32 logits); the head's gradient in float32, and the rows of it that one product
+    computes. Distillation (`taught`) adds the teacher's logits, and the logits and probabilities of some rows with and
+    without temperature.
 
     Args:
         head: number of elements of the head's matrix; 0 if it is frozen.
@@ -359,7 +359,7 @@ def loss_chunk_bytes(shapes: Shapes, vocab_size: int, head: int, taught: bool) -
     first, second = (max(0, min(chunk, n)) * vocab_size for n in (shapes.n_tokens, shapes.n_tokens - chunk))
     copied = shapes.autocast and shapes.on_cpu
     row_bytes = 4 * (6 + 2 * shapes.autocast if taught else 0 if shapes.native else 1 + copied)
-    row_bytes += product if shapes.config.logit_softcap is not None else 0  # tanh of the logits
+    row_bytes += product if shapes.config.logit_softcap is not None else 0  # the tanh of the logits is saved too
     softmax = row_bytes * min(softmax_tokens(shapes.device, vocab_size) * vocab_size, first) + taught * product * first
     rows = product * head * head_rows(shapes.device, vocab_size) // vocab_size
     return max(

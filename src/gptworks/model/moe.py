@@ -59,7 +59,7 @@ class MoE(nn.Module):
 
     @staticmethod
     def cost(s: Shapes, arrives: int) -> Iterator[Stage]:
-        """Yield the memory of router, gathering, experts with equal numbers of tokens, and weighted sum, in order."""
+        """Yield the memory of router, gathering, experts (each with equally many tokens) and weighted sum, in order."""
         c = s.config
         width = s.products(c.d_model)
         share = s.n_tokens * c.n_experts_per_token / c.n_experts
@@ -90,7 +90,7 @@ class MoE(nn.Module):
         )
         for e in range(c.n_experts):
             stages = list(MLP.cost(s, c.d_ff, 0, share, expert=True))
-            if e == 0:  # its backward pass comes last and frees the gradient of all experts' results
+            if e == 0:  # the first expert's backward pass comes last and frees the gradient of all results
                 stages[-1] = replace(stages[-1], arrives=gathered)
             yield from stages
         yield Stage("reorder", arrives=gathered, leaves=gathered, scratch=gathered, unsaved=2 * gathered)
@@ -138,7 +138,7 @@ def arrange(chosen: Tensor, sent: list[int], even: bool) -> tuple[Tensor, Tensor
 
 
 def send(x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    """Return the `rows` [P] of x [N, C]. Gradients reach only the result rows `places` [N·K], K for each token."""
+    """Return rows `rows` [P] of x [N, C]. The backward pass reads the gradients of result rows `places` [N·K] only."""
     out: Tensor = _Send.apply(x, rows, places)  # type: ignore[no-untyped-call]
     return out
 
@@ -150,7 +150,7 @@ def collect(given: Tensor, places: Tensor) -> Tensor:
 
 
 class _Send(torch.autograd.Function):
-    """Row indexing with a faster gradient than torch's, which adds rows one by one because indices may repeat."""
+    """Row indexing with a faster gradient: torch's gradient adds rows one by one, because indices may repeat."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class _Collect(torch.autograd.Function):
 
 
 def tokens_per_expert(chosen: Tensor, n_experts: int) -> list[int]:
-    """Count the tokens sent to each expert, from the chosen experts [N, K]; fake and meta tensors give equal counts."""
+    """Count the tokens sent to each expert, given the chosen experts [N, K]; fake and meta tensors get equal counts."""
     if chosen.is_meta or isinstance(chosen, FakeTensor):
         share, rest = divmod(chosen.numel(), n_experts)
         return [share + (e < rest) for e in range(n_experts)]

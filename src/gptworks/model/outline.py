@@ -30,7 +30,7 @@ Sizes = tuple[int, int]
 _PLACED = (
     "value_residual", "value_embeddings", "value_projections", "value_gates", "attention_gates", "future_heads",
 )  # fmt: skip
-"""Laboratory groups that methods of `Outline` visit by name. Others change the first block's input, or each block's."""
+"""Laboratory groups that methods of `Outline` visit by name. Others change the input of the first or of each block."""
 
 
 def formed_pairs(length: int, window: int | None) -> int:
@@ -55,9 +55,9 @@ class Outline:
         """n_future: number of tokens beyond the next that the loss also predicts."""
         self.config, self.n_future = config, n_future
         self.layers: Sequence[int] = config.layer_uses
-        """Indices of the blocks to visit, in order; a subclass for which all blocks are alike visits only one."""
+        """Indices of the blocks to visit, in order. A subclass to which all blocks are alike visits only one."""
         self.experts_a_visit = 1
-        """Number of experts that one visit stands for; a subclass for which experts are alike visits one for all."""
+        """Number of experts that one visit stands for. A subclass to which all experts are alike visits only one."""
         self.layer: int | None = None
         """Index of the block being visited; None outside the blocks."""
         self.entry = self.first_values = False

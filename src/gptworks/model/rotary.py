@@ -16,8 +16,8 @@ class Rotary(nn.Module):
     """Tables of cosines and sines for the rotary embedding (Su et al., 2021); checkpoints leave them out. Of a head's R
     rotated elements, i and i + R/2 form a pair.
 
-    The stored tables are scaled for the original context and never change. With scaling by length, a longer text's
-    tables are computed at each call, so that threads with texts of different lengths share no state.
+    The stored tables are scaled for the original context and never change. If scaling depends on the text's length, the
+    tables of a longer text are computed at each call, so that threads with texts of different lengths share no state.
     """
 
     def __init__(self, config: ModelConfig) -> None:

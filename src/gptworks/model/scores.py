@@ -73,8 +73,8 @@ def _attend_torch(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores, *, is_causal: bool = False) -> Tensor:
     """Compute attention in torch, by a fused kernel if possible. Without one, or with a softcap, all T × S scores of
-    every head are in memory. mask: boolean or to be added to the scores; broadcast to [B, 1, T, S]; includes window and
-    bias."""
+    every head are in memory. mask: boolean, or a tensor to add to the scores; broadcast to [B, 1, T, S]; includes
+    window and bias."""
     if scores.softcap is not None:
         mask = causal_mask(q.size(2), k.size(2), None, q.device) if is_causal else mask
         v = _for_each_head(v, q.size(1))  # [B, H, S, D]
@@ -104,8 +104,8 @@ def _for_each_head(x: Tensor, n_heads: int) -> Tensor:
 
 
 def takes_groups(device: torch.device, masked: bool) -> bool:
-    """Whether a fused kernel of the device supports grouped-query attention. On CUDA none does with a mask: flash
-    attention refuses masks, and the memory-efficient kernel refuses groups."""
+    """Whether a fused kernel of the device supports grouped-query attention. On CUDA, no fused kernel supports it with
+    a mask: flash attention refuses masks, and the memory-efficient kernel refuses groups."""
     return not (masked and device.type == "cuda")
 
 
@@ -249,8 +249,8 @@ def saves_output(s: Shapes, window: int | None) -> bool:
 def output_is_shared(s: Shapes, window: int | None) -> bool:
     """Whether attention saves its result in the layout that the output projection needs, so that both save one tensor.
 
-    The C++ kernel always uses that layout. torch's fused kernels use the layout of the queries, which rotation changes
-    and, on an accelerator, QK-norm too. torch's float32 kernel for GPUs always uses the needed layout.
+    The C++ kernel and torch's float32 kernel for GPUs always use that layout. torch's other fused kernels use the
+    layout of the queries, which rotation changes; on an accelerator, QK-norm changes it too.
     """
     if s.native:
         return True
@@ -315,7 +315,7 @@ def scores_cost(s: Shapes, window: int | None) -> Stage:
             {ATTENTION: 3 * round(s.floats(c.n_heads * c.d_head) * padded), WEIGHTS_KEPT: weights, DROPOUT: dropped},
             arrives=q,
             leaves=leaves,
-            scratch=(1 if dropped else 2) * weights - leaves,  # `leaves` does not exist yet at the peak
+            scratch=(1 if dropped else 2) * weights - leaves,  # the leaving gradient does not exist yet
         )
     masked = window is not None and window < s.length
     mask = (s.batch_size if keys_seen < s.length else 1) * pairs * s.product_bytes if masked else 0

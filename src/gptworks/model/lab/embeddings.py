@@ -29,13 +29,13 @@ class BigramEmbedding(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, tokens: Tensor, previous: Tensor) -> Tensor:
-        """Return embeddings [..., C] of int64 token ids and the ids before them [...]; NO_TOKEN where a text begins."""
+        """Return embeddings [..., C] of pairs of int64 token ids [...]; `previous` is NO_TOKEN where a text begins."""
         vectors: Tensor = self.table(bigram_rows(tokens, previous, self.n_rows))
         return vectors * self.scale
 
     @staticmethod
     def cost(s: Shapes) -> Iterator[Stage]:
-        """Yield the memory of lookup and scale: they save the row numbers, and the vectors for the scale's gradient."""
+        """Yield the memory of lookup, which saves row numbers, and scale, which saves the vectors for its gradient."""
         rows, stream, module = s.config.bigram_vocab_size, s.floats(s.config.d_model), "bigram_embedding.table"
         if rows:
             saved = {RESIDUAL: stream + 8 * s.n_tokens}
@@ -44,14 +44,14 @@ class BigramEmbedding(nn.Module):
 
 
 class Smear(nn.Module):
-    """Adds λ · sigmoid(w · embedding) times the previous token's embedding (modded-nanogpt's smear gate)."""
+    """Adds to each embedding the previous token's, times λ · sigmoid(w · embedding): modded-nanogpt's smear gate."""
 
     def __init__(self, n_channels: int) -> None:
         super().__init__()
         self.weight, self.scale = nn.Parameter(torch.zeros(n_channels)), nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, before: Tensor, previous: Tensor) -> Tensor:
-        """Return embeddings x [B, T, C] plus gated embeddings `before` of the previous tokens, with ids `previous`."""
+        """Return embeddings x [B, T, C] plus the gated embeddings `before` of the previous tokens (ids `previous`)."""
         gate = self.scale * (x[..., : len(self.weight)] @ self.weight).sigmoid()  # [B, T]
         return x + gate.masked_fill(previous == NO_TOKEN, 0).unsqueeze(-1) * before
 

@@ -31,8 +31,8 @@ def future_features(heads: Iterable[nn.Module], features: Tensor) -> list[Tensor
 
 
 def future_cost(s: Shapes, n: int) -> list[Stage]:
-    """Return the memory of the heads of `n` tokens beyond the next. The gradients that arrive are views of one tensor
-    and cost nothing; those that leave are added to the features' gradient."""
+    """Return the memory of the heads for `n` tokens beyond the next. The gradients that reach the heads are views of
+    one tensor and cost nothing; the gradients that the heads return are added to the features' gradient."""
     c, width = s.config, s.products(s.config.d_model)
     matrix = c.d_model**2
     return [

@@ -56,7 +56,7 @@ def begin_with_induction(
     angle, _ = frequencies(config, config.context_length, torch.device("cpu"))
     fast = torch.arange(min(len(angle), max(2, len(angle) // 5)))
     angle = angle[fast].to(embedding)
-    constant = CONSTANT * math.sqrt(width / (1 + CONSTANT**2))  # the first channel's value after the norm
+    constant = CONSTANT * math.sqrt(width / (1 + CONSTANT**2))  # value of the first channel after the norm
     key = math.sqrt(config.d_head / len(fast)) / constant
     first.query.weight[fast, 0] = LENGTHS[0] * key * angle.cos()
     first.query.weight[config.d_rotary // 2 + fast, 0] = -LENGTHS[0] * key * angle.sin()
@@ -72,7 +72,7 @@ def begin_with_induction(
     copied = torch.arange(1, 1 + min(config.d_head, width - 1 - m))
     rows = torch.arange(len(copied))
     tied = head is embedding
-    written = copied if tied else copied.flip(0)  # the same channels would raise the current token's logit
+    written = copied if tied else copied.flip(0)  # an untied head must not read the current token's channels
     _move(second.value.weight, rows, copied, 1.0)
     _move(second.out.weight, written, rows, (TIED_FACTOR if tied else 1.0) * STD / config.residual_scale)
     if not tied:
@@ -84,7 +84,7 @@ def begin_with_induction(
 
 
 def slow_elements(config: ModelConfig) -> Tensor:
-    """Return indices of at most (C - 2) / 2 elements, rotated slowly or never, which the second head compares."""
+    """Return indices of the elements that the second head compares: at most (C - 2) / 2, rotated slowly or never."""
     n_pairs = config.d_rotary // 2
     slow = torch.arange(n_pairs // 2, n_pairs)
     unturned = torch.arange(config.d_rotary, config.d_head)

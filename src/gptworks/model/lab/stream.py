@@ -1,7 +1,7 @@
 """Experimental additions to a block: changes of its input and of attention's values.
 
-`LabParts`, the base class of `gptworks.model.block.Block`, is their only hook. A part is a small module, or None if its
-setting is off. Scalars are stored as vectors, so that AdamW trains them without decay; gates' weights start at zero.
+`LabParts`, the base class of `gptworks.model.block.Block`, adds these parts. A part is a small module; None if its
+setting is off. Scalars are stored as vectors, so that AdamW trains them without decay. Gates' weights start at 0.
 
 Shapes: B batch, T time, C width, H query heads, G key/value heads, D head width, V vocabulary.
 """
@@ -41,7 +41,7 @@ class Carried:
         self.skipped: list[Tensor] = []
 
     def inputs(self, layer: int) -> LabInputs:
-        """Return the extra inputs of a block; to be called for each layer in order."""
+        """Return the extra inputs of a block. Call this for each layer in order."""
         config = self.config
         projects, table = (config.layer_value_embedding(layer) == kind for kind in ("projected", "table"))
         return LabInputs(
@@ -52,7 +52,7 @@ class Carried:
         )
 
     def after(self, layer: int, x: Tensor, first_values: Tensor | None) -> None:
-        """Keep what later blocks read of a block's output `x` and of its values."""
+        """Keep a block's output `x` and the first layer's values, if later blocks read them."""
         if first_values is not None:
             self.first_values = first_values
         if self.config.layer_is_skipped_to(layer):
@@ -103,15 +103,15 @@ class LabParts(nn.Module):
 
     @staticmethod
     def entry_cost(s: Shapes, layer: int) -> Iterator[Stage]:
-        """Yield the memory of `enter`. The scalar's gradient is the sum over a product as large as the stream."""
+        """Yield the memory of `enter`. The gradient of the skip's scalar sums a product as large as the stream."""
         stream = s.floats(s.config.d_model)
         if s.config.layer_skips(layer):  # the added tensor's gradient is kept until its layer's backward pass
             yield Stage("skip", arrives=stream, leaves=2 * stream, scratch=stream, vectors=1, own_scratch=stream)
 
     @staticmethod
     def exit_cost(s: Shapes, layer: int) -> list[Stage]:
-        """Return the memory of adding the gradient that a later block's skip connection left. The output is already
-        saved as the next block's input, unless attention reads it rounded."""
+        """Return the memory of a block's output that a skip connection reads too; its two gradients are added. The next
+        block saves the output as its input, unless autocast rounds that input."""
         stream = s.floats(s.config.d_model)
         only_here = s.autocast and s.config.norm_placement == "after"
         there = s.config.layer_is_skipped_to(layer)
@@ -150,7 +150,7 @@ class Gating(nn.Module):
 
     @staticmethod
     def cost(s: Shapes, n_gates: int) -> Stage:
-        """Return the memory of the gates. The gradient of the channels that they read is as wide as the stream."""
+        """Return the memory of the gates. They read only some channels, but the gradient is as wide as the stream."""
         given, width, matrix = s.products(n_gates), s.products(s.config.d_model), n_gates * s.config.d_gate
         saved = {ATTENTION: 2 * given} | s.copies(matrix)
         return Stage("gate of heads", saved, given, width, merges=True, matrices=matrix, module="gating")
