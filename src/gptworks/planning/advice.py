@@ -63,7 +63,7 @@ class _Remedy:
     overrides: tuple[str, ...]
     costs: str
     beyond: tuple["_Remedy", ...] = ()
-    """Milder remedies that this one goes beyond, as 4-bit weights go beyond 8-bit weights."""
+    """Remedies that save less of the same memory, such as 8-bit weights if this one is 4-bit weights."""
 
 
 def recipe_with(recipe: Recipe) -> Apply:
@@ -73,7 +73,7 @@ def recipe_with(recipe: Recipe) -> Apply:
 
 
 def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply | None = None) -> list[Change]:
-    """Return changes with which the run fits, the cheapest first, more devices last.
+    """Return changes with which the run fits: the cheapest first, changes to more devices last.
 
     If only the hosts' memory is too small, changes to fewer ranks per host come first. If no change suffices, return
     the most extensive one that was tried; if `arrange` refuses all changes, return an empty list.
@@ -137,8 +137,8 @@ class _Search:
         return last
 
     def on_fewer_ranks_a_host(self, remedies: Sequence[_Remedy], change: Change) -> list[Change]:
-        """Return variants of a change that fits its devices but not its hosts: one with fewer ranks if all are on one
-        host, and one with the same ranks on more hosts. Leave out variants that do not fit either."""
+        """Return variants of a change that fits its devices but not its hosts: one with fewer ranks if all ranks are on
+        one host, and one with the same ranks on more hosts. Leave out variants that do not fit either."""
         if change.fits or not change.need.fits_device:
             return []
         n_hosts = -(-change.n_ranks // self.device.per_node)
@@ -179,7 +179,7 @@ def _micro(change: Change) -> float:
 def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Remedy, ...]]:
     """Yield combinations of remedies to try on the same devices, the cheapest first.
 
-    The first is empty: a smaller micro-batch may suffice. No remedy concerns the logits, which never are all in memory.
+    The first is empty: a smaller micro-batch may suffice. No remedy is about logits: few of them are in memory at once.
     """
     train = recipe.train
     yield ()
@@ -259,6 +259,6 @@ def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list
 
 
 def _whole_batch(recipe: Recipe) -> int:
-    """Return the number of units in a batch that data-parallel ranks can divide: sequences, or groups of answers."""
+    """Return the number of units, sequences or groups of answers, that ranks can divide a batch into."""
     group = recipe.objective.micro_batch_multiple
     return recipe.train.common_batch_size // gcd(recipe.train.common_batch_size, group)

@@ -1,4 +1,4 @@
-"""Chooses the layout of a run's model and batches on devices, or names the rule that the recipe breaks.
+"""Choose how devices divide a run's model and batches (the layout), or name the rule that the recipe breaks.
 
 `plan`, its advice, the check before training and `launch` all use these functions, so they accept the same recipes.
 """
@@ -32,7 +32,7 @@ def arrange(recipe: Recipe, n_ranks: int, device: Device) -> Layout | Refusal:
     """Return the layout of the recipe's model and batches on `n_ranks` such devices, following `train.parallel`.
 
     `strategy: auto` shards the model if a step with the whole model on each device would not fit. The returned layout
-    may not fit either; compare `training_peak` of its `rank_setting` with the device's memory.
+    may not fit either: to check this, compare `training_peak` of its `rank_setting` with the device's memory.
 
     Raises:
         UserError: the recipe of a teacher cannot be read.
@@ -164,7 +164,7 @@ def _tensor_refusal(model: ModelConfig, tensor: int) -> Refusal | None:
 
 
 def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | None:
-    """Return why the recipe's tensors cannot be sharded, as `setting` of `train.parallel` asks; None if they can."""
+    """Return why the tensors cannot be sharded, which `setting` of `train.parallel` demands; None if they can be."""
     if recipe.model.repeats_layers:
         return Refusal(
             f"model.layer_repeats runs blocks several times and train.parallel.{setting} gathers each for one run",
@@ -208,7 +208,7 @@ def planned_precision(name: str, device: Device) -> str:
 
 
 def device_setting(recipe: Recipe, device: Device, layout: Layout) -> Setting:
-    """Return `rank_setting` with the precision that `train.precision` means on this device."""
+    """Return `rank_setting` in the precision that `train.precision` selects on this device."""
     return rank_setting(recipe, planned_precision(recipe.train.precision, device), device.on_cpu, layout)
 
 

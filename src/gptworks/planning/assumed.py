@@ -16,7 +16,7 @@ COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER = 20
 """Compute-optimal training takes about 20 tokens per parameter at every size (Hoffmann et al., 2022, table 3)."""
 
 DEFAULT_BATCH_TOKENS = 2**19
-"""Tokens per step if no override sets a batch; GPT-3's smaller sizes used 0.5M (Brown et al., 2020, table 2.1)."""
+"""Tokens per step unless an override sets the batch; as for GPT-3's smaller sizes (Brown et al., 2020, table 2.1)."""
 
 ASSUMED_STEPS = f"{COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER} tokens a parameter, as no length is given"
 

@@ -35,7 +35,7 @@ class Device:
     intra_node: float = 32e9
     """Bandwidth within a node, in bytes/s and per direction."""
     inter_node: float = 12.5e9
-    """Bytes/s that one device sends to other nodes: the node's network bandwidth divided by its devices."""
+    """Bytes/s that one device sends to other nodes: the node's network bandwidth, divided by its number of devices."""
     per_node: int = 8
     """Devices in a node."""
     host_bytes: int | None = None
@@ -72,7 +72,7 @@ _SERVER = _node(32, 3.125, 4, 192, "PCIe 4.0 ×16; 4 to a node with 100 Gb/s and
 _OLD_SERVER = _node(16, 3.125, 4, 192, "PCIe 3.0 ×16; 4 to a node with 100 Gb/s and 192 GB of host memory assumed")
 _DESKTOP = _node(32, 0.625, 2, 64, "PCIe 4.0 ×16; 2 to a node with 10 Gb/s and 64 GB of host memory assumed")
 _NEW_DESKTOP = _node(64, 0.625, 2, 64, "PCIe 5.0 ×16; 2 to a node with 10 Gb/s and 64 GB of host memory assumed")
-"""The rates of NVLink and PCIe in these nodes are for one direction; vendors print the sum of both directions."""
+"""The nodes above state the rates of NVLink and PCIe for one direction; vendors print the sum of both directions."""
 
 
 def _gpu(
@@ -92,7 +92,7 @@ def _gpu(
 
 
 def _apple(name: str, gigabytes: int, single: float, bandwidth: float) -> Device:
-    """Return an Apple chip with the largest memory sold, which its CPU shares. Apple publishes only float32 rates."""
+    """Return an Apple chip with the largest memory sold; its CPU shares the memory. Apple states only float32 rates."""
     rate = single * 1e12
     return Device(name, "mps", gigabytes * 10**9, rate, rate, bandwidth * 1e9, "Apple, press release", has_bf16=False)
 
@@ -156,10 +156,10 @@ def custom_device(memory_gib: float, flops: float | None, bandwidth: float | Non
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """A user's description of a device, by name or by its figures, and of its node; None: not given."""
+    """A user's description of a device, by name or by figures, and of its node. None: the option is not given."""
 
     device: str | None = None
-    """A name such as h100; `this`: this machine's device, measured; None without `memory_gib`: this machine's CPU."""
+    """A name such as h100; `this`: this machine's device, measured. None (without `memory_gib`): this machine's CPU."""
     memory_gib: float | None = None
     """Memory in GiB of a device described by figures."""
     flops: float | None = None
@@ -208,7 +208,7 @@ class DeviceOptions:
         node = (self.intra_node_gb_s, self.inter_node_gb_s, self.gpus_per_node, self.host_memory_gib)
         intra, inter, per_node, host = node
         memory = device.memory_bytes
-        if device.on_cpu:  # the ranks share it, as in `gptworks.device.rank_memory_bytes`
+        if device.on_cpu:  # the ranks share its memory, as in `gptworks.device.rank_memory_bytes`
             memory //= min(per_node or n_ranks, n_ranks)
         source = device.network_source
         if any(node):

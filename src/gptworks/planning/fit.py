@@ -12,7 +12,7 @@ from gptworks.planning.setting import Setting
 from gptworks.units import readable
 
 LARGEST_BATCH = 4096
-"""Largest micro-batch to try, in sequences, unless a device has more of them in a step."""
+"""Largest micro-batch to try, in sequences, unless each device has even more sequences in a step."""
 
 COMPARED_DEVICES = 8
 """Number of devices for which `alternatives` shards the model if the plan has only one device."""
@@ -53,7 +53,7 @@ def need(setting: Setting, device: Device) -> Need:
 
 @dataclass(frozen=True)
 class Alternative:
-    """The same training step in another precision or layout, with the peak memory of each device."""
+    """The planned training step in another precision or layout, with the peak memory of each device."""
 
     setting: Setting
     peak_bytes: int
@@ -69,8 +69,8 @@ def largest_micro_batch(setting: Setting, capacity_bytes: int, sequences: int | 
     """Return the largest micro-batch whose step fits into `capacity_bytes`; 0 if even one sequence does not fit.
 
     Args:
-        sequences: sequences per step on one device. Smaller micro-batches accumulate gradients, so gradients are held
-            during the forward pass. None: the setting's `accumulates` decides this for every size.
+        sequences: sequences per step on one device. With smaller micro-batches, gradients accumulate, so they are
+            in memory during the forward pass. None: `setting.accumulates` says whether gradients accumulate.
     """
 
     def fits(size: int) -> bool:

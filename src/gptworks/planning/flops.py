@@ -39,10 +39,10 @@ class ForwardFlops:
     """FLOPs of the MLP; in a mixture of experts, of each token's chosen experts, the shared expert and the router."""
     head: int
     laboratory: int = 0
-    """FLOPs of attention's gates, of the gates of values and of the projections added to values."""
+    """FLOPs of the gates of attention and of values, and of the projections that are added to values."""
     future: int = 0
-    """FLOPs of the heads that predict tokens beyond the next, each with its product with the unembedding. Only training
-    uses them, and the totals exclude them."""
+    """FLOPs of the heads that predict tokens beyond the next, including each head's product with the unembedding. Only
+    training uses these heads, so the totals exclude them."""
 
     @property
     def projections(self) -> int:
@@ -120,8 +120,8 @@ class Products(Outline):
         freeze: FreezeConfig | None = None,
         by_expert: bool = True,
     ) -> None:
-        """by_expert: whether each expert is a module. If not, all experts count as the block's first one, which saves
-        minutes for 1,000 layers of 4,096 experts; patterns in `freeze` may name experts, so they override this."""
+        """by_expert: whether each expert is a module of its own. If not, the block's first expert counts for all, which
+        saves minutes for 1,000 layers of 4,096 experts. Patterns in `freeze`, which may name experts, override this."""
         super().__init__(config, n_future)
         if config.n_experts and not by_expert and (freeze is None or not freeze.patterns):
             self.experts_a_visit = config.n_experts
@@ -151,7 +151,7 @@ class Products(Outline):
         return True
 
     def scores(self, module: str, window: int | None, q: bool, k: bool, v: bool) -> None:
-        per_pair = 2 * self.config.n_heads * self.config.d_head  # FLOPs of the scores, or of the weighted sum
+        per_pair = 2 * self.config.n_heads * self.config.d_head  # FLOPs of the scores, and as many of the weighted sum
         n = per_pair * formed_pairs(self.length, window) * self.parts
         self._note("attention_scores", module, 2 * n, n * (q + k + (q or k) + v))
         self.causal += 2 * per_pair * visible_pairs(self.length, window)

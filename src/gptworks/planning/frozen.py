@@ -1,4 +1,4 @@
-"""Reduces an operation's saved tensors to those that a run keeps if it freezes, packs or shards its matrices."""
+"""Leave out saved tensors that an operation does not keep if the run freezes, packs or shards its matrices."""
 
 from collections import Counter
 from dataclasses import replace
@@ -14,7 +14,7 @@ def as_trained(stage: Stage, trained: Trained, shapes: Shapes, layer: int, no_co
     dropout. An adapter with dropout saves its own input.
 
     Args:
-        no_copies: whether products read the matrices as they are stored, so autocast makes no copies.
+        no_copies: whether autocast copies no matrices: they are packed, or gathered in the products' dtype.
     """
     saved, module = dict(stage.saved), stage.module or stage.name
     if no_copies:
@@ -34,8 +34,8 @@ def as_trained(stage: Stage, trained: Trained, shapes: Shapes, layer: int, no_co
 
 
 def as_first(stage: Stage, trained: Trained, shapes: Shapes, layer: int) -> Stage:
-    """Return the stage without the saved tensors that only the gradient of its block's input needs; for the first block
-    with a backward pass, if no parameter before it is trained."""
+    """Return the stage without the saved tensors that only the gradient of its block's input needs. This is for the
+    first block with a backward pass, if no parameter before the block is trained."""
     if not stage.reads_entry or trained.moves("norm1", layer):  # a trained norm needs its input
         return stage
     saved = dict(stage.saved)
@@ -48,7 +48,7 @@ def as_first(stage: Stage, trained: Trained, shapes: Shapes, layer: int) -> Stag
 
 
 def _adapter_bytes(stage: Stage, trained: Trained, shapes: Shapes) -> int:
-    """Return the bytes that a matrix's adapter saves: x·Aᵀ ([N, rank]), and with dropout its input and mask."""
+    """Return the bytes that a matrix's adapter saves: x·Aᵀ [N, rank]; with dropout, also its input and the mask."""
     width = stage.n_in or shapes.config.d_model
     own = shapes.products(width) + shapes.mask(width) if trained.dropout else 0
     return round(stage.share * (shapes.products(trained.rank) + own))

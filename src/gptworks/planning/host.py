@@ -2,8 +2,8 @@
 
 Each rank builds the model in float32 on the host and moves it to its device. If ranks divide the model, each rank makes
 one whole tensor at a time on the host and keeps its part on its device. Each rank reads all starting weights. For a
-checkpoint, each rank copies its parts, and writes them while training continues; of replicated tensors, only rank 0
-does. A CPU is both device and host, so its peak includes these bytes.
+checkpoint, each rank copies its parts and writes them while training continues; only rank 0 copies and writes
+replicated tensors. A CPU is both device and host, so its peak includes these bytes.
 """
 
 from dataclasses import dataclass
@@ -116,7 +116,7 @@ def copied_bytes(setting: Setting, n_ranks: int) -> int:
     layout, ownership = setting.layout, OPTIMIZERS[setting.optimizer].ownership
     whole, of_rank = (_parts_bytes(setting, *model) for model in (whole_model(setting), _of_rank(setting)))
     n_tensor = layout.tensor_parallel
-    copied = of_rank  # of replicated parts, the first rank writes all
+    copied = of_rank  # the first rank writes all replicated parts
     if n_tensor > 1:
         copied += (min(n_ranks, n_tensor) - 1) * (whole - of_rank) // (n_tensor - 1)
     if layout.sharding != "none":
@@ -128,7 +128,7 @@ def copied_bytes(setting: Setting, n_ranks: int) -> int:
 
 
 def _parts_bytes(setting: Setting, parameters: ParameterCount, trained: Trained) -> int:
-    """Return the bytes of a checkpoint except for the state that only owners of matrices keep."""
+    """Return the bytes of a checkpoint without optimizer state that is kept only by the owners of matrices."""
     ownership = OPTIMIZERS[setting.optimizer].ownership
     total = _saved_bytes(setting, parameters, trained)
     if ownership is not None and ownership.keeps_state:
@@ -163,8 +163,8 @@ ONEDNN_KERNEL_BYTES, ONEDNN_KEEPS = 555_000, 1024
 
 
 def expert_kernels_bytes(setting: Setting) -> int:
-    """Return the largest memory of the kernels that oneDNN compiles for experts in bf16 on a CPU: six per number of
-    rows, two products forward and four backward. 0: the model has no experts, or runs without bf16 or a CPU."""
+    """Return the largest memory of the kernels that oneDNN compiles for experts in bf16 on a CPU: for each number of
+    rows, two products forward and four backward. 0: the model has no experts, or does not run in bf16 on a CPU."""
     if not (setting.on_cpu and setting.precision == "bf16" and setting.model.n_experts):
         return 0
     n_tokens = setting.micro_batch_size * setting.objective.rows_per_sample * setting.model.context_length

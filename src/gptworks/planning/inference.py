@@ -57,8 +57,8 @@ def inference_memory(model: ModelConfig) -> list[InferenceMemory]:
 def weights_bytes(parameters: ParameterCount, precision: str, outside: bool = True) -> int:
     """Return the bytes of all weights as `gptworks quantize` writes them in a precision.
 
-    Norms, biases, positions, gates and routers stay fp32, and with outside=False all weights outside the blocks. With
-    int4, the embedding, the head and matrices whose rows cannot be divided into groups are int8.
+    Norms, biases, positions, gates and routers stay fp32; if `outside` is False, so do all weights outside the blocks.
+    With int4, the embedding, the head and matrices whose rows cannot be divided into groups are int8.
     """
     total = 4 * parameters.total
     if precision == "fp32":

@@ -41,8 +41,8 @@ class Layout:
 
     @property
     def sums_in_backward(self) -> bool:
-        """Whether DDP all-reduces gradients during the backward pass. With tensor parallelism it waits until the end,
-        because tensor-parallel ranks first have to agree on their gradients."""
+        """Whether DDP all-reduces gradients during the backward pass. With tensor parallelism the all-reduce comes
+        after the pass, because tensor-parallel ranks first have to agree on their gradients."""
         return self.data_parallel > 1 and self.tensor_parallel == 1 and self.sharding == "none"
 
 
@@ -70,11 +70,11 @@ class Shards:
     outside: int
     """Elements of all tensors outside the blocks."""
     whole: int
-    """Elements of the vectors and routers of all blocks together, which are not sharded."""
+    """Elements of all blocks' vectors and routers, which are not sharded."""
     trained_block: int
     trained_outside: int
     trained_whole: int
-    """Trained elements of `block`, `outside` and `whole`, assuming the same trained share in `block` and `whole`."""
+    """The last three: trained elements of `block`, `outside`, `whole`. The share in `block` and `whole` is the same."""
     largest: int
     """Elements of the largest tensor."""
 
@@ -114,7 +114,7 @@ def divided(work: Sequence[int], n_ranks: int) -> list[list[int]]:
         Each rank's tasks by their index, the costliest first. Tasks of one cost keep their order.
     """
     shares: list[list[int]] = [[] for _ in range(n_ranks)]
-    least = [(0, rank) for rank in range(n_ranks)]  # a heap of each rank's work
+    least = [(0, rank) for rank in range(n_ranks)]  # a heap of (work, rank)
     for task in sorted(range(len(work)), key=work.__getitem__, reverse=True):
         before, rank = heappop(least)
         shares[rank].append(task)
@@ -123,7 +123,7 @@ def divided(work: Sequence[int], n_ranks: int) -> list[list[int]]:
 
 
 def rank_config(config: ModelConfig, tensor_parallel: int) -> ModelConfig:
-    """Return the configuration of a tensor-parallel rank's model: a share of heads and inner width, all vocabulary."""
+    """Return the configuration of a tensor-parallel rank's model: fewer heads, smaller inner width, all else equal."""
     if tensor_parallel == 1:
         return config
     return config.model_copy(

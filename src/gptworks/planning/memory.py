@@ -136,7 +136,7 @@ class _Step:
             self.hold(part, sign * n_bytes)
 
     def mark(self, moment: str, momentary: int = 0, part: str = TEMPORARY) -> None:
-        """Record a new peak if the held bytes and `momentary` more of `part` exceed the peak so far."""
+        """Record a new peak if the bytes in use, with `momentary` more for `part`, exceed the peak so far."""
         if self.total_bytes + momentary > self.peak_bytes:
             self.peak_bytes = self.total_bytes + momentary
             parts = self.held + Counter({part: momentary})
@@ -159,7 +159,7 @@ class _Step:
         return self.peak
 
     def answering(self) -> Peak:
-        """Return the memory between steps, while an engine generates an answer as long as the context in each slot."""
+        """Return the memory in use while an engine generates answers between steps, each as long as the context."""
         self._start()
         self.hold(GRADIENTS, -self.held[GRADIENTS])
         self.hold(CACHE, ANSWERS_AT_ONCE * kv_cache_bytes(self.model, bytes_per_value=self.shapes.product_bytes))
@@ -175,14 +175,14 @@ class _Step:
         self.hold(OPTIMIZER, self._state_bytes())
         self.hold(AVERAGE, average)
         if self.setting.saves and self.setting.on_cpu:
-            self.hold(CHECKPOINT, weights + average + self.held[OPTIMIZER])  # copies that are written
+            self.hold(CHECKPOINT, weights + average + self.held[OPTIMIZER])  # copies for the checkpoint
         self.hold(TOKENS, (3 if self.setting.several_texts else 2) * 8 * self.shapes.n_tokens)
         self.hold(ATTENTION, rotary_tables_bytes(replace(self.shapes, length=self.model.context_length)))
         if self.setting.accumulates:
             self.hold(GRADIENTS, gradients)
 
     def _state_bytes(self) -> int:
-        """Return the bytes of optimizer state on a rank; if owners keep matrices' state, on the rank with the most."""
+        """Return the bytes of optimizer state on a rank; on the fullest rank if owners keep the matrices' state."""
         s, ownership = self.setting, OPTIMIZERS[self.setting.optimizer].ownership
         if ownership is None or not ownership.keeps_state:
             state = trained_state_bytes(self.parameters, s.optimizer, self.trained, s.optimizer_state)
@@ -209,23 +209,23 @@ class _Step:
     def _reads_apart(self, use: int) -> bool:
         """Return whether a block saves a tensor computed from its input, but not the input itself.
 
-        A block with a skip connection saves the sum. The first block with a backward pass saves its normalized input if
-        no parameter before it is trained: torch's RMSNorm on a CPU needs no more for the gradient of its weight.
+        A block with a skip connection saves its input plus the skipped output. The first block with a backward pass
+        saves only its normalized input if nothing before it is trained, as torch's RMSNorm on a CPU needs no more.
         """
         layer, first = self.uses[use], use == self.layers[0]
         norm = self.shapes.on_cpu and self.model.norm == "rmsnorm" and self.trained.moves("norm1", layer)
         return self.model.layer_skips(layer) or (first and norm and not self.trained.embedding)
 
     def _kept_next_to_stream(self, use: int) -> int:
-        """Return the bytes kept next to a recomputed block's input. They include the output that a skip connection
-        adds, unless the block that follows its producer saves it."""
+        """Return the bytes kept besides a recomputed block's input, such as an earlier block's output that a skip
+        connection adds, unless the block after that one saves it as its own input."""
         after = self.model.n_layers - use
         reads = self.model.layer_skips(use) and after != use
         skipped = reads and self._reads_apart(after) and not self._computes_again(after)
         return self._cost(use).kept_bytes + skipped * self.shapes.floats(self.model.d_model)
 
     def _first_kept(self, use: int) -> int | None:
-        """Return the first run of this block without recomputation, whose matrix copies autocast keeps for all runs."""
+        """Return the first use of this block that is not recomputed: autocast keeps its matrix copies for all uses."""
         layer = self.uses[use]
         return next((u for u in self.layers if self.uses[u] == layer and not self._computes_again(u)), None)
 
@@ -246,13 +246,13 @@ class _Step:
         for layer in self.layers:
             self.hold(COMMUNICATION, kept)
             if self._computes_again(layer):
-                self._hold_copies(layer)  # autocast keeps them until it exits, after the loss
+                self._hold_copies(layer)  # autocast keeps the copies until it exits, after the loss
                 self.hold(RESIDUAL, self.shapes.floats(self.model.d_model))
                 self.hold(ATTENTION, self._kept_next_to_stream(layer))
             else:
                 for stage in self._block(layer):
                     self.hold_saved(stage)
-            arriving = 2 * self.gathered_bytes - kept  # gathered weights, and the buffer that received them
+            arriving = 2 * self.gathered_bytes - kept  # gathered weights, and the buffer they arrive in
             self.mark(f"layer {layer + 1}, forward", arriving, COMMUNICATION)
             self._mark_unpacked(layer, f"layer {layer + 1}, forward")
         if not self._keeps_bias:
@@ -314,7 +314,7 @@ class _Step:
             self._gather(layer)
             apart, stream = self._reads_apart(layer), self.shapes.floats(self.model.d_model)
             if self._computes_again(layer):
-                self.hold(RESIDUAL, 0 if apart else -stream)  # the recomputed stages save this input
+                self.hold(RESIDUAL, 0 if apart else -stream)  # the recomputed stages save the block's input
                 for stage in self._block(layer):
                     self.hold_saved(stage)
                     self.mark(f"{stage.name} of layer {layer + 1}, computed again", stage.unsaved)
@@ -351,7 +351,7 @@ class _Step:
             self.hold(COMMUNICATION, self.gathered_bytes if layer > 0 else 0)
 
     def _reduce(self, elements: int, gathered_bytes: int, moment: str) -> None:
-        """Free a group's gathered weights after its backward pass and reduce its gradients to float32 shards."""
+        """Account for the end of a group's backward pass: free gathered weights, reduce gradients to float32 shards."""
         self.hold(COMMUNICATION, -gathered_bytes)
         self._end_reduction()
         whole, share = 4 * elements, 4 * elements // self.layout.data_parallel
@@ -378,14 +378,15 @@ class _Step:
             self.mark("gradients added up over ranks", min(there, BUCKET_BYTES + largest), COMMUNICATION)
 
     def _runs(self, use: int) -> list[int]:
-        """Return the positions with a backward pass at which the block of position `use` runs."""
+        """Return the positions of the forward pass that run the same block as `use`, if they have a backward pass."""
         return [u for u in self.layers if self.uses[u] == self.uses[use]]
 
     def _go_back(self, stage: Stage, moment: str, use: int | None = None) -> None:
-        """Account for a stage's backward pass; see `Stage`. If a block runs several times, the gradients of all its
-        runs are added up before the gradients of its weights are made."""
+        """Account for a stage's backward pass; see `Stage`. If a block runs several times, autograd adds up the
+        gradients of all its runs before it makes the gradients of the block's weights."""
         product = self.shapes.product_bytes
-        gradient = product * stage.matrices if self.packed or not self.trained.rank else 0  # packed: unpacked weights
+        # Bytes of the matrices' gradient, or of the unpacked weights if the matrices are packed.
+        gradient = product * stage.matrices if self.packed or not self.trained.rank else 0
         momentary = gradient + max(stage.leaves + stage.scratch + 4 * stage.table, self._unpacking_bytes(stage))
         if (stage.module or stage.name) in self.trained.targets:  # an adapter scales the arriving gradient
             dropped = 3 * stage.leaves - stage.arrives if self.trained.dropout else 0  # 3 gradients of the input
@@ -418,8 +419,8 @@ class _Step:
     def _gain(self, matrices: int, vectors: int = 0, in_block: bool = False) -> None:
         """Hold a stage's new gradients, or add them to those of earlier micro-batches.
 
-        Gradients of a block's matrices include those of adapters. They are whole until `_reduce` if they are sharded; a
-        block's vectors and router are never sharded.
+        Gradients of a block's matrices include those of adapters. Sharded matrices have whole gradients until
+        `_reduce`; a block's vectors and router are never sharded.
         """
         added = self.trained.added * matrices // self.parameters.block_matrices if in_block else 0
         if not self._has_gradients(in_block):
@@ -444,6 +445,6 @@ class _Step:
         self.mark(moment, max(product * stage.matrices + self._unpacking_bytes(stage) for stage in self._block(use)))
 
     def _unpacking_bytes(self, stage: Stage) -> int:
-        """Return the bytes needed to unpack a stage's matrix, some rows at a time; 0 if the base is not packed."""
+        """Return the bytes for unpacking a stage's matrix, some rows at a time; 0 if the matrix is not packed."""
         at_once = UNPACKED_ON_CPU if self.shapes.on_cpu else UNPACKED_ELSEWHERE
         return (6 if self.shapes.autocast else 5) * min(stage.matrices, at_once) if self.packed else 0

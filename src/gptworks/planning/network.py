@@ -52,7 +52,7 @@ class Collective:
     """The computation that the transfer overlaps with: forward or backward (of each micro-batch), last_backward (of the
     last micro-batch), or exposed (none)."""
     exposed_bytes: int = 0
-    """The part of `n_bytes` sent before or after all computation, so that it overlaps with none."""
+    """The part of `n_bytes` that is sent before or after all computation, and so does not overlap with it."""
     in_each_micro_batch: bool = True
 
 
@@ -104,7 +104,7 @@ def _of_shares(layout: Layout, shards: Shards, n_layers: int) -> Iterator[Collec
 
 
 def _of_owners(s: Setting, ownership: Ownership) -> Iterator[Collective]:
-    """Yield the transfers of matrices to their owners, which compute the updates, and of the updates back; see
+    """Yield the collectives that send matrices to their owners, and updates from the owners back; see
     `gptworks.training.distributed.owners`."""
     layout, n_parts = s.layout, s.layout.n_parts
     n_copies = layout.world_size // n_parts
@@ -167,7 +167,7 @@ def step_time(
 
     FSDP gathers a block while the previous one is computed, so each pass takes the longer of gathering and computing,
     plus the transfers without overlap: of the root, of the first block and of the last gradients. DDP reduces gradients
-    during the last micro-batch's backward pass. Tensor-parallel ranks wait for their sums.
+    during the last micro-batch's backward pass. Tensor-parallel ranks wait for each all-reduce.
 
     Args:
         forward_seconds, backward_seconds: seconds of computation in these passes, of all micro-batches of a step.

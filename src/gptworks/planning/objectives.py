@@ -25,8 +25,8 @@ def teacher_config(recipe: Recipe) -> ModelConfig | None:
 
 
 def other_models_bytes(recipe: Recipe) -> int:
-    """Return the bytes of weights and position tables of the objective's second model; 0 if there is none, or if the
-    starting model is the trained one without its adapter."""
+    """Return the bytes of weights and rotary tables of the objective's second model. 0: the objective has none, or its
+    second model is the trained model without the adapter."""
     if (model := teacher_config(recipe)) is not None:
         return 4 * count_parameters(model).total + _tables_bytes(model)
     if not recipe.objective.keeps_start or (recipe.adapter is not None and not recipe.adapter.embeddings):

@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Tensors with the same purpose, under their names in the model; the shape of a matrix is (outputs, inputs)."""
+    """Tensors with the same purpose, by name. The shape of a matrix is (outputs, inputs)."""
 
     name: str
     tensors: dict[str, Shape]
@@ -44,8 +44,8 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """A model's parameters by group. The twelve groups in `GROUPS` are always present, without tensors if the model
-    lacks the part. Groups of experimental settings are present only if the settings are on."""
+    """A model's parameters by group. The twelve groups in `GROUPS` are always present, but may have no tensors. Groups
+    of experimental settings are present only if the settings are on."""
 
     groups: dict[str, ParameterGroup]
     active_share: float = 1.0
@@ -58,7 +58,7 @@ class ParameterCount:
 
     @property
     def active(self) -> int:
-        """Number of parameters that process a token: all except those of experts not chosen for it."""
+        """Number of parameters that process a token: all except those of experts that the router does not choose."""
         experts = self.groups["mlp_weights"].total + self.groups["mlp_biases"].total
         return self.total - round((1 - self.active_share) * experts)
 
@@ -126,7 +126,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
 
 class _Tensors(Outline):
-    """Collects the shapes of a model's tensors by group and name; of the blocks, which are alike, only the first's."""
+    """Collects the shapes of a model's tensors by group and name; visits one block, because all blocks are alike."""
 
     def __init__(self, config: ModelConfig, n_future: int) -> None:
         super().__init__(config, n_future)

@@ -27,8 +27,8 @@ class Measured:
     """Memory and speed of a training step, as measured."""
 
     peak_bytes: int | None
-    """Peak memory: on CUDA, of tensors; on a CPU, the growth of the process's resident memory, with an allocator that
-    returns freed memory to the system immediately. None: only the speed was measured."""
+    """Peak memory of tensors on CUDA; on a CPU, growth of the process's resident memory, with an allocator that returns
+    freed memory to the system immediately. None: only the speed was measured."""
     kept_bytes: int | None
     """Peak memory with an allocator that keeps freed memory, as in `gptworks train`; None: not measured."""
     tokens_per_second: float
@@ -54,8 +54,8 @@ class Plan:
     apply: Apply | None = None
     """Returns the recipe with overrides applied, for `changes`; None: apply them to `recipe`."""
     tokens_per_sample: float | None = None
-    """Average number of tokens in a sample, padding included, if its rows are shorter than the context and their
-    lengths are known; None: count each row as a whole context."""
+    """Average number of tokens in a sample, with padding, if rows may be shorter than the context and their lengths are
+    known; None: count each row as a whole context."""
     traced_bytes: int | None = None
     """Peak memory of the step in bytes, traced with fake tensors; None: not traced."""
     measured: Measured | None = None
@@ -150,7 +150,7 @@ class Plan:
 
     @property
     def full_steps(self) -> float | None:
-        """Number of steps with all of `train.batch_size` that would read the run's samples; None if that is unknown."""
+        """Number of steps of `train.batch_size` samples that would read as many samples as the run; None if unknown."""
         return None if self.steps is None else self.train.samples_before(self.steps) / self.train.batch_size
 
     @property
@@ -186,7 +186,7 @@ class Plan:
 
     @property
     def one_step(self) -> TrainConfig:
-        """The training settings with a step of one micro-batch, or of two if the run accumulates gradients."""
+        """Training settings for a step of one micro-batch, or of two micro-batches if the run accumulates gradients."""
         micro = self.setting.micro_batch_size * self.setting.objective.rows_per_sample
         batch = micro * (2 if self.setting.accumulates else 1)
         return self.train.model_copy(update={"batch_size": batch, "micro_batch_size": micro})
@@ -215,7 +215,7 @@ class Plan:
 
     @cached_property
     def alternatives(self) -> list[Alternative]:
-        """The same step in each precision and layout, with and without activation checkpointing."""
+        """The planned step in each precision and layout, with and without activation checkpointing."""
         return alternatives(self.recipe, self.setting.layout.world_size, self.device)
 
     @cached_property
@@ -322,9 +322,9 @@ class Plan:
 
     @property
     def most_weights_only(self) -> int:
-        """Maximum number of weights-only checkpoints on disk. If evaluations fall between saves, these are the best so
-        far and, for each newest checkpoint except the oldest, the best when it was written; `most_checkpoints` includes
-        the oldest one's best. With `keep_every`, the weights of step 0 are one more."""
+        """Maximum number of weights-only checkpoints on disk. If evaluations fall between saves, these hold the best
+        weights so far, and the best weights at the time of each newest checkpoint but the oldest (`most_checkpoints`
+        includes the weights for the oldest). With `keep_every`, the weights of step 0 need one more."""
         train = self.train
         return bool(train.keep_every) + (train.keep_checkpoints if train.evaluate_every % train.checkpoint_every else 0)
 

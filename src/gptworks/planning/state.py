@@ -34,7 +34,7 @@ def matrix_state_bytes(optimizer: str, shape: Shape) -> int:
 
 
 def owned_state_bytes(optimizer: str, ownership: Ownership, matrices: Sequence[Shape], n_owners: int) -> int:
-    """Return the bytes of optimizer state that the fullest of `n_owners` ranks keeps, each for the matrices it owns."""
+    """Return the bytes of optimizer state on the fullest of `n_owners` ranks, which keep their own matrices' state."""
     kept = [matrix_state_bytes(optimizer, shape) for shape in matrices]
     return max(sum(kept[i] for i in share) for share in divided([*map(ownership.work, matrices)], n_owners))
 
@@ -50,8 +50,8 @@ def optimizer_scratch_bytes(
 ) -> int:
     """Return the peak memory of an update, in bytes beyond weights, gradients and state.
 
-    Fused AdamW needs none. With 8-bit moments it needs both moments and a third tensor in fp32, for a part of a matrix
-    at a time. Cautious decay needs the signs of such a part; optimizers other than AdamW free their buffers before.
+    Fused AdamW needs no memory. With 8-bit moments, it needs both moments and a third tensor in fp32, for one part of a
+    matrix at a time. Cautious decay needs the signs of such a part; other optimizers have freed their buffers by then.
 
     Args:
         cautious: whether weight decay of the matrices is cautious.

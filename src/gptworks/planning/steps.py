@@ -13,7 +13,7 @@ class DataSize:
     train_tokens: int | None = None
     """Number of training tokens; None if a source is missing, or if its size is unknown until it is downloaded."""
     samples_per_epoch: int | None = None
-    """Number of conversation rows, preference pairs or windows of a mixture; None: unknown, or text windows."""
+    """Conversation rows, preference pairs or a mixture's windows in an epoch; None: unknown, or one dataset of text."""
     estimated: bool = False
     """Whether the numbers are estimated from the sizes of files."""
     missing: str | None = None

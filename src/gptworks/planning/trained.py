@@ -23,7 +23,7 @@ class Trained:
     matrices: tuple[Shape, ...]
     """Shapes of the blocks' trained matrices; an optimizer other than AdamW updates only these."""
     head: bool
-    """Whether the matrix of the head is trained; a tied head has the embedding's."""
+    """Whether the head's matrix is trained, which is the embedding's matrix if they are tied."""
     embedding: bool
     """Whether a parameter before the first block is trained, so that the backward pass reaches the embeddings."""
     outside: frozenset[str] = frozenset()
@@ -41,7 +41,7 @@ class Trained:
     in_8_bits: tuple[int, int] = (0, 0)
     """Number of elements with 8-bit moments, and number of these moments' scales, if `optimizer_state` is int8."""
     n_still: int = 0
-    """Number of first block runs without a backward pass, because no parameter in or before them is trained."""
+    """Number of blocks run first that have no backward pass, because no parameter in or before them is trained."""
 
     def moves(self, module: str, layer: int) -> bool:
         """Return whether a layer's module with this last name part has trained parameters of its own."""

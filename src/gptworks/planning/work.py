@@ -58,8 +58,8 @@ def training_work(recipe: Recipe) -> Work:
 
 
 def _computed_again(recipe: Recipe, products: Products, n_still: int) -> float:
-    """Return the FLOPs that activation checkpointing recomputes for a text. A recomputed block stops at the last tensor
-    that it saves, so the MLP's last product is left out if no tensor after it is saved."""
+    """Return the FLOPs that activation checkpointing recomputes for a text. Recomputation of a block stops at the last
+    tensor to be saved, so it leaves out the MLP's last product if no later tensor is saved."""
     model, train = recipe.model, recipe.train
     saves_behind = model.norm_placement != "before" or model.n_experts or model.dropout_residual or recipe.adapter
     whole = saves_behind or train.parallel.tensor_parallel > 1
