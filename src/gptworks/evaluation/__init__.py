@@ -1,1 +1,1 @@
-"""Evaluation: how well a model predicts held-out text."""
+"""Evaluate a model: its predictions of held-out text, and its answers to the items of tasks."""

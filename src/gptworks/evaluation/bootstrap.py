@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Figure = Callable[[Floats], Floats]
-"""A function from R sums of the items' S statistics, float64 [R, S], to a figure for each sum, float64 [R]."""
+"""A function that takes R sums of the items' S statistics, float64 [R, S], and returns R figures, float64 [R]."""
 
 RESAMPLES = 2000
 _COUNTS_AT_ONCE = 1 << 22

@@ -30,7 +30,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A reliability table: the statistics of its bins, which determine the calibration error."""
+    """A reliability table, and the statistics of its bins, from which the calibration error is computed."""
 
     statistics: Floats
     """float64 [N, 3·B]: for each of N windows, number of tokens, sum of confidences and number of hits in B bins."""
@@ -76,7 +76,7 @@ def measure_calibration(model: GPT, windows: Iterable[tuple[Tensor, Tensor]], n_
 
 
 def _likeliest(model: GPT, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Return probability and id of the most probable token for each row of features [N, C], a few rows at a time."""
+    """Return probability and id, [N] each, of the most probable token for features [N, C], a few rows at a time."""
     parts = torch.split(features, max(1, LOGITS_AT_ONCE // model.config.vocab_size))
     best = [model.logits(part).float().softmax(-1).max(-1) for part in parts]
     return torch.cat([one.values for one in best]), torch.cat([one.indices for one in best])

@@ -51,7 +51,7 @@ class EvaluatedRun:
         progress: Progress = lambda done, total: None,
     ) -> None:
         """
-        Args: as for `gptworks.evaluate`; `precision` applies to losses, since the engine chooses its own for tasks.
+        Args: as for `gptworks.evaluate`. `precision` applies to losses only; for tasks, the engine chooses a precision.
 
         Raises:
             UserError: the run, checkpoint or device is missing, files are damaged, or the run has another quantization.
@@ -72,10 +72,10 @@ class EvaluatedRun:
 
     @cached_property
     def prepared(self) -> Prepared:
-        """The run's own text: the shards that it was trained on if they still exist, else the text of its recipe.
+        """The run's own dataset: the shards that the run was trained on if they still exist, else its recipe's data.
 
         Raises:
-            UserError: the run was imported without data; the data is missing; or its tokens are not the model's.
+            UserError: the run was imported without data, the data is missing, or its vocabulary exceeds the model's.
         """
         found, was_trained = None, self._own_text and bool(self._trained_on)
         if was_trained:
@@ -158,7 +158,7 @@ class EvaluatedRun:
             found = evaluate_text(self.model, self.tokenizer, text, stride=stride, progress=self._progress)
         notes = () if found.report.text_bytes else ("the tokenizer does not keep the whole text: no bits per byte",)
         details = {"tokens": found.report.n_tokens, "positions": positions_table(found.positions)}
-        questions = sha256(text.encode("utf-8")).hexdigest()  # passages do not depend on the tokenizer
+        questions = sha256(text.encode("utf-8")).hexdigest()  # the text alone determines the passages
         return self._evaluation(
             "text", found.measured(), len(found.passages), questions, name=f"text-{path.stem}", notes=notes,
             details=details, stride=stride,

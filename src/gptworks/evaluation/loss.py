@@ -20,7 +20,7 @@ BATCH_TOKENS = 4096
 """Limit on the tokens of a batch, which consists of windows of equal length; a longer window is a batch of its own."""
 
 LOGITS_AT_ONCE = 2**22
-"""Limit on the elements of a logits matrix, in measurements that need all logits. A few such matrices exist at once."""
+"""Limit on the elements of a logits matrix in measurements that need logits; a few such matrices exist at a time."""
 
 NO_TOKEN = "there is no token to evaluate: the split is empty or shorter than two tokens."
 
@@ -54,7 +54,7 @@ class LossReport:
 
 
 class Workers(Protocol):
-    """Several processes that divide an evaluation; each process gets the sums over all of them."""
+    """Processes that divide an evaluation. Each process gets sums over all processes."""
 
     def split_batches(self, batches: Iterator[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
         """Yield this process's part of the batches. A process without a batch of its own gets one with only IGNORED
@@ -78,10 +78,10 @@ def evaluate_loss(
 
     Args:
         windows: pairs (inputs, targets), each int64 [T] or [B, T] with T ≤ context_length, as `evaluation_windows`
-            makes them; targets of −100 are not counted. Rows of several texts have a third tensor, positions, as
+            makes them; targets of −100 are not counted. Rows that hold several texts have a third tensor, positions, as
             `examples_of_rows` makes it.
-        text_bytes: bytes of the original text. Give it only if the windows have each of its tokens as a target
-            once: with a sample of the windows, bits per byte would be too low.
+        text_bytes: bytes of the original text. Give this only if each of its tokens is a target of the windows once;
+            with a sample of the windows, bits per byte would be too low.
         workers: the processes that divide the work; None: this process does all of it.
 
     Raises:
@@ -133,7 +133,7 @@ def evaluate_by_position(
     """Compute the loss in each of `n_parts` equal parts of the context, to see whether a model uses a long context.
 
     Args:
-        windows: as for `evaluate_loss`; those shorter than the context are left out, so that each part covers the same
+        windows: as for `evaluate_loss`; windows shorter than the context are left out, so that all parts cover the same
             windows.
         token_bytes: bytes of text of each token id, [V]; None leaves out bits per byte.
 

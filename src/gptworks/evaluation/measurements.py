@@ -23,7 +23,7 @@ class Measurements:
     """Loss, perplexity and bits per byte of the validation split; None if something else was measured."""
     evaluations: tuple[Evaluation, ...] = ()
     without_bits: str = ""
-    """The reason why the validation split has no bits per byte."""
+    """The reason why the validation split has no bits per byte; empty if it has them."""
     rounded_to: str | None = None
     """The format to which weights were rounded while loading; None if they were not rounded."""
 
@@ -38,7 +38,7 @@ class Measurements:
 
     @cached_property
     def lines(self) -> list[str]:
-        """Lines of text: the figures of the validation split; positions and bins of other evaluations."""
+        """Lines of text: the figures of the validation split; losses by position and bins of other evaluations."""
         return [f"{name:<15}  {value}" for name, value in self._rows()]
 
     @property

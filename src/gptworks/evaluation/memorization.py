@@ -24,11 +24,11 @@ SIZES = (8, 16, 32, 64)
 """Lengths of the n-grams, in tokens: powers of two."""
 
 _WINDOWS = 64
-"""Limit on the windows of each split on which the loss is measured."""
+"""Maximum number of windows of each split on which to measure the loss."""
 _PIECE_TOKENS = 1 << 22
 _MULTIPLIERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F)
 Copied = dict[int, list[npt.NDArray[np.bool_]]]
-"""Length n → one array of flags per text, which say whether each n-gram of the text was found."""
+"""Length n → one array of flags for each text: whether each of the text's n-grams was found."""
 
 
 @dataclass(frozen=True)
@@ -106,17 +106,17 @@ def measure_memorization(
 
 
 def _window_losses(model: GPT, tokens: Tokens) -> Floats:
-    """Return nats and tokens of each of some evenly spaced windows, [W, 2]."""
+    """Return the nats and the number of tokens of each of W ≤ _WINDOWS evenly spaced windows, [W, 2]."""
     windows = evaluation_windows(tokens, model.config.context_length, _WINDOWS)
     parts = [np.stack([c.sum(1), (t != IGNORED).sum(1)], axis=1) for c, t in each_nats(model, windows)]
     return np.concatenate(parts).astype(np.float64)
 
 
 def find_copied(training: Tokens, texts: Sequence[Int64s], sizes: Sequence[int] = SIZES) -> Copied:
-    """Return, by length n and by text [T], whether each of its n-grams [T − n + 1] occurs in the training tokens.
+    """Find which n-grams occur in the training tokens. Return flags [T − n + 1] for each length n and each text [T].
 
-    This reads the training text once. An n-gram's hash combines the hashes of its halves, and n-grams with equal hashes
-    are compared token by token, so the answer is exact.
+    This reads the training text once. The hash of an n-gram combines the hashes of its halves. n-grams with equal
+    hashes are compared token by token, so the flags are exact.
 
     Args:
         sizes: powers of two, ascending.

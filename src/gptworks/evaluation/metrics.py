@@ -1,4 +1,4 @@
-"""Metrics that compare texts with references. Each is stored as statistics of the items, whose sums give the figure.
+"""Metrics that compare texts with references. Each metric is computed from sums of its items' statistics.
 
 Intervals and comparisons of runs need the statistics. sacrebleu computes BLEU and chrF, rouge-score ROUGE.
 """
@@ -27,7 +27,7 @@ def figure_of(kind: str) -> Figure:
             `calibration` from [tokens, confidences, hits] in bins; `bleu` and `chrf` from sacrebleu's statistics.
 
     Raises:
-        UserError: `bleu` or `chrf` is wanted and sacrebleu is not installed.
+        UserError: the kind is `bleu` or `chrf`, and sacrebleu is not installed.
     """
     if kind == "mean":
         return _ratio
@@ -44,7 +44,7 @@ def figure_of(kind: str) -> Figure:
 
 
 def calibration_error(sums: Floats) -> Floats:
-    """Compute the error [R] of sums [R, 3·B]: Σ over bins |hits − confidences| / tokens (Guo et al., 2017, eq. 3)."""
+    """Compute errors [R] from sums [R, 3·B]: Σ over bins |hits − confidences| / Σ tokens (Guo et al., 2017, eq. 3)."""
     tokens, confidences, hits = np.split(sums, 3, axis=1)
     error: Floats = np.abs(hits - confidences).sum(1) / tokens.sum(1)
     return error
@@ -92,5 +92,5 @@ def _scorer(metric: str) -> Any:
 
 
 def pass_at_k(n_samples: int, n_right: int, k: int) -> float:
-    """Estimate P(one of k samples is right) if c of n are: 1 − C(n − c, k) / C(n, k) (Chen et al., 2021, eq. 1)."""
+    """Estimate P(a right one among k samples): 1 − C(n_samples − n_right, k) / C(n_samples, k) (Chen et al., 2021)."""
     return 1 - math.comb(n_samples - n_right, k) / math.comb(n_samples, k)

@@ -24,14 +24,14 @@ from gptworks.units import significant
 FOLDER = "evaluations"
 HEADING = "## Evaluations"
 MAX_BYTES = 1 << 28
-"""Most bytes of an evaluation's file; an item takes a few hundred."""
+"""Maximum bytes of an evaluation's file; an item takes a few hundred bytes."""
 MAX_CARD_BYTES = 1 << 22
 
 _WIDTHS = {
     "mean": (range(2, 3), 1), "perplexity": (range(2, 3), 1), "bits": (range(2, 3), 1),
     "calibration": (range(3, 3_000), 3), "bleu": (range(10, 11), 1), "chrf": (range(1, 1_000), 1),
 }  # fmt: skip
-"""Kind of figure → the numbers of columns that its statistics may have, as a range and a step."""
+"""Kind of figure → range and step of the number of columns that its statistics may have."""
 
 _Number = Annotated[float, Strict()]
 _Count = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
@@ -86,7 +86,7 @@ def _with_positions(details: Any) -> Any:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The figures of a run on one task or one text. The field types also validate files, which may be from anyone."""
+    """The figures of a run on one task or one text. The types also validate files, which may come from other people."""
 
     __pydantic_config__ = _FORBID_EXTRA
 
@@ -113,7 +113,7 @@ class Evaluation:
         return {**vars(self), "metrics": metrics, "notes": list(self.notes), "items": list(self.items)}
 
     def summary(self) -> dict[str, Any]:
-        """Return the evaluation as JSON without items and statistics; a figure's key is its name as an identifier."""
+        """Return the evaluation as JSON, without items and statistics. Figures have keys such as `bits_per_byte`."""
         tree = self.to_json()
         del tree["items"]
         tree["metrics"] = {

@@ -67,7 +67,7 @@ def run_task(
 
 
 class Asked:
-    """The items of a task as a model reads them."""
+    """The items of a task, as prompts and tokens for a model."""
 
     def __init__(self, engine: Engine, task: Task, chat: bool) -> None:
         self.engine, self.task, self.items = engine, task, task.items_asked
@@ -77,7 +77,7 @@ class Asked:
         self._n_short = 0
 
     def context(self, item: Item, room: int) -> tuple[str, list[int]]:
-        """Return the text and the tokens before an answer, with as many shots as leave room for `room` tokens.
+        """Return the text and the tokens before an answer, with as many shots as fit if `room` tokens stay free.
 
         Raises:
             UserError: the item does not fit even without shots.
@@ -104,9 +104,9 @@ class Asked:
         return "", self.template.encode(messages, add_generation_prompt=True)
 
     def pairs(self, item: Item, choices: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        """Return the token ids of context and continuation for each choice; all choices have the same shots."""
+        """Return (context, continuation) as token ids for each choice. All contexts have the same shots."""
         longest = max(len(encode_text(self.engine.tokenizer, choice)) for choice in choices)
-        text, ids = self.context(item, longest + 1)  # one more token in case the border is encoded differently
+        text, ids = self.context(item, longest + 1)  # one more, since the border may take another token
         if self.template is not None:
             return [(ids, encode_text(self.engine.tokenizer, choice)) for choice in choices]
         delimiter = self.task.settings.delimiter

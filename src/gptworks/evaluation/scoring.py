@@ -13,7 +13,7 @@ from gptworks.infer.request import Completion, Request
 from gptworks.infer.sampling import SamplingSettings
 
 SLOTS = 16
-"""Number of slots of the engine, and limit on the requests submitted at a time."""
+"""Number of slots of the engine, and maximum number of requests submitted at a time."""
 
 _CONTEXTS = SLOTS // 2
 """Number of contexts scored at a time. Spare slots let a context stay cached until all its continuations are scored."""
@@ -36,8 +36,8 @@ class Scored:
 def encode_pair(encode: Callable[[str], list[int]], context: str, continuation: str) -> tuple[list[int], list[int]]:
     """Return the token ids of a context and of its continuation, split as lm-evaluation-harness splits them.
 
-    Spaces at the end of the context belong to the continuation. Both are encoded together, and split after as many
-    tokens as the context has by itself. If a token crosses the border, the split is not exactly at the border.
+    Spaces at the end of the context move to the continuation. Context and continuation are encoded together, and split
+    after as many tokens as the context has by itself. If a token crosses the border, the split is not exactly there.
 
     Raises:
         UserError: the continuation has no tokens of its own.
@@ -45,7 +45,7 @@ def encode_pair(encode: Callable[[str], list[int]], context: str, continuation: 
     kept = context.rstrip()
     context, continuation = kept, context[len(kept) :] + continuation
     before, whole = encode(context), encode(context + continuation)
-    if not context and whole[: len(before)] != before:  # the tokenizer adds the separator only to an empty text
+    if not context and whole[: len(before)] != before:  # `encode` returns the separator for an empty text only
         whole = before + whole
     after = whole[len(before) :]
     if not after:

@@ -154,9 +154,9 @@ class Task:
         self._rendered: dict[tuple[int, str], tuple[Item, str | expressions.Fault]] = {}
 
     def shots_for(self, item: Item) -> list[Item]:
-        """Return the shots before an item: the first items of the shuffled pool, except the item itself.
+        """Return the shots (solved examples) for an item: the first items of the shuffled pool, except the item itself.
 
-        They are nearly the same for all items, so the engine computes them only once.
+        Nearly all items have the same shots, so the engine computes the shots only once.
         """
         return list(islice((one for one in self._pool if one != item), self.settings.shots))
 
@@ -200,7 +200,7 @@ class Task:
         return item[wanted]
 
     def _render(self, template: str, item: Item) -> str | expressions.Fault:
-        """Return a template's text for an item. The same call renders the next items too, and caches their texts."""
+        """Return a template's text for an item. Render the template for the next items too, and cache all texts."""
         if (id(item), template) not in self._rendered:
             place = self._places.get(id(item))
             near = [item] if place is None else self.items_asked[place : place + expressions.PER_QUESTION] or [item]
@@ -273,7 +273,7 @@ class Task:
         return self.settings.description + shown + question
 
     def check(self) -> None:
-        """Render all items to be asked, so that mistakes are found before any work.
+        """Render the prompts of all items that will be asked, to find mistakes before any work.
 
         Raises:
             UserError: a template or an item does not fit the settings.

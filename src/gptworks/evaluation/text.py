@@ -24,7 +24,7 @@ PASSAGE_CHARACTERS = 1000
 
 
 class TextTokens:
-    """The tokens of a text, with the token that begins a document before them if the tokenizer has one."""
+    """The tokens of a text, preceded by the token that begins a document if the tokenizer has such a token."""
 
     split = "given"
 
@@ -40,7 +40,7 @@ class TextTokens:
         self.n_tokens = len(self.tokens)
         self.round_trips = tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
         sizes = token_bytes(tokenizer)
-        unseen = 0 if begin or sizes is None else sizes[encoding.ids[0]]  # of the first token, if it is not predicted
+        unseen = 0 if begin or sizes is None else sizes[encoding.ids[0]]  # size of the first token, if not predicted
         self.unseen_bytes = unseen
 
     def read(self, start: int, length: int) -> Int64s:
@@ -85,7 +85,7 @@ def evaluate_text(
     Args:
         stride: tokens from one window to the next; each token sees at least context − stride earlier tokens, if the
             text has as many. None: half the context.
-        progress: called with the number of tokens done and of all.
+        progress: called with the number of tokens done and the number of all tokens.
 
     Raises:
         UserError: the text is empty, or the stride is not between 1 and the context length.

@@ -1,9 +1,9 @@
 """Direct logit attribution (Elhage et al., 2021): what each part of a model adds to a token's logit.
 
 The residual stream is the sum of the embedding and the outputs of all attention heads and MLPs. The language-model head
-reads it through the final norm, which is linear once its divisor is known. With the divisor at this position, the
-logit is the sum of the parts' contributions. Norms after attention and the MLP are treated the same way. A skip
-connection adds earlier outputs again, times its scalar. Computed in float64.
+reads it through the final norm, which is linear if its divisor is fixed. With the divisor of this position, the logit
+is the sum of the parts' contributions. Norms after attention and the MLP are treated the same way. A skip connection
+adds an earlier output again, times its scalar. Everything is computed in float64.
 """
 
 from collections.abc import Callable, Iterator
@@ -81,7 +81,7 @@ Place = tuple[int | None, int | None]
 
 
 def _parts(model: GPT, recording: Recording, row: int) -> Iterator[tuple[Kind, Place, Tensor]]:
-    """Yield each term of the residual stream at a position, float64 [C], with its kind, layer and head."""
+    """Yield the terms whose sum is the residual stream at a position, float64 [C] each, with kind, layer and head."""
     position, config = recording.rows[row], model.config
     ids = torch.as_tensor(recording.ids[: position + 1], device=model.device)[
         None, -2:
@@ -109,7 +109,7 @@ def _parts(model: GPT, recording: Recording, row: int) -> Iterator[tuple[Kind, P
 
 
 def _shares(model: GPT) -> tuple[float, list[float]]:
-    """Return the factors with which the embedding and each block's update are part of the last block's output."""
+    """Return the factors of the embedding, and of each block's update, in the sum that is the last block's output."""
     blocks = blocks_of(model)
     share, shares, skipped = 1.0, [0.0] * len(blocks), [0.0] * len(blocks)
     for i in reversed(range(len(blocks))):
@@ -121,7 +121,7 @@ def _shares(model: GPT) -> tuple[float, list[float]]:
 
 
 def _heads(out: nn.Module, mixed: Tensor, n_heads: int) -> tuple[Tensor, Tensor]:
-    """Return each head's update of the stream [H, C] and the projection's bias [C], given all heads' outputs [H·D]."""
+    """Return each head's update of the stream [H, C] and the projection's bias [C]. `mixed`: heads' outputs [H·D]."""
     chosen = torch.eye(n_heads + 1, n_heads, dtype=mixed.dtype, device=mixed.device)
     alone = chosen[:, :, None] * mixed.view(n_heads, -1)
     given = _wide(out(alone.flatten(1)))  # the last row is only the bias
@@ -129,7 +129,7 @@ def _heads(out: nn.Module, mixed: Tensor, n_heads: int) -> tuple[Tensor, Tensor]
 
 
 def _linear(norm: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the norm without its shift as a linear map, with the divisor that the norm computes for x [C]."""
+    """Return the norm as a linear map: without bias, and with a fixed divisor, which the norm computes for x [C]."""
     assert isinstance(norm, LayerNorm | RMSNorm)
     weight, eps, centred = _wide(norm.weight), norm.eps, isinstance(norm, LayerNorm)
     wide = _wide(x)

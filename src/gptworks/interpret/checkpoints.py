@@ -23,7 +23,7 @@ class AtStep:
 
 
 def chosen_steps(run_dir: Path, most: int = MOST_CHECKPOINTS) -> list[int]:
-    """Return the steps of a run's checkpoints, ascending: all, or `most` evenly chosen ones from first to last."""
+    """Return the steps of a run's checkpoints, or of `most` of them, evenly chosen from first to last; ascending."""
     steps = sorted({checkpoint.step for checkpoint in all_checkpoints(run_dir)})
     if len(steps) <= most:
         return steps
@@ -41,7 +41,7 @@ def through_checkpoints(
     """Yield the loss of a text's tokens at each step, with one model in memory at a time.
 
     Raises:
-        UserError: a checkpoint is gone or damaged, or the text's ids are not the model's.
+        UserError: a checkpoint is gone or damaged, or the text has ids outside the model's vocabulary.
     """
     for step in steps:
         check()
@@ -50,7 +50,7 @@ def through_checkpoints(
 
 
 def learned_at(steps: Sequence[int], probabilities: Sequence[float], threshold: float = 0.5) -> int | None:
-    """Return the first step from which on the probability is at least `threshold`; None if the last is lower or NaN."""
+    """Return the first step from which on every probability is at least `threshold`; None if the last one is not."""
     learned = None
     for step, probability in sorted(zip(steps, probabilities, strict=True), reverse=True):
         if not probability >= threshold:  # also true of NaN, for a token that is not predicted

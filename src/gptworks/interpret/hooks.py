@@ -10,11 +10,11 @@ from torch import nn
 from gptworks.model.gpt import GPT
 
 Check = Callable[[], None]
-"""A function called before each block and each part of long work; it raises an exception to end the work."""
+"""A function to call before each block and each part of long work; it raises an exception to stop the work."""
 
 
 def never() -> None:
-    """A check that never ends the work."""
+    """A `Check` that never stops the work."""
 
 
 @contextmanager

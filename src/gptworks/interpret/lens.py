@@ -27,10 +27,10 @@ class Guess:
 
 
 def logit_lens(model: GPT, recording: Recording, tokens: Sequence[int], n_top: int = 5) -> list[list[Guess]]:
-    """Return a guess after the embedding and after each of L blocks, at each of R recorded positions: [L + 1][R].
+    """Return the guesses after the embedding and after each of the L blocks, at the R recorded positions: [L + 1][R].
 
     Args:
-        tokens: for each recorded position, the token to give the probability and rank of, such as the next token.
+        tokens: for each recorded position, the token whose probability and rank to return, such as the next token.
     """
     n_layers, n_rows, width = recording.residual.shape
     stream = recording.residual.reshape(-1, width)

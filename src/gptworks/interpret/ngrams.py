@@ -33,7 +33,7 @@ class NGrams:
     """The n-grams that end in one token of a text."""
 
     by_length: tuple[NGram, ...]
-    """One n-gram for each n = 1, 2, … as long as its context occurs."""
+    """The n-gram for each n = 1, 2, …, up to the largest n whose context occurs in the data."""
     places: tuple[int, ...]
     """Positions in the data at which the first occurrences of the longest n-gram begin."""
     searched_tokens: int
@@ -41,7 +41,7 @@ class NGrams:
 
     @property
     def longest(self) -> int:
-        """The n of the longest n-gram that occurs; 0 if the token is not in the data."""
+        """Length of the longest n-gram that occurs in the data; 0 if the token does not occur."""
         return max((one.n for one in self.by_length if one.n_followed), default=0)
 
 
@@ -54,9 +54,9 @@ def find_ngrams(
     most_tokens: int = 1 << 30,
     check: Check = never,
 ) -> NGrams:
-    """Count, in the first `most_tokens` tokens of the training data, the n-grams that end in the last of `ids`.
+    """Count the n-grams that end in the last of `ids`, in the first `most_tokens` tokens of the training data.
 
-    This reads the data once: the matches of each longer n-gram are among those of the shorter one's context.
+    The data is read once, because every match of a longer context is also a match of the shorter contexts.
     """
     *before, token = ids[-LONGEST:]
     before.reverse()

@@ -32,7 +32,7 @@ class TokenizedText:
     framed: bool
     """Whether the first token marks the beginning of a document, so that it has no text."""
     predicted_bytes: int | None
-    """UTF-8 bytes of the text of all tokens but the first; None if decoding does not restore the text."""
+    """Size of the text without its first token, in UTF-8 bytes; None if decoding does not restore the text."""
     split: str = "given"
 
     @property
@@ -134,7 +134,7 @@ def _check_length(n_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a text, read by two models, that begins and ends where tokens of both begin and end."""
+    """A part of a text that two models read. It begins and ends where tokens of both models begin and end."""
 
     text: str
     tokens: tuple[int, int]
@@ -148,7 +148,7 @@ class Segment:
 def segments(text: TokenizedText, nats: Costs, other: TokenizedText, other_nats: Costs) -> list[Segment]:
     """Divide a text that two models read into the smallest parts whose loss is known for both.
 
-    If both read the same tokens, each token is a part. Else a part ends where a token of each model ends.
+    If both models read the same tokens, each token is a part. Else a part ends where tokens of both models end.
 
     Raises:
         UserError: the texts differ.
@@ -168,7 +168,7 @@ def segments(text: TokenizedText, nats: Costs, other: TokenizedText, other_nats:
 
 
 def _last_at(text: TokenizedText) -> dict[int, int]:
-    """Return a map: position in characters at which a token ends → the token. The text's end maps to the last token."""
+    """Map the end of each token's text, in characters, to the token, and the end of the whole text to the last token."""
     ends = itertools.accumulate(map(len, text.pieces))
     found = {end: i for i, (end, piece) in enumerate(zip(ends, text.pieces, strict=True)) if piece}
     return found | {max(found, default=0): text.n_tokens - 1}

@@ -32,10 +32,10 @@ MOST_TENSORS = 200_000
 """Limit on the number of tensors of a model whose weights can be shown."""
 
 MOST_SIDE = 4096
-"""Limit on the shorter side of a matrix for singular values, which then take 20 s on one core."""
+"""Limit on the shorter side of a matrix for computing singular values, which takes 20 s at the limit on one core."""
 
 MOST_PRODUCTS = 2**38
-"""Limit on the multiplications in a matrix times its transpose, for singular values: a minute on one core."""
+"""Limit on the multiplications for a matrix times its transpose, of which one core takes a minute."""
 
 Floats = NDArray[np.float64]
 
@@ -50,7 +50,7 @@ class StoredWeights:
     kind: str
     """The storage format: fp32, or packed as bf16, fp16, int8 or int4."""
     stored_bytes: int
-    """Bytes in the file, including scales but not the adapter."""
+    """Bytes of the tensor in the file, including its scales but not its adapter."""
     adapter: LoRAConfig | None
     """Settings of the LoRA matrices that are added to the tensor; None without an adapter."""
 
@@ -168,7 +168,7 @@ def _adapter_names(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Moments:
-    """Counts of weights, and moments of the finite ones; moments are None if no weight is finite."""
+    """Numbers of weights, and moments of the finite weights. Moments are None if no weight is finite."""
 
     size: int
     n_zero: int
@@ -235,8 +235,8 @@ def relative_change(before: StoredWeights, after: StoredWeights, check: Check = 
 class Spectrum:
     """A matrix's singular values, the largest first.
 
-    They are the square roots of the eigenvalues of the matrix times its transpose, in float64. Values below
-    rounding error (at most a millionth of the largest value) are set to zero.
+    They are the square roots of the eigenvalues of the matrix times its transpose, in float64. Values below the
+    rounding error (at most a millionth of the largest value) are zero.
     """
 
     values: Floats
