@@ -46,7 +46,7 @@ def windows_per_epoch(n_tokens: int, context_length: int) -> int:
 
 @dataclass(frozen=True)
 class Weights:
-    """The sampling weight of each dataset, valid from sample `first` on."""
+    """The sampling weights of the datasets from sample `first` on."""
 
     first: int
     weights: tuple[float, ...]
@@ -115,7 +115,7 @@ class Batches:
         return np.array([self.start(epoch, window) for epoch, window in places], dtype=np.int64)
 
     def items(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """Return two arrays [n]: each sample's epoch of its dataset, and its window, numbered over all datasets."""
+        """Return each sample's epoch of its dataset, and its window's number over all datasets: two arrays [n]."""
         datasets, numbers = self._shares.draw(samples)
         epochs, found = np.empty_like(samples), np.empty_like(samples)
         for dataset in np.unique(datasets).tolist():
@@ -149,10 +149,10 @@ def evaluation_windows(
     If all windows are read, each token except the first is a target once. The last window may be shorter.
 
     Args:
-        n_sequences: maximum number of windows, evenly spaced; 0: all.
+        n_sequences: maximum number of windows, which are evenly spaced; 0: all windows.
         stride: tokens between the starts of windows; None: context_length. With a smaller stride, windows overlap:
-            targets that an earlier window has are IGNORED, and the others have at least context_length - stride tokens
-            before them.
+            targets that are also in an earlier window are IGNORED, and the others follow at least context_length -
+            stride tokens.
         part: the dataset of a mixture to read; None: the whole split.
 
     Raises:
@@ -190,8 +190,8 @@ def _check_length(split: str, n_tokens: int, context_length: int, dataset: str =
 class Shares:
     """Assigns each sample to a dataset, and numbers the samples of each dataset.
 
-    Samples come in blocks. After each block, every dataset has had its rounded share of the samples since the weights
-    last changed. Within a block, the seed shuffles the order of the datasets.
+    Samples come in blocks. At the end of each block, every dataset has had its rounded share of all samples since the
+    weights last changed. Within a block, the seed shuffles the order of the datasets.
     """
 
     def __init__(self, phases: Sequence[Weights], seed: int) -> None:
@@ -253,7 +253,7 @@ def counts(weights: tuple[int, ...], n: int) -> list[int]:
 class _Node(NamedTuple):
     weight: int
     number: int
-    """A leaf's dataset, or the next unused number for an inner node; orders nodes of equal weight."""
+    """The dataset's index for a leaf, or a new number for an inner node. The number orders nodes of equal weight."""
     children: "tuple[_Node, _Node] | None" = None
 
 
@@ -282,7 +282,7 @@ def _block(weights: tuple[int, ...], seed: int, phase: int, block: int) -> tuple
 
 
 def _integers(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return integers in exactly the proportions of the decimal weights: rounding must not depend on the machine."""
+    """Return integers in exactly the proportions of the decimal weights, so that shares are the same on any machine."""
     fractions = [Fraction(repr(float(weight))) for weight in weights]
     scale = lcm(*(fraction.denominator for fraction in fractions))
     return tuple(int(fraction * scale) for fraction in fractions)

@@ -102,7 +102,7 @@ class CleaningSource(Source):
 
 @dataclass(frozen=True)
 class Texts:
-    """The sources of a dataset's text or of its cleaned documents, and the jobs that read them."""
+    """The sources of a dataset's text (or of its cleaned documents), and the jobs that read these sources."""
 
     sources: Sequence[SourceConfig | Source]
     jobs: list[Job]
@@ -112,13 +112,13 @@ class Texts:
 
 
 def read_texts(data: DataConfig) -> Texts:
-    """Return a dataset's text, which the filters for single documents clean while it is read."""
+    """Return a dataset's sources. The recipe's filters for single documents clean the text while it is read."""
     sources = [CleaningSource(choose_source(one), data.clean) if data.clean else one for one in data.texts]
     return Texts(sources, plan_jobs(sources), total_bytes(data.texts) if data.texts else None)
 
 
 def cleaned_texts(work: Path, data: DataConfig, report: Report) -> Texts:
-    """Return a dataset's text, cleaned if the recipe has filters. Jobs already cleaned in `work` are not cleaned again.
+    """Clean a dataset's text if the recipe has filters; return the sources. Skip jobs already cleaned in `work`.
 
     Raises:
         UserError: a source is broken, or no document is left.

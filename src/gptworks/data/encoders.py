@@ -1,8 +1,8 @@
 """Fast encoding to the ids of `tokenizers`: by gigatoken if it gives the same ids, else by `tokenizers`.
 
 gigatoken implements the patterns of some tokenizers by hand and caches the tokens of each word. It is used only for
-byte-level BPE, renumbered in the order of merges and without special tokens. The Unicode versions of the two libraries
-differ: texts with a character that they classify differently go to `tokenizers`.
+byte-level BPE, with tokens renumbered in the order of the merges and without special tokens. The two libraries have
+different Unicode versions: `tokenizers` encodes texts with a character that they classify differently.
 """
 
 import functools
@@ -21,7 +21,7 @@ from gptworks.gpt2_vocabulary import BYTE_CHARACTERS
 from gptworks.tokenizer import BPE_PATTERNS, encodings
 
 _CACHED_CHARACTERS = 1 << 26
-"""Number of characters after which gigatoken is restarted, because its cache only grows."""
+"""Number of encoded characters after which to restart gigatoken, because its cache only grows."""
 _MARK = "\0"
 _PIECES_KEPT, _PIECE_CHARACTERS = 1 << 16, 128
 
@@ -42,7 +42,7 @@ class _Unsuitable(Exception):
 
 
 def plain_encoder(tokenizer: Tokenizer, reason: str = "") -> Encoder:
-    """Return an encoder that uses the tokenizer itself."""
+    """Return an encoder that uses the tokenizer itself, and `reason` as the reason for it."""
 
     def encode(texts: list[str]) -> list[Ids]:
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings(tokenizer, texts)]
@@ -51,7 +51,7 @@ def plain_encoder(tokenizer: Tokenizer, reason: str = "") -> Encoder:
 
 
 def choose_encoder(tokenizer: Tokenizer) -> Encoder:
-    """Return the fastest encoder that, as far as can be known, always gives the tokenizer's ids."""
+    """Return the fastest encoder that gives the tokenizer's ids for every text, judging by the tokenizer's settings."""
     plain = plain_encoder(tokenizer)
     try:
         return Encoder("gigatoken", "its tokens are the same and it is faster", _Gigatoken(tokenizer, plain.encode))
@@ -60,7 +60,7 @@ def choose_encoder(tokenizer: Tokenizer) -> Encoder:
 
 
 def compared(encoder: Encoder, tokenizer: Tokenizer, sample: Iterable[str]) -> Encoder:
-    """Return the encoder if it encodes the sample like the tokenizer, else `plain_encoder(tokenizer)`."""
+    """Return `encoder` if it encodes the sample as the tokenizer does, else `plain_encoder(tokenizer)`."""
     plain = plain_encoder(tokenizer, f"{encoder.name} gave other ids for a sample of the text")
     if encoder.name == plain.name:
         return encoder
@@ -180,8 +180,8 @@ def _tokenizer_json(pattern: str, merges: list[tuple[str, str]], *, marked: bool
 # ------------------------------------------------------------------------------------------- classes of characters
 
 _COMPARED, _BLOCK = 0x40000, 0x1000
-"""Code points below _COMPARED are classified by both libraries, a block at a time when needed. Text with higher ones,
-which are private or unassigned, goes to `tokenizers`."""
+"""Both libraries' classes of code points below _COMPARED are compared, a block at a time when needed. Text with higher
+code points, which are private or unassigned, goes to `tokenizers`."""
 _SAME, _DOUBTFUL, _NOT_COMPARED = 0, 1, 2
 _LONG_S = ord("ſ")
 _LEADS = BYTE_CHARACTERS[0x80:]
@@ -203,7 +203,7 @@ def _has_doubtful(text: str) -> bool:
 
 @functools.cache
 def _known() -> np.ndarray[Any, np.dtype[np.int8]]:
-    """Return the state of every code point: _SAME class in both libraries, _DOUBTFUL, or _NOT_COMPARED yet."""
+    """Return the state of every code point: _SAME class in both libraries, _DOUBTFUL, or _NOT_COMPARED so far."""
     known = np.full(0x110000, _DOUBTFUL, dtype=np.int8)
     known[:_COMPARED] = _NOT_COMPARED
     known[:0x80] = _SAME
@@ -211,8 +211,8 @@ def _known() -> np.ndarray[Any, np.dtype[np.int8]]:
 
 
 def _doubtful(start: int, end: int) -> np.ndarray[Any, np.dtype[np.int8]]:
-    """Return _DOUBTFUL for each code point that only one library may take for a letter, a number or white space, else
-    _SAME."""
+    """Return the state of each code point: _DOUBTFUL if only one library may take it for a letter, a number or white
+    space, else _SAME."""
     points = np.array([point for point in range(max(start, 0x80), end) if not 0xD800 <= point < 0xE000], np.uint32)
     characters = points.tobytes().decode("utf-32-le")
     classes = characters
@@ -235,8 +235,8 @@ def _doubtful(start: int, end: int) -> np.ndarray[Any, np.dtype[np.int8]]:
 
 @functools.cache
 def _probe() -> Any:
-    """Return a tokenizer that shows gigatoken's class of a character. The first byte of a letter merges with an `a`
-    before it, that of a number with a `1`, and that of anything but a number or white space with a `!`."""
+    """Return a tokenizer that shows gigatoken's class of a character: the first byte of a letter merges with an `a`
+    before it, of a number with a `1`, and of any other character except white space with a `!`."""
     import gigatoken
 
     merges = [(before, byte) for before in "!1a" for byte in _LEADS]
@@ -245,12 +245,12 @@ def _probe() -> Any:
 
 # ------------------------------------------------------------------------------------------------- the code pattern
 
-# gigatoken knows llama3's pattern, but not our code pattern. These differ only at line breaks, whose tokens include the
+# gigatoken knows llama3's pattern, but not our code pattern. They differ only at line breaks, whose tokens include the
 # white space around them; at '\r'; and at an apostrophe with the letters after it, which llama3 cuts after 's, 't, 're,
-# 've, 'm, 'll, 'd. So these places are cut out of the text as pieces: `tokenizers` encodes each piece once, and
-# gigatoken encodes the rest. The pattern does not look before the start of a token, and looks one character beyond
-# white space, so a cut between two tokens changes neither unless white space is on its left. If it is uncertain that
-# tokens end at a cut, `tokenizers` encodes the text.
+# 've, 'm, 'll, 'd. So these pieces are cut out of the text: `tokenizers` encodes each piece once, and gigatoken encodes
+# the rest. The pattern never looks before the start of a token, and looks only one character beyond white space. So a
+# cut between two tokens changes neither token, unless white space is on its left. If it is uncertain whether tokens end
+# at a cut, `tokenizers` encodes the whole text.
 _SPACES = "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
 _SIGNS = "\xa1-\xa9\xab-\xb1\xb4\xb6-\xb8\xbb\xbf\u2010-\u2027\u2030-\u205e"  # not letters in any Unicode version
 _OTHER = rf"[^\0-\x7f{_SIGNS}]"

@@ -18,7 +18,7 @@ from gptworks.special_tokens import stating_files
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 
 _CONTENTS = ("format_version", "sources_signature", "clean_files", "tokenizer_files", "chat_template")
-"""Parts of the identity that cannot be compared if the sources or the tokenizer's files are gone."""
+"""Keys of the identity that cannot be compared if the sources or the tokenizer's files are gone."""
 _PLACES = ("path", "url", "sha256")
 
 
@@ -68,7 +68,8 @@ def _without(tree: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def folder_of_settings(recipe: AnyRecipe) -> Path | None:
-    """Find the dataset built earlier with the recipe's settings, for when its sources are gone; None if none was built.
+    """Find the dataset built earlier with the recipe's settings, to use if its sources are gone; None if none was
+    built.
 
     Raises:
         UserError: several such datasets exist, with different text.

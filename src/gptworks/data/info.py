@@ -20,7 +20,7 @@ from gptworks.data.workers import Progress
 PERCENTILES = (5, 25, 50, 75, 95, 99)
 MOST_COPIED = 5
 SAMPLED_DOCUMENTS, SAMPLED_TOKENS = 1000, 400
-"""Number of documents, and of tokens in each, from which languages are guessed."""
+"""Number of documents whose languages are guessed, and number of tokens read of each."""
 _READ_TOKENS = 1 << 20
 _DIGEST_BYTES = 16
 
@@ -30,7 +30,7 @@ Digests = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Amount:
-    """The amount of text in a split, or in the part of it that is from one dataset of a mixture or one source."""
+    """The amount of text in a split, or in the part of a split that is from one dataset of a mixture or one source."""
 
     split: Split
     name: str | None
@@ -41,7 +41,7 @@ class Amount:
     tokens: int
     text_bytes: int
     tokens_per_byte: float | None
-    """None if there is no text."""
+    """Tokens per UTF-8 byte of text; None if there is no text."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Info:
     lengths: dict[Split, Lengths]
     duplicates: dict[Split, Duplicates]
     held_out_in_training: int
-    """Number of validation documents whose exact tokens are also those of a training document."""
+    """Number of validation documents that have the same tokens as a training document."""
     languages: Languages | None
     """Languages of the training text; None if the library that guesses them is not installed."""
     cleaning: tuple[Cleaning, ...]
@@ -197,7 +197,7 @@ def _amount(split: Split, name: str | None, source: str | None, shards: Sequence
 
 
 def _digests(shards: TokenShards, bounds: Int64s) -> Iterator[tuple[bytes, int]]:
-    """Yield a hash of the tokens of each document, and the number of tokens read so far."""
+    """Yield, for each document, a hash of its tokens and the number of tokens read so far."""
     held, start = np.empty(0, dtype="<u4"), 0
     for first, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         hashed = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -222,7 +222,7 @@ def _lengths(sizes: Int64s) -> Lengths:
 
 
 def _duplicates(digests: Digests, sizes: Int64s) -> Duplicates:
-    order = np.lexsort((digests[:, 1], digests[:, 0]))  # a stable sort: of equal documents, the first comes first
+    order = np.lexsort((digests[:, 1], digests[:, 0]))  # a stable sort: equal documents keep their order
     ordered = digests[order]
     begins = np.flatnonzero(np.append(True, (ordered[1:] != ordered[:-1]).any(axis=1)))
     copies = np.diff(np.append(begins, len(order)))

@@ -47,7 +47,7 @@ _WORTH_A_CHOICE_BYTES = 1 << 24  # for less text, comparing two encoders takes l
 MOST_JOBS = 4096
 """Maximum number of jobs per source. Each job has its own shards, and a dataset of many small files opens slowly."""
 _SAMPLED_PIECES, _SAMPLED_CHARACTERS = 16, 1 << 12
-"""Number of pieces of each job, and of characters of each piece, on which two encoders are compared."""
+"""Number of pieces of each job, and of characters of each piece, that two encoders both encode for comparison."""
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,12 @@ from gptworks.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer, 
 
 _BPE_TRAINING_BYTES = 200_000_000
 _SAMPLE_BYTES = 100_000_000
-"""Size of the sample that trains BPE if the text exceeds _BPE_TRAINING_BYTES: training is 10 × slower than encoding."""
+"""Size of the sample that trains BPE if the text exceeds _BPE_TRAINING_BYTES; training is 10 × slower than encoding."""
 _DOCUMENTS_WORTH_A_SPLIT = 20
 
 
 def split_by(data: DataConfig, sources: Sequence[SourceConfig | Source]) -> ValidationSplit:
-    """Return the settings of the validation split; the sources' cleaned text decides what `auto` becomes."""
+    """Return the settings of the validation split. The cleaned text decides whether `auto` is document or tail."""
     if data.validation.by != "auto":
         return data.validation
     by_document, by_tail = (data.validation.model_copy(update={"by": by}) for by in ("document", "tail"))
@@ -81,7 +81,7 @@ class _Text:
 def keep_tokenizer(
     folder: Path, recipe: AnyRecipe, datasets: Sequence[tuple[DataConfig, float, Texts]], report: Report
 ) -> Tokenizer:
-    """Load the tokenizer in this folder. If there is no folder, train or load the recipe's tokenizer and save it there.
+    """Load the tokenizer in `folder`; if there is no such folder, train or load the recipe's tokenizer and save it.
 
     Args:
         datasets: settings, weight and text of each dataset to learn from.
@@ -142,7 +142,7 @@ def _more_than(most_bytes: int, texts: Iterator[str]) -> bool:
 
 
 def _counted(texts: Iterable[str], limit_bytes: int | None, total: int | None, report: Report) -> Iterator[str]:
-    """Yield texts up to the limit, and report the bytes read; then report the merging of tokens, which is slow too."""
+    """Yield texts up to the limit and report the bytes read. Then report that tokens are merged, which is slow too."""
     advance = adding_up(report, "tokenizer", total if limit_bytes is None or total is None else min(total, limit_bytes))
     done_bytes = 0
     for text in texts:
@@ -172,18 +172,18 @@ def empty(split: Split, validation: ValidationSplit, conversations: bool = False
 # does not depend on the order of the sources.
 _ALL = 1 << 64
 _LEAST_KEPT_BYTES = 1 << 23
-"""A job's limit on sampled text is at least this many bytes."""
+"""Minimum of the limit on the bytes of text sampled by a job."""
 
 
 def sample_texts(
     folder: Path, jobs: list[Job], validation: ValidationSplit, limit_bytes: int, processes: int, report: Advance
 ) -> Iterator[str]:
-    """Return random pieces of the training text, in order, at most `limit_bytes`, which the text must exceed."""
+    """Return random pieces of the training text, in order: `limit_bytes` at most, which the text must exceed."""
     make_folder(folder)
     sizes = [sum(unit.size_bytes for _, unit in job.units) for job in jobs]
     rate = min(
         1.0, 2 * limit_bytes / max(1, sum(sizes))
-    )  # twice the rate needed, because `sizes` are of files, not of text
+    )  # twice the rate needed: `sizes` are sizes of files, not of text
     limits = [min(limit_bytes, max(_LEAST_KEPT_BYTES, int(4 * rate * size))) for size in sizes]
     files = [folder / f"{job.number:05d}.jsonl" for job in jobs]
     left = [work for work in zip(jobs, files, limits, strict=True) if not work[1].exists()]
@@ -199,7 +199,7 @@ def sample_texts(
 
 
 def _lines(file: Path) -> Iterator[tuple[int, int, str]]:
-    """Yield the key, size and text of each sampled piece. Size 0: pieces with this key or a larger one are left out."""
+    """Yield the key, size and text of each sampled piece. Size 0: pieces with this or a larger key were left out."""
     with open_regular(file) as lines:
         for line in lines:
             key, size, text = json.loads(line)
@@ -215,7 +215,7 @@ def _sampler(validation: ValidationSplit, below: int, advance: Advance) -> Calla
 
 
 def _sample_job(validation: ValidationSplit, below: int, advance: Advance, work: Work) -> None:
-    """Write the training pieces of a job whose keys are below `below`; above the size limit, drop the largest keys."""
+    """Write a job's training pieces with keys less than `below`. Above the size limit, drop those with large keys."""
     job, file, limit_bytes = work
     kept: list[tuple[int, int, str]] = []  # a heap with the largest key on top
     kept_bytes, most = 0, below

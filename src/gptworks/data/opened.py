@@ -33,8 +33,8 @@ class Prepared:
 def find_of_run(recipe: Recipe, run_dir: Path, fingerprint: str) -> Prepared | None:
     """Find the dataset that a run was trained on, even if its sources are gone; None if it is not found.
 
-    A relative `data.cache_dir` is looked up in the current folder and in the four folders above the run: a trial of a
-    sweep is four folders below the one where its dataset was made.
+    A relative `data.cache_dir` is looked up in the current folder and in the four folders above the run, because a
+    trial of a sweep is four folders below the folder in which its dataset was made.
 
     Raises:
         UserError: a file of that folder is missing or was changed.
@@ -48,8 +48,8 @@ def find_of_run(recipe: Recipe, run_dir: Path, fingerprint: str) -> Prepared | N
 
 
 def datasets_in(caches: Iterable[Path], named: Iterable[Path] = ()) -> Iterator[tuple[Path, Manifest]]:
-    """Yield the datasets among the named folders and in the caches, with their manifests. Skip broken ones and those of
-    another format version."""
+    """Yield the datasets in the caches and among the named folders, with their manifests. Skip datasets that are broken
+    or have another format version."""
     found = chain.from_iterable(sorted(cache.glob(f"[!.]*/{MANIFEST_FILE}")) for cache in caches)
     for folder in chain(named, (file.parent for file in found)):
         with contextlib.suppress(UserError):

@@ -23,7 +23,7 @@ def shuffled(samples: Int64s, n: int, seed: int) -> Int64s:
 
 
 def evenly_spaced(total: int, n: int = 0) -> list[int]:
-    """Return at most n evenly spaced numbers from 0 to `total` - 1; all of them if n = 0."""
+    """Return at most n evenly spaced numbers from 0 to `total` - 1; all numbers if n = 0."""
     chosen = min(n or total, total)
     return [place * total // chosen for place in range(chosen)]
 

@@ -73,7 +73,7 @@ def prepare(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, tot
         return open_prepared(folder)
     _check(recipe)
     with _naming_disk_errors(folder), _locked(folder, report):
-        if folder.exists():  # another process made it while this one waited
+        if folder.exists():  # another process made the dataset while this one waited
             return open_prepared(folder)
         _remove_stale(folder.parent)
         with _working(folder) as work:
@@ -186,10 +186,10 @@ def _tokenizer_folder(recipe: AnyRecipe) -> Path:
 
 
 def work_on(work: Path, recipe: AnyRecipe, report: Report, part: tuple[int, int] = (1, 1)) -> None:
-    """Do the unfinished work on a dataset in the folder `work`: make the tokenizer, and the shards of text.
+    """Do the unfinished work on a dataset in the folder `work`: make the tokenizer and the jobs' shards of text.
 
     Args:
-        part: (K, N): do every Nth job from the Kth on; other machines do the others.
+        part: (K, N): do every Nth job from the Kth on; other machines do the other jobs.
     """
     data, (k, n) = recipe.data, part
     texts = cleaned_texts(work, data, report)
@@ -270,7 +270,7 @@ def _check(recipe: AnyRecipe) -> None:
 
 
 def _check_unchanged(folder: Path, recipe: AnyRecipe) -> None:
-    """Stop with an error if the sources no longer have the fingerprint in the folder's name."""
+    """Stop with an error if the sources changed, so that their fingerprint is not the one in the folder's name."""
     if folder_for(recipe, made_from(recipe)) != folder:
         raise UserError("the sources or the tokenizer's files changed while they were read. Run it again.")
 
@@ -292,7 +292,7 @@ def _naming_disk_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _working(folder: Path) -> Iterator[Path]:
-    """Yield the folder for the work on a dataset; remove it afterwards unless the next call can use something in it."""
+    """Yield the work folder of a dataset. Remove the folder afterwards unless the next call can use something in it."""
     try:
         _work(folder).mkdir(exist_ok=True)
         yield _work(folder)
@@ -321,7 +321,7 @@ def _locked(folder: Path, report: Report) -> Iterator[None]:
 
 
 def _remove_stale(cache_dir: Path) -> None:
-    """Remove the work of killed processes, whose locks are free, unless it is useful."""
+    """Remove the work folders of killed processes, whose locks are free, unless the work is useful."""
     for partial in cache_dir.glob(".partial-*-????????"):
         folder = cache_dir / partial.name.removeprefix(".partial-")
         with contextlib.suppress(Timeout), _lock(folder).acquire(timeout=0):

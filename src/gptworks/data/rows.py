@@ -29,7 +29,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a batch. `ids` are the inputs of each text, and its last target if that is learned."""
+    """A row of a batch. `ids` are the inputs of each text, and the text's last target if the target is learned."""
 
     inputs: Tensor
     """Input tokens, int64 [T]; targets and positions have the same type and shape."""
@@ -60,8 +60,8 @@ class Row:
         texts: Sequence[tuple[int, Sequence[Piece]]],
         answer: Literal["chosen", "rejected"] | None = None,
     ) -> Self:
-        """Return a row of these texts, one after the other. A text is its number of inputs, and its pieces, whose `at`
-        is an index in the text."""
+        """Return a row of these texts, one after the other. `texts`: each text's number of inputs, and its pieces;
+        here, `Piece.at` is an index in the text."""
         ids, places = [inputs[:0]], [np.empty(0, dtype=np.int64)]
         pieces: list[Piece] = []
         at = shown = 0
@@ -90,7 +90,7 @@ class Row:
 
 
 def pieces_of(starts: Int64s, first: int, n: int) -> list[Piece]:
-    """Return the document pieces among n tokens of a split from `first` on, given the documents' starts."""
+    """Return the pieces of documents in n tokens of a split from `first` on, given the documents' starts."""
     begin, end = np.searchsorted(starts, [first, first + n - 1], side="right").tolist()
     return [
         Piece(number, max(first - int(starts[number]), 0), max(int(starts[number]) - first, 0))

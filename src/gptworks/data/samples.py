@@ -69,13 +69,13 @@ class Samples(ABC):
 
     @abstractmethod
     def rows(self, number: int, epoch: int = 0) -> list[Row]:
-        """Return item `number` of the training split as rows for display. Windows begin elsewhere in each epoch."""
+        """Return item `number` of the training split as rows for display. A window's place depends on the epoch."""
 
     def item(self, position: int) -> tuple[int, int]:
         """Return the epoch of the sample at `position`, and the index of its item.
 
         Raises:
-            UserError: the sample was made during the run, and is not kept.
+            UserError: the sample was made during the run and was not kept.
         """
         return position // self.per_epoch, int(self._shuffled(position, 1)[0])
 
@@ -168,7 +168,7 @@ class AnswerPairs(Samples):
         return numbers
 
     def of(self, split: str, pairs: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of both answers of some pairs, in the order of `batch`."""
+        """Return inputs and targets of both answers of these pairs, in the order of `batch`."""
         answers = [self.pairs[split].answer(pair, side) for side in (0, 1) for pair in pairs]
         return padded(answers, self.context_length)
 

@@ -133,7 +133,7 @@ class SearchIndex:
         self._blocks = list(self._planned(prepared.manifest.tokenizer_sha256))
 
     def _planned(self, tokenizer_sha256: str) -> Iterator[_Block]:
-        """Yield the blocks of all shards, small enough for 32-bit offsets."""
+        """Yield the blocks of all shards. The blocks are small enough for 32-bit offsets."""
         most = min(BLOCK_TOKENS, MAX_BLOCK_BYTES // (self.spelling.max_token_bytes + 1))
         at = 0
         for shard in self._shards.manifest.splits[self.split].shards:
@@ -215,7 +215,7 @@ class SearchIndex:
             file.write(text)
 
     def _read(self, at: int, n: int) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """Return tokens [n], and a mask [n] of those that begin a document but have no special token at this border.
+        """Return tokens [n], and a mask [n] of tokens that begin a document with no special token at that border.
 
         Raises:
             UserError: a token is not in the vocabulary.
@@ -248,10 +248,10 @@ class SearchIndex:
         return [0, *accumulate(one.n_bytes for one in self._open)]
 
     def find(self, phrase: str, most: int = 10) -> Found:
-        """Return the number of occurrences of a phrase, and some of them.
+        """Return the number of occurrences of a phrase, and some of the occurrences.
 
         Args:
-            most: maximum number to return: the first in the text, unless a file of the index has more than 65,536.
+            most: maximum number of occurrences to return: the first, or any if a file of the index has more than 65,536.
 
         Raises:
             UserError: the phrase cannot be searched, or the index does not fit the tokens.
@@ -288,7 +288,7 @@ class SearchIndex:
         return b"".join(one.text(max(0, start - at), min(one.n_bytes, end - at)) for one, at in parts)
 
     def _token_at(self, place: int) -> tuple[int, int]:
-        """Return the index of the token that spells the byte at an offset of the text, and the byte's index in it.
+        """Return the index of the token that spells the byte at a text offset, and the byte's index in the token.
 
         Raises:
             UserError: no token spells this byte.
@@ -358,7 +358,7 @@ def _name(shard: ShardFile, number: int) -> str:
 
 
 def _opened(block: _Block) -> _Opened | None:
-    """Open the index file of a block; None if it is incomplete or of other tokens. Its contents are not verified."""
+    """Open the index file of a block, without verifying its contents; None if it is incomplete or of other tokens."""
     try:
         with open_regular(block.file) as file:
             header = unsealed_json(file.read(_HEADER_BYTES).rstrip(b" "))

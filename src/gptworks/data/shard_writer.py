@@ -25,7 +25,7 @@ from gptworks.files import open_new, sealed_json, sync, write_whole
 
 
 class ShardWriter:
-    """Writes the shards of one split as tokens arrive. Memory holds at most one shard's document starts and masks."""
+    """Writes the shards of one split as tokens arrive. Memory holds the document starts and masks of one shard."""
 
     def __init__(self, folder: Path, split: Split, dtype: Dtype, shard_tokens: int) -> None:
         self._folder, self._split, self._shard_tokens = folder, split, shard_tokens
@@ -68,14 +68,14 @@ class ShardWriter:
             self._close_shard()
 
     def finish(self) -> SplitFiles:
-        """Close the last shard and return the split's files, all of which are on the disk now."""
+        """Close the last shard and return a description of the split's files, which are on the disk now."""
         self._close_shard()
         return SplitFiles.of(self._shards, self._unknown_tokens)
 
     def abandon(self) -> None:
         """Close the open file; leave the other files as they are."""
         if self._open is not None:
-            with contextlib.suppress(OSError):  # closing may fail as the work did, for example on a full disk
+            with contextlib.suppress(OSError):  # closing may fail for the same reason as the work, such as a full disk
                 self._open.close()
 
     def _close_shard(self) -> None:
@@ -107,7 +107,7 @@ class ShardWriter:
 
 @contextlib.contextmanager
 def split_writers(folder: Path, dtype: Dtype, shard_tokens: int) -> Iterator[dict[Split, ShardWriter]]:
-    """Yield a writer for each split. Their files are closed even if an error ends the work."""
+    """Yield a writer for each split. The writers' files are closed even if an error ends the work."""
     writers = {split: ShardWriter(folder, split, dtype, shard_tokens) for split in SPLITS}
     try:
         yield writers

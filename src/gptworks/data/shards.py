@@ -33,8 +33,8 @@ MAX_MANIFEST_BYTES = 1 << 26
 TOKENIZER_FOLDER = "tokenizer"
 
 EXAMPLE = ("record", "text", "question", "answer", "flags")
-"""Columns stored for each example: number of its record, from 0; hashes of its text, of the turns before its last
-answer, and of that answer, ignoring case and white space; the sum of the flags below."""
+"""Columns stored for each example: number of its record, from 0; hashes (ignoring case and white space) of its text,
+of the turns before its last answer, and of that answer; the sum of its flags, which are defined below."""
 
 NO_END, ALTERED, EMPTY, UNANSWERED, SWAPPED = 1, 2, 4, 8, 16
 """Flags, in this order: an answer has no end token; the template changes an answer; an answer is empty; no answer is
@@ -156,7 +156,7 @@ class Manifest(Section):
     """sha256 of each file of `tokenizer/`."""
     made_from: dict[str, Any]
     round_trips: bool
-    """Whether decoding restored the text of every validation document; only then is bits per byte defined. False for
+    """Whether decoding restored the text of every validation document. If not, bits per byte is undefined. False for
     conversations, where not every byte is predicted."""
     splits: dict[Split, SplitFiles]
     origins: tuple[Origin, ...] = ()
@@ -185,7 +185,7 @@ class Manifest(Section):
         return bool(self.origins)
 
     def where(self, record: int) -> str:
-        """Return a record's file or dataset and number there (from 1), given its number among all records (from 0)."""
+        """Return a record's file or dataset and number there (from 1). `record`: number among all records (from 0)."""
         for origin in self.origins:
             if record < origin.records:
                 return f"{origin.name}, record {record + 1}"
@@ -194,7 +194,7 @@ class Manifest(Section):
 
     @property
     def fingerprint(self) -> str:
-        """A sha256 over the sha256 of all shards' tokens, masks and examples: the same for the same data."""
+        """A sha256 over the sha256 of all shards' tokens, masks and examples. Equal data has equal fingerprints."""
         shards = [shard for split in sorted(self.splits) for shard in self.splits[split].shards]
         sums = [sha256 for shard in shards for sha256 in (shard.sha256, *shard.more_sha256.values())]
         return hashlib.sha256(" ".join(sums).encode("ascii")).hexdigest()
@@ -247,8 +247,8 @@ class TokenShards:
     """The tokens of one split: its shards, memory-mapped as one sequence.
 
     Args:
-        verify: compare every byte with its sha256 and every id with the vocabulary, unless this process has done so
-            since the file last changed. False: the caller reads no tokens, or another process has verified them.
+        verify: compare every file with its sha256 and every id with the vocabulary, unless this process has done so
+            since the file last changed. Give False to read no tokens, or if another process has verified them.
 
     Raises:
         UserError: a file is missing or its size is not the manifest's; with `verify`, also if its bytes changed.
@@ -358,7 +358,7 @@ class TokenShards:
         return starts
 
     def verify(self) -> None:
-        """Compare every byte with the sha256 in the manifest, and every id with the vocabulary.
+        """Compare every file with its sha256 in the manifest, and every id with the vocabulary.
 
         Raises:
             UserError: a file was changed, or holds an id outside the vocabulary.

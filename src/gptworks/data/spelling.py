@@ -11,7 +11,7 @@ from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import encode_text, token_spellings, vocabulary_size
 
 BORDER = b"\xff"
-"""The byte that special tokens spell, also put between documents without such tokens. It never occurs in UTF-8."""
+"""The byte that special tokens spell. It also separates documents without special tokens. UTF-8 never contains it."""
 MAX_PHRASE_BYTES = 1 << 16
 _FRAME = b"\xfe"
 _MAX_TOKEN_BYTES = 1 << 16
@@ -20,8 +20,8 @@ _MAX_TOKEN_BYTES = 1 << 16
 class Spelling:
     """The bytes that each token spells, and the bytes to search for a phrase.
 
-    If tokens do not spell bytes of the text, as in a word tokenizer, each token spells its name between two marks, and
-    a phrase is found only as whole tokens.
+    If tokens do not spell bytes of the text, as in a word tokenizer, each token spells its name between two marks; then
+    a phrase is found only where it consists of whole tokens.
 
     Raises:
         UserError: a token has more than 65,536 bytes.
@@ -53,7 +53,7 @@ class Spelling:
         return b"".join(map(self.table.__getitem__, ids))
 
     def of_phrase(self, phrase: str) -> bytes:
-        """Return the bytes that a text's tokens have wherever a phrase occurs, normalized like the tokenizer's text.
+        """Return the bytes that tokens spell where a phrase occurs in text. The phrase is normalized like the text.
 
         Raises:
             UserError: the phrase is empty, also after normalization, or too long, or has characters that the tokenizer

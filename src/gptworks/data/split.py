@@ -12,10 +12,10 @@ from gptworks.data.sources.base import Piece
 def split_documents(
     pieces: Iterable[Piece], validation: ValidationSplit, opening: Piece | None = None
 ) -> Iterator[tuple[Split, Piece]]:
-    """Yield each piece with its split. The split depends only on a document's text, not on its order or neighbours.
+    """Yield each piece with its split. The split depends only on a document's text, not on its position or neighbours.
 
     `validation.by` is "document" or "tail". With "tail", the end of each document becomes a validation document, and
-    the training part before it is not marked as ended.
+    the rest is a training document without a mark for its end.
 
     Args:
         opening: the first piece of the document that these pieces continue; None: they begin a document.

@@ -26,8 +26,8 @@ Advance = Callable[[int], None]
 
 Report = Callable[[str, int, int | None], None]
 """Function to call with the stage ("waiting", "cleaning", "sample", "tokenizer", "merging", "shards"), the bytes of
-text done, and their total if known. Any other text is a line to print once: which library encodes and why, or that a
-tokenizer learned from pieces of long words."""
+text done, and the total if known. Any other text than a stage is a line to print once: the library that encodes and
+the reason, or that a tokenizer learned from parts of long words."""
 
 Progress = Callable[[int, int], None]
 """Function to call with the number of tokens done, and the number of all tokens."""
@@ -53,7 +53,7 @@ def in_order(
     report: Advance = lambda n_bytes: None,
     least: int = 2,
 ) -> Iterator[tuple[Item, Result]]:
-    """Yield each item with the result of the work on it, in order. Fewer than `least` items are done in this process.
+    """Yield each item with the result of the work on it, in order. Start no processes for fewer than `least` items.
 
     Args:
         make: a module-level function, called once in each process with `arguments` and an `Advance`; returns the

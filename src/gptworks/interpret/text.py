@@ -168,7 +168,7 @@ def segments(text: TokenizedText, nats: Costs, other: TokenizedText, other_nats:
 
 
 def _last_at(text: TokenizedText) -> dict[int, int]:
-    """Map the end of each token's text, in characters, to the token, and the end of the whole text to the last token."""
+    """Map the end of each token's text, in characters, to the token; map the end of all text to the last token."""
     ends = itertools.accumulate(map(len, text.pieces))
     found = {end: i for i, (end, piece) in enumerate(zip(ends, text.pieces, strict=True)) if piece}
     return found | {max(found, default=0): text.n_tokens - 1}

@@ -59,7 +59,7 @@ class EncodingFilter(Filter):
 
 
 def _near_others(text: str) -> str:
-    """Return the characters outside ASCII with their neighbours: enough to recognize mojibake, and much less text."""
+    """Return the characters outside ASCII with their neighbours: less text, but enough to recognize mojibake."""
     return _ASCII_RUN.sub("\n", text)
 
 

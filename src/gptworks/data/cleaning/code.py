@@ -43,9 +43,9 @@ _LITERAL = re.compile(r"[\"'0-9]")
 
 
 class TableFilter(Filter):
-    """Drops files that consist mostly of data: `min_lines` or more lines of only literals (numbers, strings and their
-    separators, perhaps with a comment) have more than the share `max_data` of all characters. White space at the ends
-    of lines does not count; a line of only brackets has no literal."""
+    """Drops files in which at least `min_lines` lines are data and have more than the share `max_data` of all
+    characters. A line of data has only literals (numbers, strings and their separators), perhaps with a comment; a line
+    of only brackets is not data. White space at the ends of lines does not count."""
 
     settings: CodeTables
 
@@ -62,9 +62,9 @@ class TableFilter(Filter):
 
 
 class MinifiedFilter(Filter):
-    """Drops files with a line of more than 1,000 characters, lines of more than 100 on average, or less than a quarter
-    letters and digits (Chen et al. 2021; Kocetkov et al. 2022); the limits can be set. Bytes outside ASCII count as
-    letters."""
+    """Drops files with a line of more than 1,000 characters, with more than 100 characters per line, or with less than
+    a quarter letters and digits (Chen et al. 2021; Kocetkov et al. 2022); these limits are settings. Bytes outside
+    ASCII count as letters."""
 
     settings: MinifiedCode
 

@@ -29,7 +29,7 @@ class DroppedCounts(Tally):
     """The number and bytes of the documents dropped for one reason, with examples."""
 
     examples: list[Example] = Field(default_factory=list, max_length=_EXAMPLES)
-    """The dropped documents with the smallest hashes: these do not depend on the order in which counts are merged."""
+    """The dropped documents with the smallest hashes, so that the order in which counts are merged does not matter."""
 
     def add_examples(self, examples: Iterable[Example]) -> None:
         self.examples = sorted({*self.examples, *examples})[:_EXAMPLES]

@@ -21,8 +21,8 @@ _BULLETS = ("•", "-")
 class GopherQualityFilter(Filter):
     """Applies Gopher's quality rules (Rae et al. 2021, "Scaling Language Models", appendix A.1.1) in the paper's order.
 
-    Words are separated by white space. As in datatrove, a word of only punctuation counts as a word in the rules about
-    symbols and letters, but not in the number of words and their mean length.
+    Words are separated by white space. As in datatrove, words of only punctuation count in the rules about symbols and
+    letters, but not in the rules about the number and the mean length of words.
     """
 
     settings: GopherQuality
@@ -128,8 +128,8 @@ def repeated(parts: Sequence[str]) -> tuple[int, int]:
 class _Words:
     """Finds the sequences of n words that occur more than once, for n from 1 on.
 
-    A sequence that occurs twice contains only sequences that occur twice, so each step extends the ones found before.
-    Most texts have few long ones, so the first steps take most of the time.
+    A sequence that occurs twice contains only sequences that occur twice, so each step extends the sequences found
+    before. Most texts have few long repeated sequences, so the first steps take most of the time.
     """
 
     def __init__(self, words: list[str]) -> None:
@@ -166,13 +166,13 @@ class _Words:
         return True
 
     def top_characters(self) -> int:
-        """Return the length of the most frequent sequence in characters, with its spaces, times its number of
-        occurrences. Of equally frequent sequences, take the first."""
+        """Return the length in characters, with spaces, of the most frequent sequence (the first of equally frequent
+        ones), times its number of occurrences."""
         start, number = self._top
         return (self._characters(start) + self._n - 1) * number
 
     def repeated_characters(self) -> int:
-        """Return the total characters of the words in repeated sequences, without each sequence's first occurrence."""
+        """Return the number of characters of words in repeated sequences, not counting sequences' first occurrences."""
         seen: set[int] = set()
         total = free = 0
         for start, group in zip(self.starts.tolist(), self._groups.tolist(), strict=True):

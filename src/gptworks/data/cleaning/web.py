@@ -17,8 +17,8 @@ class C4Filter(Filter):
 
     Removes lines that do not end with the end of a sentence, have fewer than three words or a word of more than 1,000
     characters, or name JavaScript, cookies or terms of use. Removes citation marks. Drops pages with "lorem ipsum", a
-    curly bracket or fewer than five sentences. Has no list of bad words. A sentence ends at `.`, `!` or `?` before
-    white space; the released code uses a trained model.
+    curly bracket or fewer than five sentences. Leaves out C4's list of bad words. A sentence ends at `.`, `!` or `?`
+    before white space, whereas C4's code uses a trained model.
     """
 
     settings: C4Rules

@@ -24,8 +24,8 @@ from gptworks.errors import UserError
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import pack_tokenizer, unpack_tokenizer
 
-_BATCHES_WORTH_A_POOL = 16  # with fewer batches, the tokenizer's threads finish before processes have started
-_BATCH_CHARACTERS = 1 << 17  # smaller than for plain text: rendering takes ten times as long as encoding
+_BATCHES_WORTH_A_POOL = 16  # fewer batches are encoded before new processes would have started
+_BATCH_CHARACTERS = 1 << 17  # less than for plain text: rendering takes ten times as long as encoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def write_examples(
 
 
 def _last_run(learned: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return the mask with only its last run of trues, since earlier answers of a pair belong to the prompt."""
+    """Return the mask with only its last run of true values: a pair's earlier answers belong to its prompt."""
     places = np.flatnonzero(learned)
     last = learned.copy()
     if len(gaps := np.flatnonzero(np.diff(places) > 1)):
@@ -105,7 +105,7 @@ def _flags(record: Conversation, example: Example) -> int:
 
 
 def _hashes(messages: list[Message]) -> tuple[int, int, int]:
-    """Return hashes (ignoring case and white space) of all turns, the turns before the last answer, and that answer."""
+    """Return hashes of all turns, the turns before the last answer, and that answer, without case and white space."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=len(messages))
     return _hash(messages), _hash(messages[:last]), _hash(messages[last : last + 1])
 
@@ -204,8 +204,8 @@ def _place(template: ChatTemplate, messages: Sequence[Message], i: int, whole: s
 
 
 def _encode_parts(template: ChatTemplate, whole: str, cuts: Sequence[int], guard: str) -> list[list[int]]:
-    """Return the token ids of each part between the cuts. If a token of the whole text would cross a cut, encode every
-    part separately."""
+    """Return the token ids of each part of `whole` between the cuts. If a token of the whole text would cross a cut,
+    encode each part separately."""
     ids = template.encode_text(whole, guard)
     ends = [0]
     for cut in cuts[1:-1]:

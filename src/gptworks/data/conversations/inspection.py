@@ -36,14 +36,14 @@ class Finding:
 _CONSEQUENCES: dict[DataFault, frozenset[DataFault]] = {
     "tokens-not-special": frozenset({"no-end-token", "answers-altered"}),
 }
-"""Maps a fault to the faults that it causes, which are explained only once it is fixed."""
+"""Maps a fault to the faults that it causes. Messages explain those only once the fault itself is fixed."""
 
 
 def refuse_faults(findings: Sequence[Finding], allowed: Sequence[str]) -> None:
     """Stop with an error if there are faults that the recipe does not allow.
 
     Raises:
-        UserError: there are such faults. The message names each, with advice unless another fault causes it.
+        UserError: there are such faults. The message names each fault, with advice unless another fault causes it.
     """
     stops = [finding for finding in findings if finding.name not in allowed]
     if stops:
@@ -58,7 +58,7 @@ def refuse_faults(findings: Sequence[Finding], allowed: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Look:
-    """Makes findings that name the records of faulty examples."""
+    """Makes findings, which name the records of faulty examples."""
 
     manifest: Manifest
     records: Int64s
@@ -96,7 +96,7 @@ class Inspection:
     """Fraction of the packed rows that is not padding, 0 to 1."""
     median_tokens: int
     longest: list[tuple[int, str]]
-    """Number of tokens and record of each of the longest examples."""
+    """(number of tokens, record) of the longest examples."""
     end_tokens: list[str]
     findings: list[Finding]
 
@@ -167,7 +167,7 @@ class PairInspection:
     n_pairs: int
     n_validation: int
     median_prompt: int
-    """Median prompt tokens of the training pairs, within the context; the next two are the answers' medians."""
+    """Median number of prompt tokens of training pairs, within the context. Below: the medians of the answers' tokens."""
     median_chosen: int
     median_rejected: int
     n_chosen_longer: int
@@ -199,7 +199,7 @@ def inspect_pairs(recipe: Recipe, prepared: Prepared) -> PairInspection:
     columns = example_columns(shards)
     learned, kept = (counts.reshape(-1, 2) for counts in learned_counts(shards, context))  # [pairs, 2], chosen first
     n_tokens, lengths = pairs.n_tokens.reshape(-1, 2), pairs.lengths
-    maybe = np.flatnonzero((lengths[:, 0] == lengths[:, 1]) | (kept <= 1).any(axis=1))  # others teach something
+    maybe = np.flatnonzero((lengths[:, 0] == lengths[:, 1]) | (kept <= 1).any(axis=1))  # only these may lack a signal
     alike = np.zeros(len(pairs), dtype=np.bool_)
     alike[maybe] = [pairs.says_nothing(i) for i in maybe.tolist()]
     no_end = (columns["flags"] & NO_END) > 0  # for each answer of each pair: True if it lacks an end token
@@ -362,7 +362,7 @@ def about_tokens(recipe: Recipe, prepared: Prepared) -> list[Finding]:
 
 
 def about_keys(manifest: Manifest) -> list[Finding]:
-    """Return one finding if records have keys with a known meaning that gptworks does not read, else an empty list."""
+    """Return one finding if records have known keys that gptworks does not read, else an empty list."""
     places: dict[str, list[tuple[int, str]]] = {}
     for origin in manifest.origins:
         for name, (n_records, first) in origin.unread.items():

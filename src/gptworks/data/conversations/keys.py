@@ -30,9 +30,9 @@ class Key:
     read_in: tuple[Shape, ...] = ()
     """The shapes of records in which the key is read. In other shapes, it is reported as `keys-not-read`."""
     asks_nothing: tuple[object, ...] = ()
-    """Values that ask for the default behaviour."""
+    """Values that mean the default behaviour, as if the key were missing."""
     matters: tuple[object, ...] = ()
-    """The only values that change the behaviour; empty: all values do, except `asks_nothing`."""
+    """The only values that change the behaviour; empty: all values except those in `asks_nothing` change it."""
 
 
 LEARNING_SWITCHES = ("weight", "train", "training", "loss")
@@ -142,7 +142,7 @@ def unread_in_turn(turn: Fields, shape: Shape, answers: bool) -> Iterator[str]:
             continue
         if (key := TURN_KEYS.get(name)) is not None:
             if name in LEARNING_SWITCHES and not answers:
-                if turn[name]:  # it asks to learn a question, which is never learned
+                if turn[name]:  # the switch asks to learn a question, which is never learned
                     yield name
             elif shape not in key.read_in and not _asks_nothing(key, turn[name]):
                 yield name
@@ -212,7 +212,7 @@ def _repeats(value: Any, read: set[str], within: bool, depth: int = 0) -> bool:
 
 
 def _about_sides(record: Fields, name: str, shape: Shape) -> bool:
-    """Return whether a pair's key may be ignored, such as an answer's author or a score that fits the preference."""
+    """Return whether to ignore a pair's key, such as an answer's author or a score that agrees with the preference."""
     if shape != "preferences":
         return False
     for better, worse in _SCORES:

@@ -1,7 +1,7 @@
 """The examples of a split, packed into rows, and its preference pairs.
 
-Rows are filled once, with the longest examples first, each in the row that it fills best, to keep padding small. Every
-epoch visits every row once, in its own order. An example that is longer than a row loses its end.
+Rows are filled once. To keep padding small, the longest examples come first, each in the row that it fills best. Every
+epoch visits every row once, in a new order. An example that is longer than a row loses its end.
 """
 
 from collections.abc import Iterable, Iterator
@@ -90,7 +90,7 @@ class Pairs(Examples):
         return self._shards.manifest.where(int(self._shards.examples()[2 * pair, 0]))
 
     def says_nothing(self, pair: int) -> bool:
-        """Return whether a pair has no learning signal in the context: equal sides, or one without a learned token."""
+        """Return whether a pair has no learning signal in the context: equal answers, or one with no learned token."""
         (chosen, learned), (rejected, other) = self.answer(pair, 0), self.answer(pair, 1)
         return np.array_equal(chosen, rejected) or not learned[1:].any() or not other[1:].any()
 
@@ -123,7 +123,7 @@ def laid_out(texts: Iterable[tuple[Int64s, npt.NDArray[np.bool_]]], width: int) 
         inputs[here], targets[here] = ids[:-1], np.where(learned[1:], ids[1:], IGNORED)
         positions[here] = np.arange(len(ids) - 1)
         at += len(ids) - 1
-    positions[at:] = np.arange(width - at)  # padding has positions like a text of its own
+    positions[at:] = np.arange(width - at)  # padding has positions as if it were a text
     return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(positions)
 
 

@@ -86,8 +86,8 @@ def _read(origin: str, number: int, record: Fields) -> Pair:
 def _shared_prompt(stated: list[Message], sides: Mapping[str, list[Message]]) -> list[Message]:
     """Return the prompt of a record, which may state it up to three times: separately, and before each of its answers.
 
-    The copies may differ in white space, the system message may be in only one of them, and one may hold only some of
-    another's turns. If the turns before the answers begin with the assistant, they continue the prompt.
+    The copies may differ in white space, the system message may be in only one copy, and a copy may hold only some of
+    another copy's turns. If the turns before the answers begin with the assistant, they continue the prompt.
 
     Raises:
         ValueError: two copies contradict each other.

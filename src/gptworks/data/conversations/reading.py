@@ -58,14 +58,14 @@ class Conversation(Record):
 
     @property
     def prompt(self) -> list[Message]:
-        """The turns before the last answer; all turns if that leaves none or there is no answer."""
+        """The turns before the last answer; all turns if there are none before it, or if there is no answer."""
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         return self.messages[: answers[-1] if answers else None] or self.messages
 
 
 def is_held_out(prompt: list[Message], fraction: float) -> bool:
     """Return whether examples of this prompt are for validation. Only the prompt decides, so a prompt is in the same
-    split in instruction tuning and in preference tuning."""
+    split for instruction tuning as for preference tuning."""
     digest = hashlib.blake2b(json.dumps(prompt).encode("utf-8"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 
@@ -108,7 +108,7 @@ def recognized(record: Fields) -> Shape:
     for shape, field in shapes:
         if is_stated(record, field):
             return shape
-    for shape, field in shapes:  # an empty field: the shape's reader raises the error
+    for shape, field in shapes:  # the field is empty: the shape's reader raises the error
         if field in record:
             return shape
     if "prompt" in record and any(field in record for field in _ANSWERS):
@@ -127,7 +127,7 @@ class Turns:
     unlearned: frozenset[int] = frozenset()
     """Indices of the answers that are not learned."""
     unread: tuple[str, ...] = ()
-    """Keys of turns that other programs honour and gptworks does not read, as `turn.NAME`."""
+    """Keys of turns that other programs honour and gptworks does not read, each written as `turn.NAME`."""
 
     def __add__(self, other: "Turns") -> "Turns":
         after = frozenset(len(self.messages) + i for i in other.unlearned)

@@ -25,7 +25,7 @@ from gptworks.errors import UserError
 from gptworks.files import open_regular
 
 _MEMBERS = {"text": ("*.txt", "*.md", "*.text"), "jsonl": ("*.jsonl",), "csv": ("*.csv", "*.tsv")}
-"""Default patterns of member names by `format`. They also match a name whose compression ending is removed."""
+"""Default patterns of member names by `format`. They also match names with a compression ending, such as `a.md.gz`."""
 MOST_DIRECTORY_BYTES = 1 << 27
 _MOST_HEADER_BYTES = 1 << 20
 """Maximum bytes of a tar member's name and attributes."""
@@ -208,7 +208,7 @@ def _tar_members(file: Path) -> Iterator[_Member]:
         try:
             with tarfile.open(fileobj=stream, mode="r|", bufsize=1 << 16, tarinfo=_Header) as archive:
                 while (info := archive.next()) is not None:
-                    archive.members = []  # type: ignore[attr-defined]  # else all members stay in memory
+                    archive.members = []  # type: ignore[attr-defined]  # otherwise all members stay in memory
                     if info.isdir():
                         continue
                     wrong = ""

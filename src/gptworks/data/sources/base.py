@@ -192,7 +192,7 @@ def borders(stream: BinaryIO) -> Iterator[int]:
 
 
 def units_between(file: Path, places: Iterable[int]) -> Iterator[Unit]:
-    """Yield the units of a file, given the byte offsets at which all but the first begin."""
+    """Yield the units of a file, given the byte offsets at which all units but the first begin."""
     for start, end in pairwise((0, *places, None)):
         assert start is not None
         yield Unit(file, (file.stat().st_size if end is None else end) - start, start, end)
@@ -205,7 +205,7 @@ def grouped(file: Path, sizes: Iterable[int]) -> Iterator[Unit]:
 
 
 def _cut(data: bytes) -> int:
-    """Return the length of a piece: up to the last line break, else without the last, perhaps incomplete character."""
+    """Return the length of a piece: up to the last line break, else without the last character, maybe incomplete."""
     if newline := data.rfind(b"\n") + 1:
         return newline
     last = len(data) - 1

@@ -38,7 +38,7 @@ class _SourceFiles(Source):
             yield from text_document(text)
 
     def check(self) -> None:
-        self.files()  # reads no file: files that are not text are left out later
+        self.files()  # opens no file: files that are not text are left out later
 
     def signature(self) -> list[list[Any]]:
         return contents(self.files())
@@ -95,8 +95,8 @@ class Code(_SourceFiles):
         return file.name.endswith(self._endings) and file.stat().st_size <= self.settings.largest_file_bytes
 
     def _walk(self, folder: Path, rules: list[tuple[Path, Any]]) -> Iterator[Path]:
-        """Yield the files of a folder and its subfolders, except ignored ones and those in folders of other programs or
-        of gptworks. `rules`: each folder above that has a `.gitignore`, with the file's patterns."""
+        """Yield the files of a folder and its subfolders, except ignored files and folders of other programs or of
+        gptworks. `rules`: each folder above that has a `.gitignore`, with the patterns of that file."""
         ignored = folder / ".gitignore"
         if self.settings.gitignore and ignored.is_file():
             rules = [*rules, (folder, _rules(ignored))]

@@ -68,7 +68,7 @@ def _rows(file: Path, delimiter: str, quotes: bool, opened: BinaryIO | None) -> 
     """Yield the place of each row as FILE:LINE, and its fields. Empty lines are skipped."""
     csv.field_size_limit(
         max(csv.field_size_limit(), MOST_ROW_BYTES)
-    )  # this limits the whole process; `lines` below applies a stricter limit
+    )  # this limit is for the whole process; `lines` below applies a stricter one
     first_line, row_bytes = 1, 0
 
     def lines() -> Iterator[str]:

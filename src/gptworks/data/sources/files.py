@@ -72,7 +72,7 @@ def check_links_of(folder: Path, files: Iterable[Path]) -> None:
 
 
 def walk(folder: Path, skipped_folders: Collection[str] = ()) -> Iterator[Path]:
-    """Yield every file below a folder except those made by gptworks: a build must not read its own work or a run."""
+    """Yield every file below a folder except files made by gptworks: a build must not read its own work or a run."""
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in skipped_folders and not is_made_here(Path(parent, name))]
         yield from (Path(parent, name) for name in names)
@@ -87,7 +87,7 @@ def is_made_here(folder: Path) -> bool:
 
 
 def linked_folders(folder: Path) -> list[Path]:
-    """Return the folders below a folder that are links out of it. `walk` does not enter them."""
+    """Return the links below a folder that lead to folders outside it. `walk` does not follow them."""
     paths = (Path(parent, name) for parent, folders, _ in os.walk(folder) for name in folders)
     return [path for path in paths if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve())]
 

@@ -16,7 +16,7 @@ from gptworks.errors import UserError
 _CHUNK_BYTES = 1 << 16
 _SPACE = " \t\r\n"
 _LONGEST_WORD = 16
-"""More characters than a JSON token other than a string has: an error nearer to the end may be a cut-off token."""
+"""A JSON error within this many characters of the end of the text read so far may come from a token cut off there."""
 
 
 class JSON(Fields):
@@ -117,7 +117,7 @@ class _Text:
         while True:
             try:
                 value, end = self._json.raw_decode(self._held)
-                if end < len(self._held) or self._ended:  # else a number may continue in text not read yet
+                if end < len(self._held) or self._ended:  # else, a number may continue in unread text
                     self._at = end
                     return value
             except RecursionError:

@@ -1,6 +1,6 @@
 """Open files as streams of bytes, unpacked if their names say that they are compressed.
 
-A file may unpack to far more bytes than it has. So it is read as a stream, and a decompression bomb is refused.
+A file may unpack to far more bytes than it has. So files are read as streams, and a decompression bomb is an error.
 """
 
 import bz2
@@ -21,7 +21,7 @@ _TARS = {"tgz": "gz", "txz": "xz", "tbz2": "bz2", "tzst": "zst"}
 
 FREE_BYTES = 1 << 28
 MOST_RATIO = 1000
-"""Maximum ratio of unpacked to packed bytes above FREE_BYTES unpacked; text reaches 10, and repeated lines 100."""
+"""Maximum ratio of unpacked to packed bytes beyond FREE_BYTES unpacked. Text has a ratio of 10, repeated lines 100."""
 
 _USUAL_RATIO = 3
 _CHUNK_BYTES = 1 << 16
@@ -55,7 +55,7 @@ def open_file(file: Path) -> BinaryIO:
 
 
 def unpacked(stream: BinaryIO, name: Path) -> BinaryIO:
-    """Return the bytes of a stream, unpacked if `name` says that they are compressed; see `open_file`."""
+    """Return a stream of the bytes, unpacked if `name` says that they are compressed; see `open_file`."""
     what = compression(name.name)
     return stream if what is None else io.BufferedReader(_Unpacked(stream, what, name), _CHUNK_BYTES)
 

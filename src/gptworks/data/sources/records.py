@@ -38,7 +38,7 @@ class Fields(Source):
     """A source of files of records. The field that the settings name is the text."""
 
     def records(self, unit: Unit) -> Iterator[tuple[object, Mapping[str, Any]]]:
-        """Yield the place of each record, and the record with all its fields or only the needed one."""
+        """Yield the place of each record, and the record: with all its fields, or with only the needed field."""
         raise NotImplementedError
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
@@ -120,7 +120,7 @@ def _dataset_signature(settings: AnyDataset) -> list[list[Any]]:
 
 
 def _check_data_files(builder: Any, dataset: str) -> None:
-    """Stop with an error if a dataset's README.md names data files outside the dataset, here or at any address.
+    """Stop with an error if a dataset's README.md names data files outside the dataset, by path or address.
 
     Raises:
         UserError: the README.md names such a file.
@@ -156,7 +156,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Line:
-    """The place of a line in a file. The lines before `start` are counted only when the place is shown."""
+    """The place of a line in a file. Counts the lines before `start` only when a message shows the line's number."""
 
     __slots__ = ("file", "number", "start")
 
@@ -197,7 +197,7 @@ def read_lines(
 
 
 def _line_borders(file: Path) -> Iterator[int]:
-    """Yield starts of lines, about UNIT_BYTES apart; none in a compressed file or after a line that is too large."""
+    """Yield offsets of line starts, about UNIT_BYTES apart; none in a compressed file or after an oversized line."""
     if compression(file.name):
         return
     with open_regular(file) as stream:

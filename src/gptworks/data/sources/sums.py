@@ -15,13 +15,13 @@ from gptworks.files import make_folder, read_regular, sha256_file, write_whole
 REMEMBERED_BYTES = 1 << 20
 """The sha256 of smaller files is not cached, since reading such a file is as fast."""
 _SETTLED_NS = 2 * 10**9
-"""Minimum nanoseconds since a file's last change for caching: another change in the same clock tick goes unnoticed."""
+"""Minimum age, in ns, of a file's last change for caching: a second change within a clock tick would go unnoticed."""
 _MOST_KNOWN, _MAX_BYTES = 100_000, 1 << 26
 _THREADS = 8
 
 
 def contents(files: Iterable[Path]) -> list[list[Any]]:
-    """Return each file's name endings and sha256: a description that does not depend on paths."""
+    """Return the endings of each file's name, and its sha256: a description that does not depend on paths."""
     files, known = list(files), _read()
     keys = [_key(file) for file in files]
     with ThreadPoolExecutor(_THREADS) as threads:
