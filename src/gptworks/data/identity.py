@@ -68,8 +68,7 @@ def _without(tree: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def folder_of_settings(recipe: AnyRecipe) -> Path | None:
-    """Find the dataset built earlier with the recipe's settings, to use if its sources are gone; None if none was
-    built.
+    """Find the dataset built earlier with the recipe's settings, to use if the sources are gone; None if none exists.
 
     Raises:
         UserError: several such datasets exist, with different text.

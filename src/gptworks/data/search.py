@@ -251,7 +251,7 @@ class SearchIndex:
         """Return the number of occurrences of a phrase, and some of the occurrences.
 
         Args:
-            most: maximum number of occurrences to return: the first, or any if a file of the index has more than 65,536.
+            most: maximum number of occurrences to return: the first, or any if an index file has more than 65,536.
 
         Raises:
             UserError: the phrase cannot be searched, or the index does not fit the tokens.

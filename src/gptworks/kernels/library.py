@@ -54,8 +54,7 @@ class Library:
 
     @property
     def has_integer_products(self) -> bool:
-        """Whether AVX512_VNNI or ARM's dot products multiply int8 and int4 weights as bytes, each activation as two
-        bytes."""
+        """Whether AVX512_VNNI or ARM's dot products multiply int8 and int4 weights, each activation as two bytes."""
         return bool(self._built_with & 8)
 
     @property

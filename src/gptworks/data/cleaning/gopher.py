@@ -166,8 +166,7 @@ class _Words:
         return True
 
     def top_characters(self) -> int:
-        """Return the length in characters, with spaces, of the most frequent sequence (the first of equally frequent
-        ones), times its number of occurrences."""
+        """Return the most frequent sequence's length in characters with spaces (the first if tied), times its count."""
         start, number = self._top
         return (self._characters(start) + self._n - 1) * number
 

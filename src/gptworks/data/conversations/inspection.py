@@ -167,7 +167,7 @@ class PairInspection:
     n_pairs: int
     n_validation: int
     median_prompt: int
-    """Median number of prompt tokens of training pairs, within the context. Below: the medians of the answers' tokens."""
+    """Median prompt length of the training pairs in tokens, within the context. The next two fields: answer lengths."""
     median_chosen: int
     median_rejected: int
     n_chosen_longer: int
