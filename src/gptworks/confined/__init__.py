@@ -34,7 +34,7 @@ _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} impor
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits for answering one question."""
+    """Limits for a child process that answers one question."""
 
     seconds: float
     """Seconds of CPU time."""
@@ -47,7 +47,7 @@ class Exceeded(Exception):
 
 
 class Abandoned(Exception):
-    """The question has no answer because `Task.abandon` killed the process."""
+    """The child gave no answer because `Task.abandon` killed it."""
 
 
 class Refused(Exception):

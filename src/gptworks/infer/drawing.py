@@ -18,7 +18,7 @@ from gptworks.infer.text import Piece
 
 
 def use_logits(work: Work, logits: Tensor, requests: OpenRequests) -> list[Draw]:
-    """Score prompt tokens with the logits [n_logits, V] of a work; return the draws that these logits make possible."""
+    """Score prompt tokens with the logits [n_logits, V] of `work`; return a `Draw` per sample that can now draw."""
     job, request = work.job, work.job.request
     request.scores.read(work, logits)
     if not work.n_draft:

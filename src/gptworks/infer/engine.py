@@ -336,7 +336,7 @@ class Engine:
         return submitted + self._requests.n_to_come + len(self._room.scheduler.waiting)
 
     def statistics(self) -> Statistics:
-        """Return counts of the engine's current and past work."""
+        """Return the numbers of the engine's current and past requests, texts and tokens."""
         scheduler = self._room.scheduler
         return dataclasses.replace(
             self._requests.statistics,

@@ -46,7 +46,7 @@ class PromptScores:
             self.logprobs = [None] * min(first, len(prompt_ids))
 
     def read(self, work: Work, logits: Tensor) -> None:
-        """Score the prompt tokens that a work's logits [n_logits, V] predict."""
+        """Score the prompt tokens that the logits [n_logits, V] of `work` predict."""
         if self.logprobs is None or work.job.score_from is None:
             return
         first = work.start + len(work.tokens) - len(logits) + 1  # index of the token that the first row predicts

@@ -246,8 +246,8 @@ class OpenRequests:
         self._has_new_jobs = False
 
     def admit(self) -> list[Draw]:
-        """Assign free slots to waiting jobs, and copy the prefixes that they reuse; return the draws of those jobs
-        whose logits are already known."""
+        """Assign free slots to waiting jobs, and copy the prefixes that they reuse; return a `Draw` for each job whose
+        logits are already known."""
         admitted, copies = self.room.scheduler.admit()
         for copy in copies:
             assert self.room.backend is not None

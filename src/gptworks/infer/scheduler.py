@@ -7,7 +7,7 @@ up to `prefill_tokens` tokens of prompts, so that a long prompt does not delay t
 multiples of `prefill_tokens`, whatever else the step computes.
 
 A slot keeps its tokens when its text ends, and a new text with the same beginning starts from them (prefix reuse). The
-scheduler's record of a slot lists only tokens that the slot really has: `plan` removes tokens that a work will
+scheduler's record of a slot lists only tokens that the slot really has: `plan` removes tokens that a `Work` will
 overwrite, and `commit` adds tokens that it has computed. So texts may be admitted, and slots copied, at any time.
 """
 
@@ -67,7 +67,7 @@ class Work:
 
     @property
     def is_last(self) -> bool:
-        """Whether all tokens of the job are computed after this work."""
+        """Whether this is the last `Work` before all tokens of the job are computed."""
         return self.start + len(self.tokens) - self.n_draft >= len(self.job.tokens)
 
 
@@ -154,7 +154,7 @@ class Scheduler:
         return admitted, copies
 
     def plan(self) -> list[Work]:
-        """Return the next step's works; forget cached tokens that they overwrite. Call `commit` after each work."""
+        """Return the next step's `Work` items; forget cached tokens that they overwrite. Call `commit` after each."""
         plan, budget = [], self.prefill_tokens
         for job in self.running:
             n_left = len(job.tokens) - job.n_computed
@@ -171,7 +171,7 @@ class Scheduler:
         return plan
 
     def commit(self, work: Work, n_kept: int | None = None) -> None:
-        """Record a computed work; its first `n_kept` tokens (default: all) belong to the text."""
+        """Record that `work` is computed; its first `n_kept` tokens (default: all) belong to the text."""
         job, slot = work.job, self._slots[work.slot]
         if job.slot != work.slot:  # the job has ended
             return

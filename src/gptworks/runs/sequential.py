@@ -1,9 +1,9 @@
 """Test paired differences after every new pair without raising the rate of false positives.
 
 A test that is repeated after each pair finds a difference by chance more often than its level: ten tests at 5% do so
-about one time in five. So each of these tests, called looks, gets the same smaller level (Pocock, 1977), here for
-Student's t of the differences so far. Without a true difference, the distribution of t does not depend on the spread,
-so the level depends only on the number of looks. It is found by simulation.
+about one time in five. So each of these tests (looks) gets the same smaller level (Pocock, 1977), here for Student's t
+of the differences so far. Without a true difference, the distribution of t does not depend on the spread, so the level
+depends only on the number of tests. It is found by simulation.
 """
 
 import math
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from gptworks.runs.statistics import t_quantile
 
 FEWEST_PAIRS = 3
-"""Number of pairs before the first look: two differences hardly determine a spread."""
+"""Number of pairs before the first test: two differences hardly determine a spread."""
 
 MOST_PAIRS = 20
 _SIMULATIONS = 200_000
@@ -46,7 +46,7 @@ def verdict(differences: Sequence[float], most_pairs: int, worth: float, error: 
     Args:
         most_pairs: the maximum number of pairs, fixed before the first pair.
         worth: the smallest difference that matters.
-        error: probability that any look finds a difference where none exists.
+        error: probability that any of the tests finds a difference where none exists.
     """
     n = len(differences)
     if n < FEWEST_PAIRS:
@@ -65,20 +65,20 @@ def verdict(differences: Sequence[float], most_pairs: int, worth: float, error: 
 
 @cache
 def level(most_pairs: int, error: float = 0.05) -> float:
-    """Return the two-sided level of each look at which all looks together have the false-positive rate `error`."""
+    """Return the two-sided level of each test with which all tests together have the false-positive rate `error`."""
     return error if most_pairs <= FEWEST_PAIRS else float(np.quantile(_least_p(most_pairs), error))
 
 
 @cache
 def _least_p(most_pairs: int) -> NDArray[np.float64]:
-    """Return the smallest two-sided p over all looks, for each simulated series of pairs without a true difference."""
+    """Return the smallest two-sided p over all tests, for each simulated series of pairs without a true difference."""
     drawn = np.random.Generator(np.random.PCG64(0)).standard_normal((_SIMULATIONS, most_pairs))
     n = np.arange(1, most_pairs + 1)
     mean, square = np.cumsum(drawn, 1) / n, np.cumsum(drawn**2, 1)
     looks = slice(FEWEST_PAIRS - 1, None)
     spread = (square - n * mean**2)[:, looks] / (n[looks] - 1)
     t = np.abs(mean[:, looks]) * np.sqrt(n[looks] / spread)
-    # two-sided p: the share of simulations with a larger |t| at the same look
+    # two-sided p: the share of simulations with a larger |t| in the same test
     order = np.argsort(np.argsort(-t, 0), 0)
     p = (order + 1) / _SIMULATIONS
     return np.asarray(p.min(1))

@@ -22,7 +22,7 @@ TRY_FILE = "try.json"
 _MOST_BYTES = 1 << 26
 
 PLACES = {"after": "at equal tokens", "in-time": "in equal time"}
-"""By arm, words for the point at which it is compared with the runs without the change."""
+"""By kind of changed run (arm), words for the point at which it is compared with the unchanged run."""
 
 LOSS_ERROR, SPEED_ERROR = 0.04, 0.01
 """False-positive rates, for a change without effect, of the test of losses and of the test of step times, which leads
@@ -52,9 +52,9 @@ class Pair:
     number: int
     seed: int
     loss: dict[str, FiniteFloat]
-    """Last validation loss, by arm."""
+    """Last validation loss, by arm (before, after, in-time)."""
     seconds: dict[str, float]
-    """Seconds of training, by arm."""
+    """Seconds of training, by arm (before, after, in-time)."""
     step_seconds: dict[str, Annotated[float, Field(gt=0, lt=1e9)]]
     """Median seconds per step, by arm. Other work on the machine hardly changes a median."""
     share_to_same_loss: float | None
@@ -82,7 +82,7 @@ class Try:
         return self.recipe.objective.loss_unit
 
     def differences(self, arm: str) -> list[float]:
-        """Return the loss of the arm minus the loss without the change, for each pair that has the arm."""
+        """Return the loss of the run `arm` minus that of the run without the change, for each pair that has both."""
         return [pair.loss[arm] - pair.loss["before"] for pair in self.pairs if arm in pair.loss]
 
     def verdict(self, arm: str) -> Verdict:
@@ -120,7 +120,7 @@ class Try:
 
     @property
     def open_questions(self) -> tuple[str, ...]:
-        """Questions that more pairs may answer: for each arm, whether the loss differs; and whether step times do."""
+        """Questions that more pairs may answer: whether losses differ, for each changed run; whether step times do."""
         losses = (f"{PLACES[arm]}: whether the loss differs" for arm in self.arms[1:]
                   if self.verdict(arm).answer == "open")  # fmt: skip
         return (*losses, *([f"{PLACES['in-time']}: whether a step takes another time"] if self.is_time_open else []))
@@ -131,14 +131,14 @@ class Try:
 
     @property
     def due(self) -> tuple[int, tuple[str, ...]] | None:
-        """Number of the next pair and the arms that remain to run, in order; None if nothing remains."""
-        for pair in self.pairs:  # a pair from before the third arm was added may lack it
+        """Number of the next pair, and its runs (arms) that remain to be trained, in order; None if nothing remains."""
+        for pair in self.pairs:  # a pair from before the third run was added may lack it
             if missing := tuple(arm for arm in self.arms if arm not in pair.loss):
                 return pair.number, missing
         n = len(self.pairs)
         if n == self.design.most_pairs or self.decided:
             return None
-        return n, self.arms[:: -1 if n % 2 else 1]  # alternate: a machine that slows down favours no arm
+        return n, self.arms[:: -1 if n % 2 else 1]  # alternate: a machine that slows down favours neither run
 
     @property
     def to_same_loss(self) -> float | None:
