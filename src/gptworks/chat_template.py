@@ -173,7 +173,7 @@ class ChatTemplate:
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else "")
 
     def guarded(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
-        """Return the messages with a guard character put into each special token's name, and that unused character."""
+        """Return the messages with a guard character inserted into each special token's name, and that character."""
         guard = _unused_character(messages)
 
         def mark(value: Any) -> Any:
@@ -333,7 +333,7 @@ def other_templates(folder: Path) -> dict[str, str]:
 
 
 def find_other_templates(config: TokenizerConfig) -> dict[str, str]:
-    """Return the templates, without the default one, of the folder that has the tokenizer section's template.
+    """Return the templates, except the default one, of the folder in `config.path`; none if `config` names a template.
 
     Raises:
         UserError: for the reasons of `other_templates`.

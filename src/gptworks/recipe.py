@@ -266,7 +266,7 @@ FREE_TO_CHANGE = frozenset({
     "dropout_mlp",
     "init", "init_std", "zero_init_projections", "n_future_tokens",
 })  # fmt: skip
-"""Model fields that may differ from the run with the weights; vocabulary sizes are compared with the tokenizers."""
+"""Model fields that may differ from those of the run whose weights are used; tokenizers decide on vocabulary sizes."""
 
 
 def check_same_model(model: ModelConfig, source: Path) -> None:

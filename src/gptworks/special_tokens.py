@@ -68,8 +68,8 @@ class SpecialTokens:
     """Token for text that the tokenizer does not know; None if it knows every text."""
     pad: int | None
     separator: bool
-    """Whether `eos` separates documents, like GPT-2's `<|endoftext|>`: it is also the bos token, or there is none, and
-    the tokenizer puts no token before or after a text."""
+    """Whether `eos` separates documents, like GPT-2's `<|endoftext|>`: there is no other bos token, and the
+    tokenizer puts no token before or after a text."""
     ends: tuple[int, ...]
     """Tokens each of which ends generation."""
     before: tuple[int, ...]
@@ -138,7 +138,7 @@ def by_name(tokenizer: Tokenizer) -> SpecialTokens:
 
 
 def as_stated(tokenizer: Tokenizer, stated: Stated) -> SpecialTokens:
-    """Return the special tokens that a folder states, put around a text as the tokenizer's post-processor does."""
+    """Return the special tokens that a folder states; the post-processor decides which of them surround a text."""
     ids = {role: tokenizer.token_to_id(name) for role, name in stated.names.items()}
     bos, eos = ids.get("bos_token", stated.bos), ids.get("eos_token", next(iter(stated.ends), None))
     before, after = post_processed(tokenizer)

@@ -39,7 +39,7 @@ class Limits:
     seconds: float
     """Seconds of CPU time."""
     n_bytes: int
-    """Bytes by which the address space may grow after the question has arrived."""
+    """Bytes by which the child's address space may grow after it has received the question."""
 
 
 class Exceeded(Exception):

@@ -9,7 +9,7 @@ POSITIONS = {
     "rope": ("rotary positions", ""),
     "none": ("no positions", ""),
 }
-"""By `model.position`: its displayed name, and the operation that adds an embedding (empty: none)."""
+"""For each `model.position`: its displayed name, and that of the operation that adds an embedding, or ""."""
 
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu2": "ReLU²", "swiglu": "SiLU", "geglu": "GELU",

@@ -285,8 +285,8 @@ def _open_inside(path: Path, inside: Path) -> int:
 
 
 def _walk(root: Path, names: Path, path: Path) -> tuple[int, Path | None]:
-    """Return a descriptor of the file or folder that the names lead to from the root; or, at the first link, -1 and the
-    names with the link resolved."""
+    """Open each of the names below the root. Return the descriptor of the last and None; or, at the first link, -1 and
+    the names with that link resolved."""
     held, parts = os.open(root, _FOLDER), names.parts
     try:
         for n, name in enumerate(parts):

@@ -52,7 +52,7 @@ REFUSED: Mapping[str, str] = {
 
 INITS = frozenset({"gaussian", "orthogonal", "eva", "pissa", "olora"})
 """Accepted values of `init_lora_weights` besides true and false. Each leaves the base unchanged, or moves a part of it
-into the adapter, which `part_of_base` computes."""
+(see `part_of_base`) into the adapter."""
 
 _CONVERT = (
     "Save the adapter again with PEFT's `save_pretrained(path_initial_model_for_weight_conversion=...)`, which makes "

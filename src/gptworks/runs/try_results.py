@@ -150,7 +150,7 @@ class Try:
         return fmean(reached) * self.step_time.ratio
 
     def to_json(self) -> dict[str, Any]:
-        """Return the try as JSON with stable keys. A bound that is still infinite is None."""
+        """Return the try as JSON with stable keys. An interval's bound that is still infinite is None."""
         tree = {
             "folder": str(self.folder),
             "design": self.design,

@@ -57,7 +57,7 @@ class Order:
 
     @property
     def n_made(self) -> int:
-        """Number of texts that the engine computes for each prompt; 1 if the prompt is only read."""
+        """Number of texts that the engine computes for each prompt; 1 if it only scores the prompt."""
         return self.n if self.generates else 1
 
 

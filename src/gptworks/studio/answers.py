@@ -54,7 +54,8 @@ def _printable(tree: Any) -> Any:
 
 
 def plain(tree: Any) -> Any:
-    """Return a tree that JSON can hold: non-finite numbers become names, as in metrics.jsonl, other objects text."""
+    """Return the tree as JSON can hold it: non-finite numbers as names, like in metrics.jsonl; other objects as
+    text."""
     if isinstance(tree, dict):
         return {printable(str(key)): plain(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

@@ -56,7 +56,7 @@ _PHI3_ALONE = (
 )  # fmt: skip
 _UNGATED = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 _UNGATED_NEW = {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu2": "relu2"}
-"""`_UNGATED` with `gelu_new`, GPT-2's name for the tanh form of GELU."""
+"""The names in `_UNGATED`, but with GPT-2's name for the tanh form of GELU."""
 _GATES = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_pytorch_tanh"}
 _SILU = activation("hidden_act", _GATES, "silu")
 _LAYER_NORM = fixed(norm="layernorm", norm_bias=True)

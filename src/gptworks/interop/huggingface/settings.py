@@ -252,7 +252,7 @@ def biases(config: ModelConfig) -> set[str]:
 
 def experts(*count: str, count_absent: int, per_token_absent: int, shared: str | None = None) -> Clause:
     """Return a clause for the number of experts, experts per token and the shared expert's width. A dense model
-    is written with one expert, which reads back as a different model, so the architecture does not fit.
+    is written with one expert; it reads back as a different model, so the architecture does not fit.
 
     Args:
         count: names of the setting for the number of experts; exports write the first one.

@@ -243,7 +243,7 @@ def _compare_original(original: Original, tokenizer: Any, generation: Any) -> No
 
 
 def sequences_for(model: GPT, tokenizer: Tokenizer, texts: Sequence[str] = ()) -> list[list[int]]:
-    """Return token ids to compare, shortest first: of `TEXTS`, of `texts`, and random ones, also beyond a window."""
+    """Return token ids to compare, shortest first: of `TEXTS`, of `texts`, and random ones, one beyond any window."""
     config = model.config
     context, beyond = config.context_length, 96
     if config.window is not None:
