@@ -40,7 +40,7 @@ KINDS = {
     "query_key_value": "attention", "attention_scores": "scores", "output_projection": "attention",
     "laboratory": "attention", "future_heads": "head",
 }  # fmt: skip
-"""Kind of each group of parameters and each part of the FLOPs, which decides the colour; mlp if not listed."""
+"""Kind, and so colour, of each group of parameters and each part of the FLOPs; mlp for those not listed."""
 
 WORDS = {"query_key_value": "query, key, value", "attention_scores": "scores and weighted sum", "mlp": "MLP"}
 """Displayed names of parts of the FLOPs, if they differ from the keys."""
@@ -301,7 +301,8 @@ def label(group: ParameterGroup) -> str:
 
 
 def tensors_text(group: ParameterGroup) -> str:
-    """Return a group's tensors by shape, such as `query out [768 × 768] · key value [256 × 768]`; experts only once."""
+    """Return a group's tensors by shape, such as `query out [768 × 768] · key value [256 × 768]`; one expert's for
+    all."""
     if not group.tensors:
         return "tied to the token embedding"
     tensors = {name: shape for name, shape in group.tensors.items() if not re.search(r"experts\.[1-9]", name)}

@@ -22,7 +22,7 @@ TRY_FILE = "try.json"
 _MOST_BYTES = 1 << 26
 
 PLACES = {"after": "at equal tokens", "in-time": "in equal time"}
-"""By kind of changed run (arm), words for the point at which it is compared with the unchanged run."""
+"""Words for the point at which the run `after` or `in-time` is compared with the run without the change."""
 
 LOSS_ERROR, SPEED_ERROR = 0.04, 0.01
 """False-positive rates, for a change without effect, of the test of losses and of the test of step times, which leads

@@ -54,7 +54,7 @@ def _printable(tree: Any) -> Any:
 
 
 def plain(tree: Any) -> Any:
-    """Return the tree as JSON can hold it: non-finite numbers as names, like in metrics.jsonl; other objects as
+    """Return the tree in the form of JSON: non-finite numbers as names, like in metrics.jsonl; other objects as
     text."""
     if isinstance(tree, dict):
         return {printable(str(key)): plain(value) for key, value in tree.items()}

@@ -66,8 +66,7 @@ class Vocabulary:
     begins_with_bos: bool
     ends_with_eos: bool
     notes: tuple[str, ...]
-    """Remaining differences from the run: texts with other ids, and tokens that end a text in only one of the
-    programs."""
+    """Remaining differences from the run: texts with other ids, and tokens that end a text in only one program."""
 
 
 def read_vocabulary(tokenizer: Tokenizer, n_rows: int, turn_end: int | None = None) -> Vocabulary:
