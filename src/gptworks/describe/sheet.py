@@ -301,8 +301,7 @@ def label(group: ParameterGroup) -> str:
 
 
 def tensors_text(group: ParameterGroup) -> str:
-    """Return a group's tensors by shape, such as `query out [768 × 768] · key value [256 × 768]`; one expert's for
-    all."""
+    """Return a group's tensors by shape: `query out [768 × 768] · key value [256 × 768]`; equal experts only once."""
     if not group.tensors:
         return "tied to the token embedding"
     tensors = {name: shape for name, shape in group.tensors.items() if not re.search(r"experts\.[1-9]", name)}

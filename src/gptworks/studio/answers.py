@@ -54,8 +54,7 @@ def _printable(tree: Any) -> Any:
 
 
 def plain(tree: Any) -> Any:
-    """Return the tree in the form of JSON: non-finite numbers as names, like in metrics.jsonl; other objects as
-    text."""
+    """Return a tree that JSON can hold: non-finite numbers become names, as in metrics.jsonl; objects become text."""
     if isinstance(tree, dict):
         return {printable(str(key)): plain(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

@@ -25,7 +25,7 @@ class Vectors:
 
     If `unit` is 16, only the native kernels read and write the data, in the layout of cached_attention.h: blocks of 16
     positions, in words of four bytes (one fp32, two bf16 or four int8 numbers). Keys are in panels of 16
-    (quantize/panels.py). A word of the values has the same element of the vectors at consecutive positions.
+    (quantize/panels.py). A word of the values has element d of the vectors at consecutive positions.
     """
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, unit: int) -> None:
