@@ -100,7 +100,7 @@ def _muon_scratch(matrices: dict[Shape, int]) -> int:
 
 
 def _muon_work(shape: Shape) -> int:
-    """Return the number of multiplications in one iteration of Muon's orthogonalization: A = X·Xᵀ, A², (A, A²)·X."""
+    """Return the number of multiplications in one of Muon's iterations: for X·Xᵀ, its square, and a product with X."""
     short, long = sorted(shape)
     return short * short * (2 * long + short)
 

@@ -135,7 +135,7 @@ class Recipe(Section):
 
     @property
     def anneal_from(self) -> int | None:
-        """Index of the first sample drawn with the weights of `data.anneal`; None if that is not set."""
+        """Index of the first sample drawn with the weights of `data.anneal`; None without `data.anneal`."""
         anneal, train = self.data.anneal, self.train
         if anneal is None or anneal.share is None:
             return None if anneal is None else anneal.from_sample

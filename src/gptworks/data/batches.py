@@ -232,8 +232,8 @@ def counts(weights: tuple[int, ...], n: int) -> list[int]:
 
     The datasets are the leaves of a Huffman tree. Each inner node divides its samples between its two children in
     proportion to their weights, rounded to the nearest, so one more sample gives exactly one child one more. Every
-    share is less than 1.68 off its exact value: rounding at an ancestor of weight W adds an error of at most w / 2W to
-    a leaf of weight w. From a leaf upwards, weights grow at least as fast as Fibonacci numbers, because a node's
+    share is less than 1.68 off its exact value: rounding at an ancestor of weight W adds an error of at most w / (2W)
+    to a leaf of weight w. From a leaf upwards, weights grow at least as fast as Fibonacci numbers, because a node's
     sibling is at least as heavy as each of its children. So the errors add up to less than half the reciprocal
     Fibonacci constant (3.3599). With two datasets the error is at most 1/2.
     """

@@ -118,7 +118,7 @@ def read_texts(data: DataConfig) -> Texts:
 
 
 def cleaned_texts(work: Path, data: DataConfig, report: Report) -> Texts:
-    """Clean a dataset's text if the recipe has filters; return the sources. Skip jobs already cleaned in `work`.
+    """Clean a dataset's text if the recipe has filters; return its sources. Jobs cleaned earlier in `work` are skipped.
 
     Raises:
         UserError: a source is broken, or no document is left.

@@ -182,7 +182,7 @@ class _JobWriter:
         return encoder, round_trips
 
     def _round_trips(self, piece: Piece, text: bytes, ids: list[int]) -> bool:
-        """Return whether the tokens decode to the text, also if other text precedes them."""
+        """Return whether the tokens decode to the text, even if other text precedes the tokens."""
         if self._texts is not None:  # decoding only joins the texts of tokens
             return b"".join(map(self._texts.__getitem__, ids)) == text
         if piece.starts_document:

@@ -172,7 +172,7 @@ def empty(split: Split, validation: ValidationSplit, conversations: bool = False
 # does not depend on the order of the sources.
 _ALL = 1 << 64
 _LEAST_KEPT_BYTES = 1 << 23
-"""Minimum of the limit on the bytes of text sampled by a job."""
+"""The limit on the bytes of text that one job samples is never lower than this, unless the whole sample is smaller."""
 
 
 def sample_texts(
@@ -215,7 +215,7 @@ def _sampler(validation: ValidationSplit, below: int, advance: Advance) -> Calla
 
 
 def _sample_job(validation: ValidationSplit, below: int, advance: Advance, work: Work) -> None:
-    """Write a job's training pieces with keys less than `below`. Above the size limit, drop those with large keys."""
+    """Write a job's training pieces with keys less than `below`. Above the size limit, drop the largest keys."""
     job, file, limit_bytes = work
     kept: list[tuple[int, int, str]] = []  # a heap with the largest key on top
     kept_bytes, most = 0, below

@@ -59,7 +59,7 @@ def text_statistics(metric: str, hypotheses: Sequence[str], references: Sequence
     """Return a metric's kind for `figure_of`, and the statistics [N, S] of texts with one or more references each.
 
     Raises:
-        UserError: the library is not installed.
+        UserError: the library that computes the metric is not installed.
     """
     if metric in ("bleu", "chrf"):
         most = max(map(len, references))

@@ -30,7 +30,7 @@ def run_task(
 ) -> Evaluation:
     """Ask a model the items of a task, and score its answers.
 
-    An item whose shots exceed the context gets as many as fit; a note of the result counts such items.
+    An item whose shots exceed the context gets as many shots as fit; a note in the result counts such items.
 
     Args:
         run, step: the run's name and the checkpoint's step, for the result.

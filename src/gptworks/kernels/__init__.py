@@ -1,1 +1,1 @@
-"""Kernels of the model's operations: a C++ library for CPUs, torch code, and the table that lists and chooses them."""
+"""Kernels of the model's operations: a C++ library for CPUs, torch code, and a table from which to choose one."""

@@ -1,4 +1,4 @@
-"""Compiling this folder's C++ to a library, for this machine's processor or the one in GPTWORKS_NATIVE_MARCH."""
+"""Compile this folder's C++ to a library, for this machine's processor or the one in GPTWORKS_NATIVE_MARCH."""
 
 import hashlib
 import logging

@@ -185,7 +185,7 @@ def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def texts_bias(positions: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return the bias [B, T, T] that limits queries, in rows of several texts, to own and earlier keys of their text.
+    """Return the bias [B, T, T] that lets each query see only its own key and earlier keys of its text.
 
     positions: each token's position in its own text, int64 [B, T]; a text begins at each 0.
     """
@@ -265,7 +265,7 @@ def scores_cost(s: Shapes, window: int | None) -> Stage:
     c = s.config
     q, k = s.products(c.n_heads * c.d_head), s.products(c.n_kv_heads * c.d_head)
     leaves = q + 2 * k
-    repeated = not s.on_cpu and is_grouped(s) and is_masked(s, window)  # see `takes_groups`
+    repeated = not s.on_cpu and is_grouped(s) and is_masked(s, window)  # keys and values; see `takes_groups`
     heads = s.batch_size * c.n_heads
     if s.native:
         return Stage("attention", {ATTENTION: 2 * q + 2 * k + 4 * heads * s.length}, arrives=q, leaves=leaves)
@@ -296,7 +296,7 @@ def scores_cost(s: Shapes, window: int | None) -> Stage:
     if repeated:
         scratch = q + 2 * k - leaves  # gradients of repeated keys and values, before summation
     pairs = round(s.length * padded) * keys_seen
-    if c.attention_softcap is not None:  # saves the tanh, and the weights in float32 and cast
+    if c.attention_softcap is not None:  # saves the tanh, the float32 weights and their cast copy
         one = heads * pairs * s.product_bytes
         weights = 4 * heads * pairs + (one if s.autocast else 0)
         dropped = one + (heads * pairs * 4 if s.on_cpu else heads * pairs) if c.dropout_attention else 0

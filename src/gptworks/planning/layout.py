@@ -74,7 +74,7 @@ class Shards:
     trained_block: int
     trained_outside: int
     trained_whole: int
-    """The last three: trained elements of `block`, `outside`, `whole`. The share in `block` and `whole` is the same."""
+    """Trained elements of `block`, `outside` and `whole`, assuming the same trained share in `block` and `whole`."""
     largest: int
     """Elements of the largest tensor."""
 

@@ -262,7 +262,7 @@ class _Step:
     def _hold_copies(self, layer: int, sign: int = 1) -> None:
         if self.trained.rank:  # an adapter's base is frozen, and autocast caches copies of trained weights only
             return
-        if self._first_kept(layer) is not None or self._runs(layer)[0] != layer:  # another run of the block holds them
+        if self._first_kept(layer) is not None or self._runs(layer)[0] != layer:  # another run holds the copies
             return
         copied = (stage.saved.get(COPIES, 0) for stage in self._block(layer) if stage.matrices)
         self.hold(COPIES, sign * sum(copied))
@@ -291,7 +291,7 @@ class _Step:
         self.hold(LOSS, 4 * head)
         if objective.scores_targets:  # the gradient at scored positions is copied into one for all positions
             self.mark("loss, backward", features)
-        else:  # the gradients are scaled into new tensors
+        else:  # the scaled gradients are new tensors
             self._drop_copies()
             self.mark("loss, backward", features + 4 * head)
         self.hold(LOSS, -features)
@@ -389,7 +389,7 @@ class _Step:
         gradient = product * stage.matrices if self.packed or not self.trained.rank else 0
         momentary = gradient + max(stage.leaves + stage.scratch + 4 * stage.table, self._unpacking_bytes(stage))
         if (stage.module or stage.name) in self.trained.targets:  # an adapter scales the arriving gradient
-            dropped = 3 * stage.leaves - stage.arrives if self.trained.dropout else 0  # 3 gradients of the input
+            dropped = 3 * stage.leaves - stage.arrives if self.trained.dropout else 0  # 3 gradients of the input exist
             momentary = max(momentary, stage.arrives, 2 * stage.leaves, dropped)
         self.mark(moment, momentary)
         self.hold_saved(stage, -1)

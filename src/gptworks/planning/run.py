@@ -323,7 +323,7 @@ class Plan:
     @property
     def most_weights_only(self) -> int:
         """Maximum number of weights-only checkpoints on disk. If evaluations fall between saves, these hold the best
-        weights so far, and the best weights at the time of each newest checkpoint but the oldest (`most_checkpoints`
+        weights so far, and the best weights at the time of each kept checkpoint but the oldest (`most_checkpoints`
         includes the weights for the oldest). With `keep_every`, the weights of step 0 need one more."""
         train = self.train
         return bool(train.keep_every) + (train.keep_checkpoints if train.evaluate_every % train.checkpoint_every else 0)
@@ -358,7 +358,7 @@ def plan(
 
     Args:
         data: size of the training split.
-        steps_reason: clause that explains the number of steps; None: it names the setting that limits them.
+        steps_reason: clause that explains the number of steps; None: a clause that names the setting that limits it.
         device: the kind of device; None: this machine's CPU.
         n_ranks: number of devices; `train.parallel` decides how they divide model and batches.
         utilization: share of the device's FLOP/s that the step reaches.

@@ -28,7 +28,7 @@ UNKNOWN_SIZE = DataSize()
 
 
 def planned_steps(train: TrainConfig, context_length: int, data: DataSize = UNKNOWN_SIZE) -> tuple[int | None, str]:
-    """Return the number of optimizer steps, None if unknown, and a clause that names the setting that limits it first.
+    """Return the number of optimizer steps (None: unknown), and a clause that names the setting that limits it most.
 
     An epoch has `samples_per_epoch` samples, or if that is None, each window of `gptworks.data.batches.Batches` once.
     The number is rounded to whole steps.

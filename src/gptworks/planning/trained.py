@@ -41,7 +41,7 @@ class Trained:
     in_8_bits: tuple[int, int] = (0, 0)
     """Number of elements with 8-bit moments, and number of these moments' scales, if `optimizer_state` is int8."""
     n_still: int = 0
-    """Number of blocks run first that have no backward pass, because no parameter in or before them is trained."""
+    """Number of block runs at the start without a backward pass: no parameter in or before them is trained."""
 
     def moves(self, module: str, layer: int) -> bool:
         """Return whether a layer's module with this last name part has trained parameters of its own."""

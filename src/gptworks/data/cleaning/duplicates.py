@@ -97,8 +97,8 @@ class Duplicates:
         return verdicts
 
     def _shared(self, signatures: Hashes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
-        """Return document numbers [n], ascending; for each, a group [n] of equal hashes to which the document belongs;
-        and the number of the first group of equal bands (lower numbers are groups of equal texts)."""
+        """Return the pairs (document, group of equal hashes that contains it) as two arrays [n], ascending by document;
+        and the number of the first group of equal bands: lower numbers are groups of equal texts."""
         rows, groups, number, near_from = [], [], 0, 0
         for columns in self._keys():
             order = np.lexsort([signatures[:, column] for column in columns])

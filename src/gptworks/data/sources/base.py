@@ -205,7 +205,7 @@ def grouped(file: Path, sizes: Iterable[int]) -> Iterator[Unit]:
 
 
 def _cut(data: bytes) -> int:
-    """Return the length of a piece: up to the last line break, else without the last character, maybe incomplete."""
+    """Return a piece's length: up to the last line break, else without the last character, which may be incomplete."""
     if newline := data.rfind(b"\n") + 1:
         return newline
     last = len(data) - 1

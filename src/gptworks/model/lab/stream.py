@@ -186,7 +186,7 @@ class Values(nn.Module):
 
     @staticmethod
     def cost(s: Shapes, layer: int) -> Iterator[Stage]:
-        """Yield the memory of each of the module's operations; nothing if the layer has no such module."""
+        """Yield the memory of each operation of the layer's `Values`; nothing if the layer has no such module."""
         c, kind = s.config, s.config.layer_value_embedding(layer)
         width = c.n_kv_heads * c.d_head
         k = s.products(width)
