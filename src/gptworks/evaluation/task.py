@@ -59,7 +59,7 @@ class Sampled(Section):
 
 
 class MultipleChoice(TaskFile):
-    """Multiple choice: score whether the right choice has the highest log-probability; also per token and per byte."""
+    """Multiple choice: score whether the right choice is the most probable: in total, per token and per byte."""
 
     type: Literal["multiple_choice"]
     choices: str | tuple[str, ...]

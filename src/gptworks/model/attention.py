@@ -80,7 +80,7 @@ class Attention(nn.Module):
         if changed := list(Values.cost(s, layer)):  # a layer with `Values` projects its values first
             projections = [projections[2], *projections[:2]]
         for name, width, output in projections:
-            first, last = name == projections[0][0], name == projections[-1][0]  # `last` is first in the backward pass
+            first, last = name == projections[0][0], name == projections[-1][0]  # the backward pass begins at `last`
             yield Stage(
                 name,
                 ({RESIDUAL: normalized} if first else {}) | s.copies(c.d_model * width),

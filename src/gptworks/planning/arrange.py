@@ -29,7 +29,7 @@ class Refusal:
 
 
 def arrange(recipe: Recipe, n_ranks: int, device: Device) -> Layout | Refusal:
-    """Return the layout of the recipe's model and batches on `n_ranks` such devices, following `train.parallel`.
+    """Return the layout of the recipe's model and batches on `n_ranks` devices, following `train.parallel`.
 
     `strategy: auto` shards the model if a step with the whole model on each device would not fit. The returned layout
     may not fit either: to check this, compare `training_peak` of its `rank_setting` with the device's memory.

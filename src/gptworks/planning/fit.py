@@ -47,7 +47,7 @@ class Need:
 
 
 def need(setting: Setting, device: Device) -> Need:
-    """Estimate the memory that a run with this training step needs on such devices and their hosts."""
+    """Estimate the memory that a run with this training step needs on devices of this kind and on their hosts."""
     return Need(device, training_peak(setting), host_memory(setting, device))
 
 

@@ -378,7 +378,7 @@ class _Step:
             self.mark("gradients added up over ranks", min(there, BUCKET_BYTES + largest), COMMUNICATION)
 
     def _runs(self, use: int) -> list[int]:
-        """Return the positions of the forward pass that run the same block as `use`, if they have a backward pass."""
+        """Return the positions in the forward pass at which the block of position `use` runs with a backward pass."""
         return [u for u in self.layers if self.uses[u] == self.uses[use]]
 
     def _go_back(self, stage: Stage, moment: str, use: int | None = None) -> None:
@@ -435,7 +435,7 @@ class _Step:
         if not self.setting.accumulates:
             self.hold(GRADIENTS, 4 * (matrices + vectors))
         self.bucket_bytes += 4 * (matrices + vectors)
-        if self.layout.sums_in_backward and self.bucket_bytes >= BUCKET_BYTES:  # the full bucket replaces the last one
+        if self.layout.sums_in_backward and self.bucket_bytes >= BUCKET_BYTES:  # a full bucket replaces the last one
             self.hold(COMMUNICATION, self.bucket_bytes - self.held[COMMUNICATION])
             self.mark("gradients added up over ranks")
             self.bucket_bytes = 0

@@ -322,9 +322,8 @@ class Plan:
 
     @property
     def most_weights_only(self) -> int:
-        """Maximum number of weights-only checkpoints on disk. If evaluations fall between saves, these hold the best
-        weights so far, and the best weights at the time of each kept checkpoint but the oldest (`most_checkpoints`
-        includes the weights for the oldest). With `keep_every`, the weights of step 0 need one more."""
+        """Maximum number of weights-only checkpoints on disk: if evaluations fall between saves, `keep_checkpoints`
+        with the weights that were best so far; with `keep_every`, one more with the weights of step 0."""
         train = self.train
         return bool(train.keep_every) + (train.keep_checkpoints if train.evaluate_every % train.checkpoint_every else 0)
 
