@@ -54,7 +54,7 @@ class EvaluatedRun:
         Args: as for `gptworks.evaluate`. `precision` applies to losses only; for tasks, the engine chooses a precision.
 
         Raises:
-            UserError: the run, checkpoint or device is missing, files are damaged, or a quantized run has another format.
+            UserError: run, checkpoint or device is missing, files are damaged, or a quantized run has another format.
         """
         self.folder = Path(run_dir)
         chosen = choose_checkpoint(self.folder, checkpoint, report)
