@@ -20,7 +20,7 @@ from gptworks.training.changes import read_history as read_changes
 from gptworks.training.record.metrics import Record, Skipped, read_metrics
 
 MOST_RECORDS = 20_000
-"""Twice this many records of a kind are reduced to this many, evenly spaced, plus the best and the last."""
+"""When a kind has twice this many records, they are thinned to this many, evenly spaced, and the best and last stay."""
 
 
 @dataclass(frozen=True)

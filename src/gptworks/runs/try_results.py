@@ -120,7 +120,7 @@ class Try:
 
     @property
     def open_questions(self) -> tuple[str, ...]:
-        """Questions that more pairs may answer: whether losses differ, for each changed run; whether step times do."""
+        """Questions that more pairs may answer: whether each changed run's loss differs; whether step times differ."""
         losses = (f"{PLACES[arm]}: whether the loss differs" for arm in self.arms[1:]
                   if self.verdict(arm).answer == "open")  # fmt: skip
         return (*losses, *([f"{PLACES['in-time']}: whether a step takes another time"] if self.is_time_open else []))

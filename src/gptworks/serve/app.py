@@ -40,7 +40,7 @@ def create_app(
     """Return the server's ASGI app; `app.state.service` is its state.
 
     Args:
-        engines: engines by model name; the first answers requests that may leave out the model name and do.
+        engines: engines by model name; the first answers requests whose optional model name is missing.
         routers: further routes, for pages in a browser.
         home: answers requests of browsers for `/`.
     """
