@@ -251,7 +251,7 @@ class TurnSession(ChatSession):
         """Do nothing: the next `send` encodes this answer."""
 
     def _fitting(self, messages: list[Message]) -> tuple[int, list[int], int]:
-        """Return how many old messages to hide so that an answer fits, the others' ids, and the number of ids saved."""
+        """Return how many old messages to hide so that an answer fits, the rest's token ids, and the number saved."""
         room = self.engine.context - min(self.settings.max_tokens, self.engine.context // 2)
         ids = self._template.encode(messages, add_generation_prompt=True)
         n_before, n_hidden, first = len(ids), 0, 1 if self.system else 0
