@@ -265,7 +265,7 @@ def scores_cost(s: Shapes, window: int | None) -> Stage:
     c = s.config
     q, k = s.products(c.n_heads * c.d_head), s.products(c.n_kv_heads * c.d_head)
     leaves = q + 2 * k
-    repeated = not s.on_cpu and is_grouped(s) and is_masked(s, window)  # keys and values; see `takes_groups`
+    repeated = not s.on_cpu and is_grouped(s) and is_masked(s, window)  # repeats keys and values: `takes_groups`
     heads = s.batch_size * c.n_heads
     if s.native:
         return Stage("attention", {ATTENTION: 2 * q + 2 * k + 4 * heads * s.length}, arrives=q, leaves=leaves)
