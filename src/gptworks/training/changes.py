@@ -1,7 +1,7 @@
 """The settings that a resumed run may change, and `changes.json`: the run folder's record of the changes made.
 
-If the loss curve depends on a setting, its change must be allowed by name (`--change`); other changes need only be
-recorded. The record also holds the run's origin and its command lines' settings, which a resumed run uses again.
+The user must allow each change that affects the loss curve (`--change SETTING`); other changes are only recorded. The
+record also holds the run's origin, and the settings of its command lines, which a resumed run uses again.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ Changes = dict[str, tuple[Any, Any]]
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint of another run from which a run was forked."""
+    """A checkpoint of another run, from which this run was forked."""
 
     run: str
     """Name of the other run's folder."""
@@ -67,7 +67,7 @@ class History:
     """`key.path=value` settings of the run's command lines, in the order given; each key appears once."""
     changes: list[Change] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
-    """The checkpoint from which the run was forked; if its run is a fork too, that run's source next; and so on."""
+    """The checkpoint from which the run was forked, then the one from which that checkpoint's run was forked, etc."""
 
     @property
     def exact(self) -> bool:
@@ -117,15 +117,15 @@ def read_history(run_dir: Path) -> History:
 
 
 def settings_at(run_dir: Path, step: int) -> list[str]:
-    """Return overrides that restore, in a run's recipe, the settings that it had at the end of `step`."""
+    """Return overrides that set a run's recipe back to the settings in use at the end of `step`."""
     later = [change.settings for change in read_history(run_dir).changes if change.step > step]
     undone = [(path, old) for settings in reversed(later) for path, (old, _) in settings.items()]
     return [f"{path}={as_typed(old)}" for path, old in undone if path.partition(".")[0] != "sweep"]  # runs ignore sweep
 
 
 def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
-    """Load the recipe of a resumed run: the file's settings, those of the run's earlier command lines, `overrides`.
-    Settings of `model` and `train` missing from all three keep the run's values, whatever the current defaults are.
+    """Load the recipe of a resumed run: the file, changed by the run's earlier command lines, then by `overrides`.
+    Settings of `model` and `train` missing from all three keep the run's values, even if the defaults have changed.
 
     Returns the recipe, and the earlier command lines' settings that it uses again.
 
@@ -152,7 +152,7 @@ def _settled(run: Recipe) -> dict[str, dict[str, Any]]:
 def changed(before: Recipe, now: Recipe) -> Changes:
     """Return the settings that differ between two recipes of a run, except its name and folder."""
     old, new = ({s.path: to_jsonable_python(s.value) for s in settings(recipe)} for recipe in (before, now))
-    if now.model.vocab_size == 0:  # unknown until the data is prepared
+    if now.model.vocab_size == 0:  # 0 means unknown: the data is not prepared yet
         new["model.vocab_size"] = old["model.vocab_size"]
     for one, other in ((old, new), (new, old)):  # treat a section that one recipe lacks as one setting
         for path in [path for path, value in one.items() if value is None and path not in other]:
@@ -170,8 +170,8 @@ def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), fork
         forked_at: the step from which a fork continues; None: the run resumes from its newest checkpoint.
 
     Raises:
-        UserError: a changed setting is fixed, or affects the loss curve and is not in `asked`; `train.max_steps` is
-            below the step already reached; or `asked` contains an unknown setting.
+        UserError: a changed setting may never change, or affects the loss curve and is not in `asked`;
+            `train.max_steps` is below the step already reached; or `asked` contains an unknown setting.
     """
     changes, folder = changed(before, now), now.run_dir
     known = {setting.path for recipe in (before, now) for setting in settings(recipe)}
@@ -209,7 +209,7 @@ def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), fork
 
 
 def _check_anneal(before: Recipe, now: Recipe, done: int) -> None:
-    """Check that `data.anneal` changes no mixture weights of samples already read, on which all later ones depend.
+    """Check that a change of `data.anneal` keeps the mixture weights with which samples were already drawn.
 
     Raises:
         UserError: the weights would change too early, or `batch_size` changes while `data.anneal.share` is set.
@@ -273,7 +273,7 @@ def _why(recipe: Recipe, path: str) -> str:
 
 
 def _covers(asked: Iterable[str], paths: Collection[str]) -> bool:
-    """Whether `asked` contains one of the paths, or a section inside or around one."""
+    """Whether `asked` contains one of the paths, a section that contains one, or a setting inside one."""
     pairs = ((f"{one}.", f"{path}.") for one in asked for path in paths)
     return any(one.startswith(path) or path.startswith(one) for one, path in pairs)
 
@@ -281,7 +281,7 @@ def _covers(asked: Iterable[str], paths: Collection[str]) -> bool:
 def record(
     run_dir: Path, step: int, changes: Changes, overrides: Sequence[str], before: Recipe | None, exact: bool = True
 ) -> History:
-    """Add the changes made at `step` to the run folder's record, before the new recipe.yaml is written; return it.
+    """Add the changes made at `step` to the run folder's record, before recipe.yaml is written; return the record.
 
     The last recorded change is removed if a crash kept it out of recipe.yaml, whose settings are `before`. Changes at
     later steps, which will run again, are moved to `step`.

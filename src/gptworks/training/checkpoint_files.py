@@ -42,7 +42,7 @@ class TensorPart(NamedTuple):
     shape: tuple[int, ...]
     """The shape of the complete tensor."""
     place: tuple[slice, ...]
-    """The elements that the part has: a slice of each dimension."""
+    """The part's position in the tensor: a slice of each dimension."""
     values: Tensor
     """The elements; on the meta device if another rank writes the complete tensor."""
 
@@ -62,7 +62,7 @@ class TensorPart(NamedTuple):
 
 
 Files = Mapping[str, Mapping[str, TensorPart]]
-"""A rank's parts of tensors by file and name."""
+"""A rank's parts of tensors, by file name and tensor name."""
 
 
 def save_checkpoint(
@@ -76,7 +76,7 @@ def save_checkpoint(
     """Write `checkpoints/step-<step>`, or without optimizer_tensors `weights-<step>`, completely or not at all.
 
     Args:
-        model_tensors, optimizer_tensors: this rank's parts, on the CPU or meta device; rank 0 has one of each tensor.
+        model_tensors, optimizer_tensors: this rank's parts, on the CPU or meta device; rank 0 has one per tensor.
         writers: the ranks that write. Each of them calls this function.
 
     Raises:
@@ -112,7 +112,7 @@ def save_checkpoint(
             write_whole(
                 aside / "manifest.json", sealed_json({"format": FORMAT, "step": step, "files": described}), new=True
             )
-            if final.exists():  # a damaged checkpoint, before which the run was resumed
+            if final.exists():  # damaged: the run was resumed from an older checkpoint
                 remove_checkpoint(Checkpoint(final))
     except (OSError, RunError) as error:
         cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
@@ -130,7 +130,7 @@ def save_checkpoint(
 def _add_parts(parent: Path, files: Files, writers: Writers) -> None:
     """Write this rank's parts into the files that rank 0 has made; report their bytes, or the error, to rank 0."""
     folder = writers.share()
-    if not folder:  # rank 0 could not make it
+    if not folder:  # rank 0 could not make the folder or its files
         return
     report = f"rank {writers.rank} failed"
     try:
@@ -167,7 +167,7 @@ def _n_bytes(files: Files) -> int:
 
 
 def _make_file(path: Path, parts: Mapping[str, TensorPart]) -> None:
-    """Make a safetensors file of these tensors, complete and all zeros.
+    """Make a safetensors file with space for the complete tensors, filled with zeros.
 
     Raises:
         OSError: the file cannot be made.
@@ -179,7 +179,7 @@ def _make_file(path: Path, parts: Mapping[str, TensorPart]) -> None:
         header[name] = {"dtype": dtypes[values.dtype], "shape": shape, "data_offsets": (at, end)}
         at = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors are aligned: the largest elements come first
+    text += b" " * (-len(text) % 8)  # aligns the tensors, sorted by element size above
     with open_new(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + at)
@@ -219,7 +219,7 @@ def _runs(part: TensorPart) -> Iterator[tuple[int, int]]:
     strides = [prod(part.shape[i + 1 :]) for i in range(len(sizes))]
     begin = sum(one.start * stride for one, stride in zip(part.place, strides, strict=True))
     divided = [i for i, size in enumerate(sizes) if size != part.shape[i]]
-    inner = divided[-1] if divided else 0  # later dimensions are complete
+    inner = divided[-1] if divided else 0  # the part has all indices of later dimensions
     for indices in product(*map(range, sizes[:inner])):
         yield begin + sum(i * stride for i, stride in zip(indices, strides, strict=False)), prod(sizes[inner:])
 

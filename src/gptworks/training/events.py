@@ -20,7 +20,7 @@ class Step:
     skipped: str | None = None
     """The reason why the gradients were not applied; None: they were applied."""
     by_layer: dict[str, Any] = field(default_factory=dict)
-    """Norms of each layer; empty if they are not recorded at this step."""
+    """Norms of each layer's outputs and gradients; empty if this step does not record them."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Evaluation:
 
 
 class Listener:
-    """Base class of a run's listeners. The loop calls the methods of each in this order; subclasses override some."""
+    """Base class of a run's listeners. The loop calls its methods in the order below; subclasses override some."""
 
     def begin_step(self, progress: Progress) -> None:
         """Called before the step's batch is read."""

@@ -1,7 +1,7 @@
 """Forks: runs that continue from a checkpoint of another run, in their own folder, with some settings changed.
 
-The new folder has the source's state at that step. `--resume` continues from there, and repeats the source's further
-steps bit for bit if no setting is changed.
+The new folder holds the source's state at the checkpoint. `--resume` continues from there, and repeats the source's
+later steps bit for bit if no setting is changed.
 """
 
 import threading
@@ -29,7 +29,7 @@ from gptworks.training.objectives.base import objective_of
 from gptworks.training.progress import Progress
 from gptworks.training.record.metrics import LOG, MOST_LOG_BYTES, MetricsLog
 
-_one_at_a_time = threading.Lock()  # two forks made under the same name would write to the same folder
+_one_at_a_time = threading.Lock()  # two forks with the same name would write to one folder
 
 
 def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = ()) -> Path:
@@ -41,7 +41,7 @@ def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = 
     Args:
         step: the step of the checkpoint; None: the last checkpoint from which the run can resume.
         into: the new run folder; it must be missing or empty.
-        overrides: `key.path=value` settings from that step on. Changes that the source made later are left out.
+        overrides: `key.path=value` settings to change. The source's own changes after that step do not apply.
 
     Returns:
         `into`.
@@ -140,7 +140,7 @@ def _progress_of(checkpoint: Checkpoint, before: Recipe, now: Recipe, changes: C
 
 
 def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe: Recipe, aside: Path) -> None:
-    """Copy or link the source's files into the new folder `aside`; remove the log's records after the checkpoint."""
+    """Copy or link the source's files into the new folder `aside`, the log only up to the checkpoint."""
     best = checkpoint_of_step(source, progress.best_step)
     start = Checkpoint(source / "checkpoints" / "weights-000000")
     for taken in [checkpoint, *(one for one in dict.fromkeys([best, start]) if one != checkpoint and one.is_whole)]:

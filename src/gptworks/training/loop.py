@@ -53,7 +53,7 @@ def train(
     overrides: Sequence[str] = (),
     prepare: Callable[[Recipe], Prepared] = prepare_data,
 ) -> Outcome:
-    """Train the recipe's model until its length is reached, it stops improving, or a signal asks it to stop.
+    """Train the recipe's model until the run's planned end, until it stops improving, or until a stop signal arrives.
 
     Args:
         recipe: the settings of the model, the data and the training.
@@ -177,7 +177,7 @@ class Run(Session):
         return step
 
     def evaluate(self) -> bool:
-        """Evaluate on the validation split, or on the part set in the recipe; return False if a signal ends it."""
+        """Evaluate on the validation split, or the part that the recipe sets; return False if a signal interrupts."""
         progress = self.progress
         try:
             with (
@@ -204,7 +204,7 @@ class Run(Session):
         return True
 
     def sample(self) -> None:
-        """Generate and report a text for each of the recipe's prompts; with a fixed seed, only training changes it."""
+        """Generate and report a text for each of the recipe's prompts, always with the same seed."""
         if not self.parallel.samples:
             return
         sampling = SamplingSettings(

@@ -143,7 +143,7 @@ class Length:
         self._recipe, self._train, self._samples = recipe, recipe.train, samples
 
     def total_steps(self, progress: Progress) -> int | None:
-        """Return the run's number of steps; None: only time limits it. Steps to come have the present `batch_size`."""
+        """Return the run's number of steps; None: only time limits it. Assumes that `batch_size` stays as it is."""
         train, samples = self._train, self._samples.per_epoch
         planned = planned_steps(train, self._samples.context_length, DataSize(samples_per_epoch=samples))[0]
         if train.epochs is None or progress.samples == progress.step * train.batch_size:

@@ -86,7 +86,7 @@ def _position(sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], n_step
         parts = zip(sizes, ends, strict=True)
         return sum(size * max(0, min(end, step) - first) for (first, size), end in parts)
 
-    passed = [(0, 0)]  # (step, samples skipped from that step on)
+    passed = [(0, 0)]  # (step, total number of samples that rollbacks had skipped then)
     for to, from_step in jumps:
         before = next(n for step, n in reversed(passed) if step <= from_step)
         passed = [one for one in passed if one[0] < to] or [(0, 0)]
@@ -97,7 +97,7 @@ def _position(sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], n_step
 def _check(
     run_dir: Path, recipe: Recipe, sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], step: int
 ) -> None:
-    """Compare the result of `_position` with the position in the first checkpoint at or after `step`, else the last."""
+    """Raise UserError if `_position` contradicts the first checkpoint at or after `step`, or else the last one."""
     found = sorted(all_checkpoints(run_dir), key=lambda one: one.step)
     near = next((one for one in found if one.step >= step), found[-1] if found else None)
     if near is None:

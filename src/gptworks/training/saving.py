@@ -18,11 +18,11 @@ Signature = tuple[tuple[str, int, int, int], ...]
 def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: set[Signature] | None = None) -> None:
     """Delete old checkpoints, and leftovers of interrupted writes and deletions.
 
-    Keeps the newest `keep` undamaged checkpoints that a run can resume from, the best one that each of them names,
-    multiples of `keep_every` steps, and with `keep_every` the weights of step 0. A checkpoint with only weights is kept
-    if it is such a best one, or if it is the newest and no full one is newer. Also keeps, without counting them towards
-    `keep`, the newest checkpoint if it was saved after a skipped step, and damaged ones newer than the last counted
-    one: a run never rolls back to these.
+    Keeps the newest `keep` undamaged checkpoints that a run can resume from; the best one that each of them names; full
+    ones at multiples of `keep_every` steps; with `keep_every`, the weights of step 0; and the newest one with only
+    weights, if newer than every undamaged full one. Also keeps, without counting them towards `keep`, the newest
+    checkpoint if it was saved after a skipped step, and damaged ones newer than the last counted one, because a run
+    never rolls back to these.
 
     Args:
         known: signatures of folders that matched their manifests. Unchanged folders are not read again; folders read
@@ -112,7 +112,7 @@ class CheckpointWriter:
         if error is not None:
             self._writers.give_up()
         self._pool.shutdown()
-        if error is None:  # otherwise `error` is reported
+        if error is None:  # otherwise the caller gets `error`
             self.wait()
 
     def save(self, step: int, tensors: Mapping[str, Iterable[tuple[str, TensorPart]]], state: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ class WeightAverage:
         if self.train.average_last:
             assert total_steps is not None, "the run has a length in steps"
             n_averaged = max(1, round(self.train.average_last * total_steps))
-            n_before = max(0, step - (total_steps - n_averaged))  # averaged steps before this one
+            n_before = max(0, step - (total_steps - n_averaged))  # number of averaged steps before this one
             decay = n_before / (1 + n_before)
         for name, average in self.tensors.items():
             average.lerp_(self.parameters[name].detach().float(), 1 - decay)
@@ -95,7 +95,7 @@ EMBEDDING, HEAD = "token_embedding.weight", "untied_head.weight"
 
 class LateUntying:
     """Unties a head that is tied to the token embedding at first; from then on the head trains separately, beginning as
-    a copy (modded-nanogpt, pull request 178). The step's number is set, so that a resumed run unties at the same step.
+    a copy (modded-nanogpt, pull request 178). The recipe sets the step, so that a resumed run unties at the same one.
 
     The head's matrix exists from the start, so that every checkpoint is of one model: until the head is untied, it is
     saved equal to the embedding, without optimizer state.
@@ -109,7 +109,7 @@ class LateUntying:
         self._model, self._optimizer, self._steps = model, optimizer, untie_after_steps
 
     def begin(self, step: int, average: WeightAverage) -> None:
-        """Untie the head if this is the step; the loop calls this before optimizer step number `step`, from 0."""
+        """Untie the head if `step` is the step to do so. Called before optimizer step number `step`, from 0."""
         if not self._steps:
             return
         if step == self._steps:
@@ -118,7 +118,7 @@ class LateUntying:
         self._model.head_is_embedding = step < self._steps
 
     def before_saving(self, average: WeightAverage) -> None:
-        """Copy the embedding to the head's matrix while the model computes its head with the embedding."""
+        """Copy the embedding to the head's matrix if the head is still tied."""
         if self._model.head_is_embedding:
             self._copy(average)
 

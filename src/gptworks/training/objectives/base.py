@@ -1,4 +1,4 @@
-"""The base class of training objectives. The loop uses only `Objective`; all differences are in its subclasses.
+"""The base class of training objectives. The loop uses only `Objective`; subclasses contain all that differs.
 
 To add an objective, write a class of its settings in `gptworks.config.objective` and, in a file here, a subclass of
 `Objective` that annotates its `settings` with this class.
@@ -93,7 +93,7 @@ class Objective:
         return self.samples.batch(position, micro_step, size)
 
     def generate(self, position: int, asked: StepBatches) -> StepBatches:
-        """Generate the micro-batches of the step at sample `position` from those of `batch`; called if `generates`."""
+        """Turn a step's results of `batch`, `asked`, into the micro-batches to train on; called if `generates`."""
         raise NotImplementedError
 
     @property

@@ -74,5 +74,5 @@ class PairsObjective(Objective):
 
 
 def counts(targets: Tensor) -> bool:
-    """Whether to count an evaluation batch; one without targets only keeps ranks in step (`Workers.split_batches`)."""
+    """Whether an evaluation batch has targets; one without only keeps ranks in step (`Workers.split_batches`)."""
     return bool((targets != IGNORED).any())

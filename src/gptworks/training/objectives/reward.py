@@ -179,7 +179,7 @@ class Reward(Objective):
         return ends[0]
 
     def _fitting_prompts(self, split: str) -> dict[int, Prompt]:
-        """Return the prompts of a split, by number, after which the context has room for `max_tokens` more tokens."""
+        """Return the prompts of a split that leave room in the context for `max_tokens` more tokens, by number."""
         examples, tokenizer, prompts = self._examples[split], self._run.engine.tokenizer, {}
         n_prompts = len(examples.n_tokens)
         for i in range(n_prompts):
@@ -274,7 +274,7 @@ class Reward(Objective):
             return (*batch, self._logprobs(model, inputs, targets)[0])
 
     def _reward(self, prompt: Prompt, answer: Completion) -> float:
-        self._run.ranks.count_work()  # a sign of life for the other ranks: the user's function may be slow
+        self._run.ranks.count_work()  # the other ranks must not time out if the user's function is slow
         return reward_of(self._function, self.settings.reward, answer.text, prompt)
 
     def _answers(self, prompts: list[Prompt], seeds: list[int], n_samples: int) -> list[list[Completion]]:

@@ -12,7 +12,7 @@ from gptworks.errors import RunError, UserError
 from gptworks.files import read_regular, write_whole
 
 REWARD_FILE = "reward.py"
-"""Name of the copy, in the run folder, of the file with the reward function; made when the run starts."""
+"""Name of the reward function's file in the run folder, which is copied there when the run starts."""
 
 RewardFunction = Callable[..., float]
 """Called as function(completion, prompt=..., answer=...), all strings; `answer` is the answer in the dataset."""
@@ -42,7 +42,7 @@ def load_reward(name: str) -> RewardFunction:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's own code
+    except Exception as error:  # the user's code may raise any error
         raise UserError(f"objective.reward={name}: {path} fails when it is read: {_said(error)}.") from None
     found = getattr(module, function, None)
     if not callable(found):
@@ -59,7 +59,7 @@ def reward_of(function: RewardFunction, name: str, completion: str, prompt: Prom
     """
     try:
         reward = function(completion, prompt=prompt.text, answer=prompt.answer)
-    except Exception as error:  # the user's own code
+    except Exception as error:  # the user's code may raise any error
         raise RunError(f"objective.reward={name} fails on {completion[:60]!r}: {_said(error)}.") from error
     if isinstance(reward, bool | int | float | np.number) and math.isfinite(reward):
         return float(reward)
@@ -74,7 +74,7 @@ _MOST_BYTES = 1 << 24
 
 
 def keep_reward_file(name: str, run_dir: Path, is_new: bool, writes: bool) -> None:
-    """Copy the function's file into the folder of a new run, if `writes`; in a resumed run, compare it with the copy.
+    """Copy the function's file to a new run's folder, if this rank `writes`; in a resumed run, compare both files.
 
     Raises:
         UserError: the file has changed since the run began.

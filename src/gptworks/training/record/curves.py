@@ -66,7 +66,7 @@ def moving_average(values: NDArray[np.float64], decay: float) -> NDArray[np.floa
 def training_chart(
     train: Sequence[Record], validation: Sequence[Record], title: str, unit: str, *, rewarded: bool, best: str = ""
 ) -> Chart:
-    """Return a chart of the loss over tokens; if `rewarded`, of the reward, because the loss is then no likelihood.
+    """Return a chart of the loss over tokens; if `rewarded`, of the reward, because the loss is then not a likelihood.
 
     Args:
         best: text appended to the validation curve's name.

@@ -24,8 +24,8 @@ class LayerNorms(Listener):
         step.by_layer = self.finish()
 
     def finish(self) -> dict[str, Any]:
-        """Return figures for metrics.jsonl, after the backward passes: each block's root mean square of its last output
-        in this rank's first micro-batch, and its gradient norm in the step; empty if the step will not be logged."""
+        """Return figures for metrics.jsonl: the root mean square of each block's output (at its last use) in the rank's
+        first micro-batch, and the norm of its gradients; empty if the step will not be logged."""
         outputs, self._model.watched = self._model.watched, None
         if not outputs:
             return {}

@@ -91,7 +91,7 @@ class Skipped:
     """Statistics of the lines that a reader of the log skipped because they are not records."""
 
     reasons: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """How many lines were skipped, and the line number of the first, by reason."""
+    """For each reason, the number of skipped lines and the line number of the first."""
 
     def add(self, reason: str, line: int) -> None:
         count, first = self.reasons.get(reason, (0, line))
@@ -133,7 +133,7 @@ MOST_LOG_BYTES = 1 << 34
 _MOST_LINE_BYTES = 1 << 22
 _BLOCK_BYTES = 1 << 18
 _KNOWN_BYTES = 256
-"""Number of bytes, the last ones read, that a reader remembers: if the file has others there, it was rewritten."""
+"""A reader remembers this many of the last bytes it read; if the file now differs there, it was rewritten."""
 
 
 class MetricsReader:
@@ -199,8 +199,8 @@ class MetricsReader:
             return same and not self._was_no_line and self._inode in (None, os.fstat(file.fileno()).st_ino)
 
     def _finished(self, line: bytes) -> Record | None:
-        """Return the record of a complete line; None if it is not a record, or `read` returned it without newline."""
-        if self._ended_open:  # `read` has returned this line's record; any text after that makes the line invalid
+        """Return the record of a complete line; None if it is not a record or `read` already returned it."""
+        if self._ended_open:  # `read` has returned this line's record; more text would make the line invalid
             self._ended_open = False
             self._was_no_line = self._is_too_long or bool(line.strip())
             return None
@@ -267,15 +267,15 @@ def _parsed(line: bytes) -> Record | str:
         record = from_json(line)
     except ValueError:
         try:
-            record = json.loads(line)  # six times slower, but accepts other encodings and lone surrogates
-        except (ValueError, RecursionError):  # a number of more than 4,300 digits is a ValueError too
+            record = json.loads(line)  # accepts other encodings and lone surrogates, but takes 6 times as long
+        except (ValueError, RecursionError):  # also raised for a number of more than 4,300 digits
             return "not whole JSON"
     return _fault(record) or _checked(record)
 
 
 _TEXTS = ("kind", "prompt", "text", "unit")
 _NOT_FINITE = ("nan", "inf", "-inf")
-"""How the log writes numbers that JSON lacks."""
+"""Strings that the log contains instead of numbers that JSON lacks."""
 
 
 def _is_number(value: Any) -> bool:
@@ -323,7 +323,7 @@ def _checked(record: Record) -> Record:
     """Return the record with its figures as numbers, without invalid values; unchanged if its kind is unknown."""
     if record["kind"] not in (*_NEEDED, "skipped"):
         return record
-    for key in [key for key, value in record.items() if type(value) is not float]:  # nearly all values are floats
+    for key in [key for key, value in record.items() if type(value) is not float]:  # floats, most values, are valid
         value = record[key]
         if key not in _TEXTS and _is_number(value):
             continue

@@ -10,7 +10,7 @@ from gptworks.terminal import Console
 from gptworks.training.record.display import Display
 
 MOST_LINES = 30
-"""Number of message lines shown, the newest; the run folder has all figures."""
+"""Number of newest message lines shown; all figures are in the run folder."""
 
 
 def in_notebook() -> bool:
