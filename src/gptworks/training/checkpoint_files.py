@@ -2,8 +2,8 @@
 and rank 0 adds the state and the manifest. The files are the same on any number of ranks.
 
 The header of a safetensors file gives the offset of every element, so that ranks need not send each other tensors.
-`torch.distributed.checkpoint` would describe its files in a format that can run code, or write a file of parts per
-rank, which every reader would have to combine.
+`torch.distributed.checkpoint` would write metadata that can run code when read (pickle), or one file of parts per rank,
+which every reader would have to combine.
 """
 
 import json

@@ -52,7 +52,7 @@ class Prefetcher:
 
 
 BLOCK = 256
-"""Number of samples whose windows are cut together: a run reads all their first rows, then all second rows, etc."""
+"""Number of samples in a block: a run reads the first rows of all their windows, then all second rows, etc."""
 
 
 def cut_windows(first: int, size: int, n_rows: int) -> Iterator[tuple[int, int, int]]:

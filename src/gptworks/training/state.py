@@ -97,8 +97,8 @@ class LateUntying:
     """Unties a head that is tied to the token embedding at first; from then on the head trains separately, beginning as
     a copy (modded-nanogpt, pull request 178). The recipe sets the step, so that a resumed run unties at the same one.
 
-    The head's matrix exists from the start, so that every checkpoint is of one model: until the head is untied, it is
-    saved equal to the embedding, without optimizer state.
+    The head's matrix exists from the start, so that all checkpoints have the same model tensors. Until the head is
+    untied, its matrix is saved as a copy of the embedding, without optimizer state.
     """
 
     def __init__(self, model: GPT, optimizer: Optimizer, untie_after_steps: int) -> None:
