@@ -1,13 +1,13 @@
-"""Many changes beside one baseline, each trained once a block: what a seed does to all runs is no change's doing.
+"""Compare many changes with one baseline; each change is trained once per block, so that seed effects cancel.
 
-A loss is its change's, plus its block's, plus noise: the additive model of randomized complete blocks, fitted by least
-squares, so that a run may be missing. The noise of all runs together tells how far chance reaches, which the two or
-three runs of a change alone cannot. The intervals hold together: all of them contain their true differences with 95%
-(Dunnett, 1955, many treatments with one control). The quantile that this takes depends on which runs there are and has
-no closed form, so normal noise is drawn for these runs and sent through the same fit.
+The model is additive, as in a randomized complete block design: a loss is an effect of the change, an effect of the
+block, and noise. It is fitted by least squares, so that runs may be missing. The noise is estimated from all runs
+together, since a change has only two or three. The intervals are simultaneous: with a probability of 95%, all of them
+contain the true differences (Dunnett, 1955, many treatments with one control). Their quantile depends on which runs
+exist and has no closed form, so it is simulated: normal noise for these runs is fitted in the same way.
 
-The noise must be of one size for that. A change whose runs scatter more than chance explains (Cochran's test of the
-largest variance, 1941, its quantile drawn likewise) is set apart: it is compared by its own pairs, and not fitted.
+This assumes that all changes have equal noise. A change whose runs vary significantly more (Cochran's test of the
+largest variance, 1941, with a quantile simulated likewise) is set apart: only its own pairs are used, not the fit.
 """
 
 import math
@@ -21,35 +21,35 @@ from numpy.typing import NDArray
 from gptworks.runs.statistics import t_quantile
 
 FEWEST_RUNS = 3
-"""Of a change in blocks that have the baseline too: fewer get no interval."""
+"""Minimum number of a change's runs, in blocks that have the baseline too, for an interval."""
 
 ERROR = 0.05
-"""How often some interval of a fit misses its true difference."""
+"""Probability that some interval of a fit misses its true difference."""
 APART = 0.01
-"""How often some change is set apart where all noise is of one size."""
+"""Probability that some change is set apart although all changes have equal noise."""
 _DRAWN = 20_000
 
 Block = Hashable
 Runs = Sequence[tuple[str, Block, float]]
-"""Change, block and loss of each run; a change is at most once in a block."""
+"""Change, block and loss of each run; a block has at most one run of a change."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A change's loss less the baseline's."""
+    """A change's loss minus the baseline's."""
 
     value: float
     low: float
     high: float
     n: int
-    """Blocks that have a run of the change and one of the baseline."""
+    """Number of blocks that have a run of the change and one of the baseline."""
     apart: bool = False
-    """Whether its own pairs alone say so, in an interval of 95% by itself."""
+    """Whether the change was set apart: only its own pairs give the interval, which has 95% by itself."""
 
 
 def compare(runs: Runs, baseline: str) -> dict[str, Comparison]:
-    """What each change does to the loss, for all that have a pair with the baseline, without an interval (infinite
-    bounds) where there are too few runs."""
+    """Return the effect of each change on the loss, for all changes that share a block with the baseline; with too few
+    runs, the interval is infinite."""
     pairs = _pairs(runs, baseline)
     if not pairs:
         return {}
@@ -64,7 +64,7 @@ def compare(runs: Runs, baseline: str) -> dict[str, Comparison]:
 
 
 def _pairs(runs: Runs, baseline: str) -> dict[str, list[float]]:
-    """By change, its loss less the baseline's in each block that has both."""
+    """Return, for each change, its loss minus the baseline's in each block that has both."""
     beside = {block: loss for change, block, loss in runs if change == baseline}
     pairs: dict[str, list[float]] = {}
     for change, block, loss in runs:
@@ -81,26 +81,26 @@ def _alone(differences: Sequence[float]) -> Comparison:
 
 @dataclass(frozen=True)
 class _Fit:
-    """Least squares of runs by change and block."""
+    """A least-squares fit of the losses by change and block."""
 
     names: list[str]
-    """Of the changes, the baseline first."""
+    """Names of the changes, the baseline first."""
     change_of: NDArray[np.int64]
-    """By run, the index of its change."""
+    """Index of each run's change."""
     effects: NDArray[np.float64]
-    """(changes, runs): from losses to each change's loss less the baseline's."""
+    """(changes, runs): maps losses to each change's loss minus the baseline's."""
     leaves: NDArray[np.float64]
-    """(runs, runs): from losses to what the fit does not explain."""
+    """(runs, runs): maps losses to residuals."""
     freedom: int
-    """Runs less the parameters that they determine."""
+    """Degrees of freedom: number of runs minus the rank of the fit."""
 
     def noise(self, losses: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The standard deviation of the noise, of losses (…, runs)."""
+        """Return the standard deviation of the noise in losses (…, runs)."""
         return np.sqrt(((losses @ self.leaves) ** 2).sum(-1) / self.freedom)
 
     def scatter(self, losses: NDArray[np.float64]) -> NDArray[np.float64]:
-        """By change (…, changes), its share of what is not explained, over the share to expect; 0 for the baseline,
-        which cannot be set apart, and for fewer runs than an interval needs."""
+        """Return, for each change (…, changes), its share of the residual variance divided by the expected share; 0 for
+        the baseline, which is never set apart, and for changes with too few runs for an interval."""
         members = np.eye(len(self.names))[self.change_of]
         expected = np.diag(self.leaves) @ members
         judged = (members.sum(0) >= FEWEST_RUNS) & (expected > 1e-9)
@@ -128,8 +128,8 @@ def _drawn(n: int) -> NDArray[np.float64]:
 
 
 def _most_scattered(fit: _Fit, losses: NDArray[np.float64]) -> str | None:
-    """The change whose noise is larger than that of the others, if any is."""
-    if fit.freedom == 0 or fit.noise(losses) < 1e-9:  # rounding, which has no size to compare
+    """Return the change with significantly more noise than the others, if there is one."""
+    if fit.freedom == 0 or fit.noise(losses) < 1e-9:  # the residuals are only rounding errors
         return None
     scatter = fit.scatter(losses)
     drawn = fit.scatter(_drawn(len(losses))).max(-1)
@@ -138,7 +138,7 @@ def _most_scattered(fit: _Fit, losses: NDArray[np.float64]) -> str | None:
 
 def _fitted(fit: _Fit, losses: NDArray[np.float64], pairs: Mapping[str, Sequence[float]]) -> dict[str, Comparison]:
     values = fit.effects @ losses
-    lengths = np.sqrt((fit.effects**2).sum(1))  # a difference's standard error, where the noise is 1
+    lengths = np.sqrt((fit.effects**2).sum(1))  # standard error of each difference for noise of 1
     enough = [i for i, name in enumerate(fit.names) if i and len(pairs[name]) >= FEWEST_RUNS]
     margins = np.full(len(fit.names), math.inf)
     if enough and fit.freedom > 0:

@@ -1,7 +1,7 @@
-"""Training beside another program that keeps one core busy, against the idle machine: `python bench/busy.py`.
+"""Measure training while another program keeps one core busy, compared with the idle machine: `python bench/busy.py`.
 
-Each arrangement of threads takes the same steps of a small model in a process of its own. They take turns; figures are
-medians over the rounds. Run it where nothing else computes.
+Each arrangement of threads runs the same steps of a small model in its own process. The processes alternate; figures
+are medians over the rounds. Run it on an otherwise idle machine.
 """
 
 import argparse
@@ -27,11 +27,11 @@ ARRANGEMENTS = {
     "one busy core, all threads, OMP_WAIT_POLICY=active": (True, 0, {"OMP_WAIT_POLICY": "active"}),
     "one busy core, one thread less, as a new run chooses": (True, 1, {}),
 }
-"""Whether a core is busy, by how many threads fewer are taken, and the environment."""
+"""By name: whether a core is kept busy, how many threads fewer are used, and the environment variables."""
 
 
 def recipe(folder: Path) -> Path:
-    """A model of some 2 million parameters, and its text."""
+    """Write a text and the recipe of a model of about 2 million parameters; return the recipe's path."""
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     tree = {
         "model": {
@@ -48,7 +48,7 @@ def recipe(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def busy_core(wanted: bool) -> Iterator[None]:
-    """Inside, another process computes without a pause."""
+    """Return a context in which another process computes without a pause."""
     other = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if wanted else None
     try:
         yield
@@ -59,7 +59,7 @@ def busy_core(wanted: bool) -> Iterator[None]:
 
 
 def tokens_per_second(file: Path, run_dir: Path, n_threads: int, environment: dict[str, str]) -> float:
-    """Of the steps after the first few."""
+    """Return the speed of the steps after the first few."""
     command = [sys.executable, "-m", "gptworks", "train", str(file), f"run_dir={run_dir}", f"train.threads={n_threads}"]
     subprocess.run(command, check=True, env={**os.environ, **environment}, stderr=subprocess.DEVNULL)
     steps = [record for record in read_metrics(run_dir / "metrics.jsonl") if record["kind"] == "train"][WARM_UP - 1 :]

@@ -1,4 +1,4 @@
-"""The changes that bench/experiments.py tries, each beside the defaults of gptworks."""
+"""The changes that bench/experiments.py tries, each compared with the defaults of gptworks."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ BASELINE = "baseline"
 
 @dataclass(frozen=True)
 class Change:
-    """Settings that differ from the baseline's."""
+    """A change: the settings that differ from the baseline's."""
 
     name: str
     settings: tuple[str, ...]
-    """`key.path=value`, which make one change together."""
+    """`key.path=value` settings, which together make the change."""
     source: str
     """Who proposed it, or whose recipe has it."""
 
@@ -126,4 +126,4 @@ CHANGES = (
     # regularization
     _change("dropout", "model.dropout_residual=0.1", "Srivastava et al., 2014"),
 )  # fmt: skip
-"""In the order in which they are trained: what is missing of a seed is at the end."""
+"""In order of training, so that an unfinished seed lacks the last changes."""

@@ -1,9 +1,9 @@
-"""The filters' speed on one core, beside datatrove's filters of the same rules.
+"""Measure the filters' speed on one core, compared with datatrove's filters that implement the same rules.
 
     python bench/cleaning.py [FILES]        # default: the sources of Python's library
 
-Text is cut into documents of about 5 kB. MB/s are of a thread's own CPU time, the best of three passes. Both split
-words at white space here, so that rules are compared and not tokenizers. datatrove is left out where it is missing.
+The text is cut into documents of about 5 kB. MB/s are per CPU time of one thread, the best of three passes. Both sides
+split words at white space, so that rules are compared and not tokenizers. Without datatrove, only ours is measured.
 """
 
 import json
@@ -30,7 +30,7 @@ PEERS = {
 
 
 def documents(files: list[Path], most_bytes: int = 4_000_000) -> list[str]:
-    """The beginning of each file in parts of about 5 kB, which end with a line."""
+    """Return the beginning of each file, cut at line ends into parts of about 5 kB."""
     found: list[str] = []
     for file in files:
         text = file.read_text(encoding="utf-8", errors="replace")[:60_000]
@@ -44,7 +44,7 @@ def documents(files: list[Path], most_bytes: int = 4_000_000) -> list[str]:
 
 
 def speed(function: Callable[[str], Any], texts: list[str]) -> float:
-    """MB/s, the best of three passes."""
+    """Return MB/s of the best of three passes."""
     best = float("inf")
     for _ in range(3):
         started = time.thread_time()

@@ -1,17 +1,17 @@
-"""A dataset from text to shards, beside nanochat's and litGPT's ways, in one run: `python bench/data.py`.
+"""Measure building a dataset, from text to shards, compared with nanochat's and litGPT's ways: `python bench/data.py`.
 
-The text is the same at each call. Half of it is real (the standard library and the documentation of installed packages,
-in copies of which each has other words changed), half is drawn like the web's (words by Zipf's law, long words, links,
-numbers, quotes and CJK). Half of the files are JSONL, half Parquet. The tokenizer, BPE of 16,384 tokens in Llama 3's
-pattern, is trained before on the first 10 MB. Each way is a process tree of its own:
+The text is the same in each call. Half of it is real (the standard library and the documentation of installed
+packages, repeated with some words changed), half is random but like the web's (words by Zipf's law, long words, links,
+numbers, quotes and CJK). Half of the files are JSONL, half Parquet. The tokenizer, BPE of 16,384 tokens with Llama 3's
+pattern, is trained beforehand on the first 10 MB. Each way runs as its own process tree:
 
     gptworks       gptworks data build, with checks, hashes, a validation split and finished shards
     nanochat's     documents in batches of 128 to tiktoken, into a buffer, from which tensors of 32 × 2,048 are cut
     litGPT's       each worker's files to `tokenizers`, a document at a time, as tensors appended to chunks; what
                    `litdata.optimize` does, which is measured too where it is installed
 
-The others read the first `--peer-megabytes` alone. MB/s are those of UTF-8 text by the clock, and by the CPU time of
-all processes, which other programs disturb less. Memory is the most that all processes held, shared pages counted once.
+The others read only the first `--peer-megabytes`. MB/s are UTF-8 text per wall time, and per CPU time of all processes,
+which depends less on other programs. Memory is the peak over all processes; shared pages count once.
 """
 
 import argparse
@@ -44,16 +44,16 @@ from gptworks.device import device_name
 from gptworks.tokenizer import BPE_PATTERNS, BYTE_CHARACTERS, load_tokenizer, save_tokenizer, train_tokenizer
 
 FILE_BYTES, TOKENIZER_BYTES, VOCABULARY = 32_000_000, 10_000_000, 16_384
-ROWS, CONTEXT = 32, 2048  # of nanochat's batches
+ROWS, CONTEXT = 32, 2048  # the shape of nanochat's batches
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
-SECONDS_BETWEEN_LOOKS = 1.0  # at the memory: one takes 14 ms of a core that the processes measured may want
+SECONDS_BETWEEN_LOOKS = 1.0  # measuring memory takes 14 ms of a core
 
 
 # ------------------------------------------------------------------------------------------------------- the text
 
 
 def real_texts() -> list[bytes]:
-    """The standard library, and what installed packages say about themselves."""
+    """Return the sources of the standard library and the documentation of installed packages."""
     library, packages = (Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib"))
     sources = (file for file in library.rglob("*.py") if not {"site-packages", "test"} & set(file.parts))
     files = chain(sources, packages.rglob("*.md"), packages.rglob("*.rst"), packages.rglob("METADATA"))
@@ -70,7 +70,7 @@ def real_texts() -> list[bytes]:
 
 
 def real_documents() -> Iterator[str]:
-    """Those texts without end; in each copy after the first, every fourth word is another one."""
+    """Yield the `real_texts` again and again; in each copy after the first, every fourth word is changed."""
     texts = real_texts()
     yield from (text.decode("utf-8") for text in texts)
     for seed in range(1 << 30):
@@ -84,7 +84,7 @@ def real_documents() -> Iterator[str]:
 
 
 def web_documents() -> Iterator[str]:
-    """Documents of some 2 KB, without end."""
+    """Yield random documents of about 2 KB, without end."""
     draw = np.random.default_rng(0)
     parts = re.findall("..?.?", "kaloterminstringpreconversationalesquonbraphtheoughneyanunnessablely")
     words = np.array(
@@ -107,7 +107,7 @@ def web_documents() -> Iterator[str]:
 
 
 def write_texts(folder: Path, megabytes: int) -> None:
-    """Files of JSONL and Parquet in turns, and `texts.json`: the files, each with the bytes of its text."""
+    """Write JSONL and Parquet files alternately, and `texts.json`: each file's path and the bytes of its text."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -144,7 +144,7 @@ def write_texts(folder: Path, megabytes: int) -> None:
 
 
 def read_file(file: str) -> Iterator[str]:
-    """A file's documents, as a script reads them."""
+    """Yield a file's documents."""
     if file.endswith(".jsonl"):
         with open(file, encoding="utf-8") as stream:  # noqa: PTH123
             yield from (json.loads(line)["text"] for line in stream)
@@ -160,7 +160,7 @@ def read_file(file: str) -> Iterator[str]:
 
 
 def gptworks(folder: Path, processes: int) -> list[str]:
-    """The command."""
+    """Write the recipe, and return the `gptworks` command that builds its dataset."""
     sources = [{"type": kind, "path": str(folder / kind)} for kind in ("jsonl", "parquet") if (folder / kind).exists()]
     recipe = {
         "model": {"context_length": 256, "n_layers": 1, "d_model": 64, "n_heads": 1},
@@ -235,7 +235,7 @@ WAYS = {"nanochat's": nanochats, "litGPT's": litgpts, "litdata": litdatas}
 
 
 def measure(command: list[str]) -> tuple[float, float, int]:
-    """Seconds by the clock, CPU seconds of all processes, and the most bytes that they held."""
+    """Return the wall time, the CPU time of all processes, and the maximum bytes that they held."""
     started, peak, ended = time.perf_counter(), 0, threading.Event()
     process = subprocess.Popen(
         command,
@@ -260,7 +260,8 @@ def measure(command: list[str]) -> tuple[float, float, int]:
 
 
 def held_bytes(process_id: int) -> int:
-    """The memory of a process and its descendants, with a page of several processes divided among them (Linux)."""
+    """Return the memory of a process and its descendants; a page that several processes share is counted once
+    (Linux)."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -1,10 +1,10 @@
-"""What a recipe that says nothing learns in a given time, beside the defaults before it; and a sweep of its rates.
+"""Compare what the default recipe learns in a given time with the earlier defaults, and sweep its learning rates.
 
     python bench/defaults.py rates                                # a sweep of the rates at four widths
     python bench/defaults.py table --english FOLDER --shakespeare FILE --minutes 2
 
-Times are taken once, on an idle machine (`--measure`), and turned into steps: so a busy machine takes longer and gives
-the same losses. Each finished run is a line of `--results`, and is not repeated.
+Step times are measured once, on an idle machine (`--measure`), and turned into numbers of steps, so that a busy machine
+takes longer but gives the same losses. Each finished run is a line of `--results` and is not repeated.
 """
 
 import argparse
@@ -27,19 +27,19 @@ EARLIER: dict[str, dict[str, Any]] = {
     "train": {"optimizer": "adamw", "learning_rate": 3e-4, "weight_decay": 0.1, "schedule": "cosine",
               "warmup_steps": 0, "final_rate_fraction": 0.1},
 }  # fmt: skip
-"""The defaults before; the rate of AdamW was 3e-4 for every model."""
+"""The earlier defaults; the learning rate of AdamW was 3e-4 for every model."""
 
 CORPORA = ("stdlib", "english", "shakespeare")
 SHAPES = {64: 2, 128: 2, 256: 4, 512: 4}
-"""Layers by width."""
+"""Number of layers by width."""
 BATCH, CONTEXT = 16, 256
 SWEEP_STEPS = 150
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Of both rates."""
+"""Factors of both learning rates."""
 
 
 def recipe(corpus: str, folder: Path, paths: dict[str, Path | None], **sections: dict[str, Any]) -> dict[str, Any]:
-    """The recipe of a corpus with nothing but sizes, and the given settings."""
+    """Return the recipe of a corpus with only sizes and the given settings."""
     source = {"type": "python-stdlib"} if corpus == "stdlib" else {"type": "text", "path": str(paths[corpus])}
     by = "tail" if corpus == "shakespeare" else "document"
     return {
@@ -58,12 +58,12 @@ def recipe(corpus: str, folder: Path, paths: dict[str, Path | None], **sections:
 
 
 def shape(width: int) -> dict[str, int]:
-    """The sizes of a model of this width."""
+    """Return the sizes of a model of this width."""
     return {"n_layers": SHAPES[width], "d_model": width, "n_heads": max(1, width // 64)}
 
 
 def run_one(tree: dict[str, Any]) -> dict[str, float]:
-    """Train it. The best validation loss in nats and in bits per byte, and the seconds of a step."""
+    """Train a recipe; return the best validation loss in nats and in bits per byte, and the seconds per step."""
     from rich.console import Console
 
     from gptworks.recipe import parse_recipe
@@ -72,7 +72,7 @@ def run_one(tree: dict[str, Any]) -> dict[str, float]:
     from gptworks.training.record.metrics import read_metrics
 
     settings = parse_recipe(tree)
-    shutil.rmtree(settings.run_dir, ignore_errors=True)  # of a run that was broken off
+    shutil.rmtree(settings.run_dir, ignore_errors=True)  # left by an interrupted run
     outcome = train(settings, display=Display(Console(quiet=True)), force=True)
     records = read_metrics(settings.run_dir / "metrics.jsonl")
     best = min((one for one in records if one["kind"] == "validation"), key=lambda record: record["loss"])
@@ -84,7 +84,7 @@ def run_one(tree: dict[str, Any]) -> dict[str, float]:
 
 
 def in_process(tree: dict[str, Any], threads: int) -> dict[str, float]:
-    """The same in a process of its own."""
+    """Call `run_one` in a new process."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(
         [sys.executable, __file__, "one"],
@@ -100,7 +100,7 @@ def in_process(tree: dict[str, Any], threads: int) -> dict[str, float]:
 
 
 def jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each run's name and recipe."""
+    """Return the name and recipe of each run."""
     paths = {"english": arguments.english, "shakespeare": arguments.shakespeare, "stdlib": None}
     folder = Path(arguments.runs)
     if arguments.what == "rates":
@@ -132,13 +132,13 @@ def jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
                 model = shape(arguments.width) | given["model"]
                 train = {"max_steps": steps, **given["train"]}
                 if defaults == "new":
-                    train["epochs"] = EPOCHS  # where a recipe that names no end ends
+                    train["epochs"] = EPOCHS  # the default length of a run
                 train["evaluate_every"] = max(1, steps // 5)
                 yield name, recipe(corpus, folder / name.replace(" ", "-"), paths, seed=seed, model=model, train=train)
 
 
 def main() -> None:
-    """Run what is asked for, and print the results there are."""
+    """Run what the arguments ask for, and print all results so far."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["rates", "table", "one"])
     parser.add_argument("--english", type=Path)

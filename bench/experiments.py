@@ -1,13 +1,13 @@
-"""Which changes help a small model? Every change, on every regime, with every seed, beside the baseline of that seed.
+"""Which changes help a small model? Train each change on each regime with each seed, and compare it with the baseline.
 
-    python bench/experiments.py --shakespeare tinyshakespeare.txt   # goes on where it was: first all with one seed
-    python bench/experiments.py --regime shakespeare --minutes 40   # begins no run after so long
-    python bench/experiments.py --times --shakespeare FILE          # steps with and without each change, in turns
-    python bench/experiments.py --page                              # docs/experiments.md from docs/experiments.jsonl
+    python bench/experiments.py --shakespeare tinyshakespeare.txt   # continues where it stopped; one seed at a time
+    python bench/experiments.py --regime shakespeare --minutes 40   # starts no run after 40 minutes
+    python bench/experiments.py --times --shakespeare FILE          # times steps with and without each change
+    python bench/experiments.py --page                              # writes docs/experiments.md from its .jsonl
 
-The changes stand in bench/changes.py, the regimes in bench/regimes/: recipes of a minute or two on two cores. Each run
-that ends, or fails, is a line of docs/experiments.jsonl, so that a later session adds to it. A run that was interrupted
-goes on from its folder; one that failed is trained again when its line is removed.
+The changes are in bench/changes.py; the regimes, recipes of a minute or two on two cores, in bench/regimes/. Each run
+that ends or fails becomes a line of docs/experiments.jsonl, to which later sessions add. An interrupted run continues
+from its folder; to repeat a failed run, remove its line.
 """
 
 import argparse
@@ -39,7 +39,7 @@ REGIMES = ("shakespeare", "stdlib", "mixture")
 REGIMES_FOLDER = REPOSITORY / "bench" / "regimes"
 RESULTS = REPOSITORY / "docs" / "experiments.jsonl"
 PACKAGES = ("torch", "sympy", "numpy")
-"""Whose Python files the mixture reads: torch needs the others."""
+"""Packages whose Python files the mixture reads; torch depends on the other two, so they are installed."""
 
 NOTHING = Change(BASELINE, (), "")
 
@@ -49,14 +49,14 @@ class Laboratory:
     """The regimes on this machine."""
 
     folder: Path
-    """Of the regimes' recipes."""
+    """Folder of the regimes' recipes."""
     work: Path
-    """Of runs and prepared text."""
+    """Folder of runs and prepared text."""
     shakespeare: Path | None
-    """TinyShakespeare; None: it is downloaded."""
+    """The file of TinyShakespeare; None: download it."""
 
     def recipe(self, regime: str, change: Change = NOTHING, seed: int = 1) -> Recipe:
-        """The recipe of a run: as many tokens as the baseline's, whatever the change.
+        """Return the recipe of a run; it trains on as many tokens as the baseline, whatever the change.
 
         Raises:
             UserError: the change is not valid there, changes nothing, or makes losses incomparable.
@@ -80,7 +80,7 @@ def _tree(path: Path) -> dict[str, Any]:
 
 
 def recipe_of(path: Path, places: Sequence[str], change: Change, seed: int) -> Recipe:
-    """See `Laboratory.recipe`; the places are overrides of the regime's recipe that decide no loss."""
+    """See `Laboratory.recipe`. `places` are overrides of paths in the regime's recipe, which do not affect the loss."""
     tree = _tree(path)
     baseline = load_recipe(tree, places)
     for setting in change.settings:
@@ -93,7 +93,7 @@ def recipe_of(path: Path, places: Sequence[str], change: Change, seed: int) -> R
         raise UserError(f"change {change.name}: {' '.join(change.settings)} is what the regime has already.")
     batch, samples = recipe.train.batch_size, steps * baseline.train.batch_size
     steps = samples // batch
-    missing = steps * batch - recipe.train.samples_before(steps)  # of steps with smaller batches
+    missing = steps * batch - recipe.train.samples_before(steps)  # because early steps have smaller batches
     steps += missing // batch
     if steps % 2 or recipe.train.samples_before(steps) != samples:
         raise UserError(f"change {change.name}: {samples:,} sequences are no even number of its batches of {batch}.")
@@ -105,7 +105,7 @@ def recipe_of(path: Path, places: Sequence[str], change: Change, seed: int) -> R
 
 @dataclass(frozen=True)
 class Session:
-    """What this session does, and where it writes."""
+    """The runs to do in this session, and where to write the results."""
 
     laboratory: Laboratory
     results: Path
@@ -117,7 +117,7 @@ class Session:
 
     @cached_property
     def recipes(self) -> dict[str, str]:
-        """The settings that decide the baseline's loss, as a sum, of each regime."""
+        """A hash, for each regime, of the settings that affect the baseline's loss."""
         return {regime: fingerprint(self.laboratory.recipe(regime))[:16] for regime in self.regimes}
 
     @cached_property
@@ -125,21 +125,21 @@ class Session:
         return provenance(self.threads)
 
     def order(self) -> Iterator[tuple[int, str, Change]]:
-        """All runs. Every change with one seed, then with the next: so what is half done is already useful."""
+        """Yield all runs: every change with one seed, then with the next, so that partial results are useful."""
         for seed in self.seeds:
             for regime in self.regimes:
                 for change in (NOTHING, *self.changes):
                     yield seed, regime, change
 
     def described(self, kind: str, regime: str, change: Change) -> Result:
-        """What a line says of a change on a regime."""
+        """Return the part of a result line that describes a change on a regime."""
         return {
             "kind": kind, "change": change.name, "settings": list(change.settings), "source": change.source,
             "regime": regime, "recipe": self.recipes[regime],
         }  # fmt: skip
 
     def is_done(self, line: Result) -> bool:
-        """Whether the file has this line's result from this kind of processor."""
+        """Whether the file already has this line's result from this kind of processor."""
         keys = ("kind", "change", "settings", "regime", "recipe", "seed")
         return any(
             all(found.get(key) == line.get(key) for key in keys)
@@ -148,7 +148,7 @@ class Session:
         )
 
     def train(self, stop_asked: Callable[[], Any], until: float) -> None:
-        """Train what is not done, and begin no run after `until`, as `time.monotonic` counts."""
+        """Train the runs that have no result yet; start none after `until`, in seconds of `time.monotonic`."""
         for seed, regime, change in self.order():
             line = self.described("run", regime, change) | {"seed": seed}
             if self.is_done(line):
@@ -168,7 +168,8 @@ class Session:
             self.report(f"{regime}, {change.name}, seed {seed}: {found.get('failed') or round(found['loss'], 4)}")
 
     def measure(self, stop_asked: Callable[[], Any]) -> None:
-        """Measure steps with and without each change, in turns, so that what else the machine does favours neither."""
+        """Measure steps with and without each change, alternately, so that other load on the machine affects both
+        alike."""
         for regime in self.regimes:
             baseline = self.laboratory.recipe(regime)
             for change in self.changes:
@@ -189,7 +190,7 @@ class Session:
 
 
 def chosen(names: Sequence[str] | None) -> list[Change]:
-    """The changes of these names; None: all.
+    """Return the changes with these names; None: all.
 
     Raises:
         UserError: there is no change of a name.
@@ -201,7 +202,7 @@ def chosen(names: Sequence[str] | None) -> list[Change]:
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options of a command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", action="store_true", help="write the page alone")
     parser.add_argument("--times", action="store_true", help="measure steps instead; on an idle machine")
@@ -221,14 +222,14 @@ def main() -> None:
     if options.page:
         write_page(read_results(options.results), options.results.with_suffix(".md"))
         return
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)  # of the runs
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)  # inherited by the runs
     until = time.monotonic() + 60 * options.minutes
     laboratory = Laboratory(REGIMES_FOLDER, options.work.resolve(), options.shakespeare)
     session = Session(
         laboratory, options.results, options.regime or REGIMES, chosen(options.change), options.seeds, options.threads,
         lambda text: print(text, flush=True),
     )  # fmt: skip
-    for regime in session.regimes:  # what cannot be is refused before the first run
+    for regime in session.regimes:  # report invalid changes before the first run
         for change in session.changes:
             laboratory.recipe(regime, change)
     for regime in session.regimes:

@@ -1,4 +1,4 @@
-"""The page of bench/experiments.py, from its file of results alone."""
+"""Writes the page of bench/experiments.py from its file of results."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -12,28 +12,28 @@ from gptworks.runs.step_time import StepTime, step_time
 from recorded import Result
 
 N_SEEDS = FEWEST_RUNS
-"""Runs of a change where nobody asks for others."""
+"""Default number of a change's runs, one per seed."""
 ROUNDS = 3
-"""Measurements of a step without and with a change, in turns."""
+"""Number of times that a step is measured without and with a change."""
 WORTH = 0.005
-"""The smallest difference that matters, in nats per token: what `gptworks try` takes where nobody says."""
+"""The smallest difference that matters, in nats per token; the default of `gptworks try`."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a change on a regime."""
+    """The results of a change on a regime."""
 
     change: str
     settings: tuple[str, ...]
     source: str
     parameters: int | None
-    """None: no run of it ended."""
+    """Number of the model's parameters; None: no run finished."""
     comparison: Comparison | None
-    """Its last loss less the baseline's, in nats per token; None: no run of both with one seed, text and processor."""
+    """Last loss minus the baseline's, in nats per token; None: no seed, text and processor has runs of both."""
     failures: dict[int, str]
-    """By seed: why the run failed."""
+    """Why a run failed, by seed."""
     step_time: StepTime | None
-    """For as many tokens as the baseline's step; None: not measured in turns."""
+    """Step time relative to the baseline's, for equally many tokens; None: not measured."""
 
     @property
     def verdict(self) -> str:
@@ -48,19 +48,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Regime:
-    """What came of all changes on a regime, with the recipe of its last line."""
+    """The results of all changes on a regime, with its latest recipe."""
 
     name: str
     baseline: tuple[Result, ...]
-    """A line for each seed that ended, in order."""
+    """The lines of the finished runs of the baseline, by seed."""
     rows: tuple[Row, ...]
-    """The lowest loss first; what failed, or has no baseline to compare with, last."""
+    """By loss, lowest first; then changes without a comparison, then failed ones."""
     runs: tuple[Result, ...]
 
 
 def regimes_of(results: Sequence[Result]) -> list[Regime]:
-    """Each regime, in the order of the file. Lines of an earlier recipe of a regime, or of other settings of a change
-    than those of its last line, do not count; nor does a run that was repeated, but the last time."""
+    """Return each regime, in the order of the file. Lines with an earlier recipe of the regime or earlier settings of a
+    change are ignored; of a repeated run, only the last line counts."""
     names = dict.fromkeys(line["regime"] for line in results if line["kind"] == "run")
     return [_regime(name, [line for line in results if line["regime"] == name]) for name in names]
 
@@ -107,7 +107,7 @@ def write_page(results: Sequence[Result], path: Path) -> None:
 
 
 def page(results: Sequence[Result]) -> str:
-    """The page, as Markdown."""
+    """Return the page as Markdown."""
     regimes = regimes_of(results)
     return "\n".join([*_heading(regimes, results), *_summary(regimes), *_baselines(regimes), *_tables(regimes)]) + "\n"
 

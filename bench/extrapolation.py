@@ -2,8 +2,8 @@
 
     python bench/extrapolation.py runs/demo
 
-The run needs rotary positions and a tokenizer whose tokens spell the text. Nothing is trained: the same weights read
-windows four times as long, with the frequencies they learned and with scaled ones.
+The run needs rotary positions and a tokenizer whose tokens decode to the text. Nothing is trained: the same weights
+read windows four times as long, with the frequencies that they were trained with and with scaled ones.
 """
 
 import argparse
@@ -24,7 +24,7 @@ PARTS = 8
 
 
 def by_position(run: Path, scaling: str, times: int) -> list[PositionLoss]:
-    """The loss in each part of a context `times` as long as the run's own."""
+    """Return the loss in each part of a context `times` as long as the run's own."""
     trained = load_run(run).recipe.model.context_length
     overrides = [f"model.context_length={times * trained}"]
     if scaling != "none":

@@ -1,18 +1,18 @@
-"""The first hour: from four folders of texts to models of them, in three lines each, beside other recipes.
+"""The first hour: train models on four folders of texts with three commands each, and compare them with other recipes.
 
     python bench/first_hour.py                                # all four folders, 10 minutes a run: over two hours
-    python bench/first_hour.py --folder english --minutes 1   # a short look: about 5 minutes
+    python bench/first_hour.py --folder english --minutes 1   # a quick check: about 5 minutes
 
-The folders are made here: `small` (1 MB of English: --text FILE, such as TinyShakespeare, or the machine's
-documentation), `english` (up to 20 MB of the machine's documentation), `code` (Python's standard library) and `mixed`
-(texts, programs, records and a table, beside a PDF and images). For each:
+The folders are `small` (1 MB of English: --text FILE, such as TinyShakespeare, or the machine's documentation),
+`english` (up to 20 MB of the machine's documentation), `code` (Python's standard library) and `mixed` (texts, programs,
+records and a table, with a PDF and images next to them). For each:
 
     gptworks init FOLDER --minutes M,  gptworks train,  gptworks evaluate --compressors
 
-and two runs more of the same width, depth, context, tokenizer, text, split, batch and minutes of training: with
-gptworks' old defaults and with nanoGPT's recipe, whose settings stand below. Then `gptworks tune` fine-tunes one of the
-models on --instructions, or on questions about the standard library, and it answers one. Ends with exit code 1 where
-minutes are 10 or more and a model's bits per byte are not below those of `xz -9e` on the same held-out text.
+and two more runs with the same width, depth, context, tokenizer, text, split, batch and minutes of training: one with
+gptworks' old defaults, one with nanoGPT's recipe (settings below). Then `gptworks tune` fine-tunes one of the models on
+--instructions, or on questions about the standard library, and asks it one. The exit code is 1 if --minutes is at least
+10 and a model's bits per byte are not below those of `xz -9e` on the same held-out text.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from gptworks.recipe import read_recipe
 FOLDERS = ("small", "english", "code", "mixed")
 MINUTES_TO_BEAT_XZ = 10
 N_INSTRUCTIONS = 1000
-"""About so many, evenly over all that the standard library gives."""
+"""Approximate number of questions, evenly spaced over all that the standard library gives."""
 
 Tree = dict[str, Any]
 
@@ -49,7 +49,7 @@ OLD: dict[str, Tree] = {
         "grad_clip": 1.0, "schedule": "cosine", "warmup_steps": 0, "final_rate_fraction": 0.1, "ema_decay": 0.0,
     },
 }  # fmt: skip
-"""What a recipe that said nothing but its sizes was trained with before the defaults were measured."""
+"""gptworks' old defaults, from before the present ones were chosen by measurement."""
 
 NANOGPT: dict[str, Tree] = {
     "model": {
@@ -63,8 +63,8 @@ NANOGPT: dict[str, Tree] = {
         "grad_clip": 1.0, "schedule": "cosine", "warmup_steps": 100, "final_rate_fraction": 0.1, "ema_decay": 0.0,
     },
 }  # fmt: skip
-"""nanoGPT's config/train_shakespeare_char.py, train.py and model.py (github.com/karpathy/nanoGPT); dropout is 0, as its
-README sets it on a CPU, for no text is read often enough here that 0.2 would help."""
+"""nanoGPT's config/train_shakespeare_char.py, train.py and model.py (github.com/karpathy/nanoGPT); dropout is 0, as in
+its README for a CPU, since no text is read here often enough for 0.2 to help."""
 
 OTHERS = {"old defaults": OLD, "nanoGPT's recipe": NANOGPT}
 SHAPE = ("context_length", "n_layers", "d_model", "n_heads")
@@ -75,7 +75,8 @@ KEPT = (
 
 
 def other_recipe(drafted: Tree, settings: Mapping[str, Tree], name: str, minutes: float) -> Tree:
-    """The recipe that trains the drafted one's shape on its text with other settings, for so many minutes."""
+    """Return a recipe with other settings for the drafted recipe's model shape and text, to be trained for
+    `minutes`."""
     model = {key: drafted["model"][key] for key in SHAPE} | settings["model"]
     train = {key: drafted["train"][key] for key in KEPT if key in drafted["train"]}
     return {
@@ -88,14 +89,14 @@ def other_recipe(drafted: Tree, settings: Mapping[str, Tree], name: str, minutes
 
 
 def gptworks(*arguments: object, shown: bool = False) -> str:
-    """A command's output, or nothing where it is shown; what it reports on the way is shown."""
+    """Run a command and return its output, or show the output and return an empty text."""
     command = [sys.executable, "-m", "gptworks", *map(str, arguments)]
     print(f"\n$ gptworks {' '.join(command[3:])}", file=sys.stderr, flush=True)
     return subprocess.run(command, check=True, stdout=None if shown else subprocess.PIPE, text=True).stdout or ""
 
 
 def train(recipe: Path) -> dict[str, Any]:
-    """Train it and evaluate it on its held-out text."""
+    """Train a recipe and evaluate it on its held-out text."""
     gptworks("train", recipe, shown=True)
     run = Path("runs") / recipe.stem
     outcome = json.loads((run / "outcome.json").read_text(encoding="utf-8"))
@@ -105,7 +106,7 @@ def train(recipe: Path) -> dict[str, Any]:
 
 
 def first_hour(name: str, minutes: float, small: Path | None) -> dict[str, Any]:
-    """The three lines on a folder, and the others with as much time."""
+    """Run the three commands on a folder, then the other recipes for the same time."""
     about = make_folder(name, Path(name), small)
     print(f"\n{name}: {about}", file=sys.stderr)
     recipe = Path(f"{name}.yaml")
@@ -115,7 +116,7 @@ def first_hour(name: str, minutes: float, small: Path | None) -> dict[str, Any]:
     for number, (words, settings) in enumerate(OTHERS.items(), 1):
         other = Path(f"{name}-{number}.yaml")
         of_time = other_recipe(tree, settings, other.stem, runs["gptworks"]["seconds"] / 60)
-        other.write_text(json.dumps(of_time, indent=2), encoding="utf-8")  # YAML too
+        other.write_text(json.dumps(of_time, indent=2), encoding="utf-8")  # JSON is valid YAML
         runs[words] = train(other)
     kept = {key: drafted[key] for key in ("read", "fields", "skipped", "reasons", "minutes", "epochs")}
     return {"about": about, "parameters": drafted["plan"]["parameters"], "drafted": kept, "recipe": tree, "runs": runs}
@@ -138,7 +139,7 @@ def tune(name: str, instructions: Path | None) -> dict[str, str]:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Bits per byte, a row for each folder."""
+    """Return a table of bits per byte, one row per folder."""
     columns = ["gptworks", "xz -9e", *OTHERS]
     lines = [f"{'bits per byte':<10}" + "".join(f"{column:>20}" for column in columns) + f"{'parameters':>14}"]
     for name, result in results.items():
@@ -149,12 +150,12 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def xz(result: Mapping[str, Any]) -> float:
-    """Bits per byte of `xz -9e` on a folder's held-out text."""
+    """Return the bits per byte of `xz -9e` on a folder's held-out text."""
     return float(result["runs"]["gptworks"]["compressors"]["xz_9e"])
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options of a command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--minutes", type=float, default=10.0, help="of each run (default: 10; all of it: over two hours)"

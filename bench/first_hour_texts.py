@@ -1,4 +1,4 @@
-"""The folders of bench/first_hour.py, made from what a machine with Python has: its documentation and its programs."""
+"""Makes the folders of bench/first_hour.py from this machine's documentation and programs."""
 
 import ast
 import csv
@@ -21,7 +21,7 @@ MB = 1_000_000
 _LEAST_CHARACTERS, _MOST_FILE_BYTES = 400, 2 * MB
 _COMMON = {"the", "of", "and", "to", "a", "in", "is", "that", "for", "be", "or", "it", "with", "are", "this"}
 _LEAST_COMMON, _LEAST_ASCII = 0.15, 0.97
-"""Shares of the words and of the characters of what is taken for English."""
+"""Minimum shares of common words and of ASCII characters in a text that counts as English."""
 _LISTS = {"top_level.txt", "entry_points.txt", "SOURCES.txt", "requirements.txt", "namespace_packages.txt"}
 
 
@@ -29,8 +29,8 @@ _LISTS = {"top_level.txt", "entry_points.txt", "SOURCES.txt", "requirements.txt"
 
 
 def documentation() -> Iterator[str]:
-    """English texts of this machine: what packages of Python and of the system say about themselves, manual pages, and
-    the docstrings of installed programs. No paragraph comes twice, for many packages have the same licence."""
+    """Return English texts of this machine: documentation of Python and system packages, manual pages, and docstrings
+    of installed programs. Each paragraph appears once, because many packages have the same licence."""
     seen: set[bytes] = set()
     for text in itertools.chain(_files(), _docstrings()):
         paragraphs = []
@@ -45,7 +45,7 @@ def documentation() -> Iterator[str]:
 
 
 def is_english(text: str) -> bool:
-    """Whether it reads as prose: enough of the commonest words, and hardly a character beyond ASCII."""
+    """Whether a text reads as English prose: many of the commonest words, and almost no characters beyond ASCII."""
     words = re.findall(r"[a-z]+", text.lower())
     return (
         len(text) >= _LEAST_CHARACTERS
@@ -80,12 +80,12 @@ def _texts(folder: Path, wanted: Callable[[Path], object]) -> Iterator[str]:
             if file.is_file() and wanted(file) and file.stat().st_size <= _MOST_FILE_BYTES:
                 data = file.read_bytes()
                 yield (gzip.decompress(data) if file.suffix == ".gz" else data).decode("utf-8")
-        except (OSError, EOFError, zlib.error, UnicodeDecodeError):  # not ours to read, or no text
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError):  # unreadable for this user, or not text
             continue
 
 
 def plain_manual(page: str) -> str:
-    """The words of a manual page, without the commands that lay it out."""
+    """Return the words of a manual page without its layout commands."""
     lines = []
     for line in page.splitlines():
         command = re.match(r"[.']\s*([A-Za-z\\]*)\s*(.*)", line)
@@ -108,7 +108,7 @@ _SIGNS = {"aq": "'", "lq": '"', "rq": '"', "em": "--", "en": "-", "bu": "*", "co
 
 
 def _docstrings() -> Iterator[str]:
-    """Those of each module's functions and classes, as one text."""
+    """Return the docstrings of each module's functions and classes as one text."""
     for file in itertools.chain(stdlib_files(), *(sorted(folder.rglob("*.py")) for folder in _packages())):
         try:
             with warnings.catch_warnings(action="ignore"):
@@ -123,7 +123,7 @@ def _docstrings() -> Iterator[str]:
 
 
 def take(texts: Iterable[str], n_bytes: int) -> list[str]:
-    """Texts from the beginning, of at most so many bytes together, the last one cut."""
+    """Return the first texts, up to a total number of bytes; the last one is cut to fit."""
     taken: list[str] = []
     for text in texts:
         taken.append(text.encode("utf-8")[:n_bytes].decode("utf-8", "ignore"))
@@ -134,7 +134,7 @@ def take(texts: Iterable[str], n_bytes: int) -> list[str]:
 
 
 def write_texts(folder: Path, texts: Iterable[str], ending: str) -> int:
-    """Write each as a file; returns their bytes."""
+    """Write each text to a file; return the total bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     n_bytes = 0
     for number, text in enumerate(texts):
@@ -143,7 +143,7 @@ def write_texts(folder: Path, texts: Iterable[str], ending: str) -> int:
 
 
 def programs(n_bytes: int) -> list[str]:
-    """The standard library's, of at most so many bytes together."""
+    """Return the standard library's sources, up to a total number of bytes."""
     return take((file.read_text(encoding="utf-8", errors="ignore") for file in stdlib_files()), n_bytes)
 
 
@@ -169,11 +169,11 @@ def write_mixed(folder: Path, english: list[str], code: list[str]) -> int:
 
 
 GIF = b"GIF89a\x01\0\x01\0\x80\0\0\0\0\0\xff\xff\xff,\0\0\0\0\x01\0\x01\0\0\x02\x02D\x01\0;"
-"""One pixel."""
+"""A GIF image of one pixel."""
 
 
 def png() -> bytes:
-    """One grey pixel."""
+    """Return a PNG image of one grey pixel."""
     chunks = [
         (b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0)),
         (b"IDAT", zlib.compress(b"\0\x80")),
@@ -186,7 +186,7 @@ def png() -> bytes:
 
 
 def pdf(line: str) -> bytes:
-    """A page with a line of text."""
+    """Return a PDF with one page and one line of text."""
     drawn = f"BT /F1 12 Tf 72 720 Td ({line}) Tj ET".encode("ascii")
     objects = [
         b"<</Type/Catalog/Pages 2 0 R>>",
@@ -206,7 +206,7 @@ def pdf(line: str) -> bytes:
 
 
 def make_folder(name: str, folder: Path, small: Path | None) -> str:
-    """Make one of the four folders where it is not there yet; returns in words what it holds.
+    """Make one of the four folders unless it exists; return a description of its contents.
 
     Args:
         small: a file of English for the small folder; None: the first megabyte of this machine's documentation.

@@ -1,4 +1,5 @@
-"""GPT-2 124M on one CUDA device: tokens/s, compiled against eager losses, and a resumed run against an unbroken one.
+"""GPT-2 124M on one CUDA device: tokens/s, compiled against eager losses, and a resumed run against an uninterrupted
+one.
 
     python bench/gpu.py                       # 512 × 1,024 tokens a step; at 600,000 tokens/s about two minutes
     python bench/gpu.py --micro-batch 32      # where memory is short
@@ -26,7 +27,7 @@ CONTEXT = 1024
 
 
 def gpt2_recipe(run_dir: Path, batch_size: int, micro_batch: int, steps: int, compiled: str) -> Recipe:
-    """GPT-2 124M without dropout."""
+    """Return the recipe of GPT-2 124M without dropout."""
     return parse_recipe(
         {
             "name": "gpt2",
@@ -44,7 +45,7 @@ def gpt2_recipe(run_dir: Path, batch_size: int, micro_batch: int, steps: int, co
 
 
 def run(recipe: Recipe, resume: bool = False) -> list[Record]:
-    """Train; the records of its steps."""
+    """Train a recipe; return the log records of its steps."""
     train(recipe, resume=resume)
     return [record for record in read_metrics(recipe.run_dir / "metrics.jsonl") if record["kind"] == "train"]
 

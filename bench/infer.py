@@ -1,15 +1,15 @@
-"""Decoding and prefill beside transformers and llama.cpp, and beside what the machine can do, from one run.
+"""Measure decoding and prefill, compared with transformers, llama.cpp and the limits of the machine.
 
     python bench/infer.py
 
-The model is GPT-2 124M with random weights: a prompt of 64 tokens and 128 more, for 1, 8 and 32 texts at once; and a
-prompt of 512 tokens. Each engine has a process of its own, greedy decoding on its lowest public interface, and all
-threads; they take turns, and figures are of medians. Beside them stand the limits, measured in the same turns: decoding
-has to read every weight once a step, prefill to multiply by each.
+The model is GPT-2 124M with random weights. The script times 128 tokens after a prompt of 64, for 1, 8 and 32 texts,
+and a prompt of 512 tokens. Each engine runs in its own process, decodes greedily through its lowest public interface
+and uses all threads; the engines alternate, and figures are medians. The limits are measured in the same rounds:
+decoding must read every weight once per step, and prefill must multiply by each.
 
-llama.cpp comes with the `peers` extra, to be built for this processor: CMAKE_ARGS="-DGGML_NATIVE=ON" pip install …
-One processor stands for another with AVX2 alone where llama.cpp is built for that one (GGML_NATIVE=OFF):
-`ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 GPTWORKS_NATIVE_MARCH=haswell`. Where torch emulates products in bf16,
+llama.cpp is in the `peers` extra; build it for this processor: CMAKE_ARGS="-DGGML_NATIVE=ON" pip install …
+To emulate a processor that has only AVX2, build llama.cpp for it (GGML_NATIVE=OFF) and set
+`ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 GPTWORKS_NATIVE_MARCH=haswell`. If torch emulates bf16 products,
 transformers is left out, and the limit is that of fp32.
 """
 
@@ -46,11 +46,11 @@ from gptworks.training.progress import Progress
 
 PROMPT, NEW, LONG_PROMPT, BATCHES = 64, 128, 512, (1, 8, 32)
 MOST_TOKENS = max(LONG_PROMPT, PROMPT * max(BATCHES))
-"""In one call."""
+"""Maximum number of tokens in one call."""
 PRESET = "gpt2"
 
 SMALLEST = "gptworks int4 head"
-"""With the head in int4 too."""
+"""Name of the engine whose head is in int4 too."""
 OURS = ("gptworks bf16", "gptworks int8", "gptworks int4", SMALLEST)
 THEIRS = ("llama.cpp bf16", "llama.cpp q8_0", "llama.cpp q4_0")
 TRANSFORMERS = "transformers bf16"
@@ -66,19 +66,19 @@ GOALS = (
     ("gptworks bf16", TRANSFORMERS, LONG_PROMPT, 1.3),
     ("gptworks bf16", "llama.cpp bf16", LONG_PROMPT, 4.0),
 )
-"""Ours, theirs, the batch (or prefill), and how many times as fast ours is to be."""
+"""Our engine, the other one, the batch size (or LONG_PROMPT), and the speed ratio to reach."""
 
 
 class Engine(ABC):
-    """One engine: texts side by side, each step a token for each."""
+    """An inference engine that decodes several texts together, one token of each per step."""
 
     @abstractmethod
     def start(self, prompts: list[list[int]]) -> list[int]:
-        """Forget everything, read the prompts; the likeliest next token of each."""
+        """Drop all earlier texts and read the prompts; return the most likely next token of each."""
 
     @abstractmethod
     def step(self, tokens: list[int]) -> list[int]:
-        """Go on with one token of each text; the likeliest next ones."""
+        """Append one token to each text; return the most likely next tokens."""
 
 
 class Ours(Engine):
@@ -180,13 +180,14 @@ def build(name: str, folder: Path) -> Engine:
 
 
 def rounded(name: str) -> GPT:
-    """The model as one of our engines has it."""
+    """Return the model with the weights that one of our engines uses."""
     kind: Any = name.split()[1]
     return quantize_model(GPT(preset(PRESET)).eval(), kind, head="int4" if name == SMALLEST else "int8")
 
 
 def work(name: str, folder: Path, orders: Connection) -> None:
-    """Answer each order, a batch's size or LONG_PROMPT, with the seconds of a step or of the prompt; 0 ends."""
+    """Answer each order (a batch size or LONG_PROMPT) with the seconds of a step or of the prompt; 0 ends the
+    process."""
     engine = build(name, folder)
     orders.send(0.0)
     while order := orders.recv():
@@ -194,7 +195,7 @@ def work(name: str, folder: Path, orders: Connection) -> None:
 
 
 def step_seconds(engine: Engine, n_texts: int) -> float:
-    """Median over the new tokens."""
+    """Return the median time of a step over the new tokens."""
     tokens = engine.start([prompt(PROMPT, seed) for seed in range(n_texts)])
     times = []
     for _ in range(NEW):
@@ -215,14 +216,14 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Wall time of one call."""
+    """Return the wall time of one call."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
 class Limits:
-    """What this machine can do at best: bytes read a second, and FLOP/s of a large product in its fastest precision."""
+    """The machine's limits: bytes read per second, and FLOP/s of a large product in its fastest precision."""
 
     def __init__(self) -> None:
         (self.block,) = rooms_in_large_pages([(torch.float32, 2**26)])
@@ -239,7 +240,8 @@ class Limits:
 
 
 def weight_bytes() -> dict[str, int]:
-    """Bytes of the matrices that a step reads, by the engine's name. llama.cpp's formats take as many, within 6%."""
+    """Return the bytes of the matrices that a step reads, by engine name; llama.cpp's formats are taken to be the same
+    size, which is true within 6%."""
     sizes = {}
     for name in OURS:
         tensors = [tensor for _, matrix in packed_matrices(rounded(name)) for tensor in matrix.buffers(recurse=False)]
@@ -248,7 +250,7 @@ def weight_bytes() -> dict[str, int]:
 
 
 def write_gguf(folder: Path) -> None:
-    """A run of the model, and its GGUF files."""
+    """Write a run of the model, and its GGUF files."""
     torch.manual_seed(0)
     model = GPT(preset(PRESET))
     tree = {
@@ -293,7 +295,7 @@ def main() -> None:
                 for name in names:
                     orders[name].send(order)
                     taken = orders[name].recv()
-                    if turn:  # the first one warms up
+                    if turn:  # the first round is a warm-up
                         times.setdefault((name, order), []).append(taken)
         for connection in orders.values():
             connection.send(0)
@@ -303,7 +305,7 @@ def main() -> None:
 def report(time_of: dict[tuple[str, int], float], names: list[str], limits: Limits) -> None:
     bandwidth, rate = max(limits.bandwidths), max(limits.rates)
     counted = forward_flops(preset(PRESET), LONG_PROMPT)
-    flops = counted.total_causal - counted.head  # logits of the last token alone
+    flops = counted.total_causal - counted.head  # logits only for the last token
     sizes = weight_bytes()
     print(f"{device_name(torch.device('cpu'))}, torch {torch.__version__}; GPT-2 124M")
     print(

@@ -1,16 +1,16 @@
-"""The league: which recipe learns most of the same bytes in five minutes of two cores?
+"""The league: which recipe learns the most from the same text in five minutes on two cores?
 
-    python bench/league.py --text tinyshakespeare.txt         # train who has no entry of this kind of machine
-    python bench/league.py --contender small --text FILE      # that one alone
-    python bench/league.py --flops 1e14 --text FILE           # a length in FLOPs instead, for other machines
-    python bench/league.py --replay small --text FILE         # train its entry again: is the number the same?
+    python bench/league.py --text tinyshakespeare.txt         # train those without an entry of this machine
+    python bench/league.py --contender small --text FILE      # only this one
+    python bench/league.py --flops 1e14 --text FILE           # limit FLOPs instead of time: for any machine
+    python bench/league.py --replay small --text FILE         # train its entry again and compare the result
     python bench/league.py --page                             # docs/league.md from docs/league.jsonl
 
-A contender is a recipe in bench/league/. It trains on TinyShakespeare, whose sha256 is fixed, without its last tenth,
-and is scored by the bits per byte of that tenth after its last step. Tokenizer, model and training are its own choice,
-but no other text and no trained weights. Before a run, its step is measured and the steps that fit are its length: so
-the run does not depend on the clock, and a replay gives the same number on the same kind of machine. Each run is a line
-of docs/league.jsonl, with all that a replay needs.
+A contender is a recipe in bench/league/. It trains on TinyShakespeare (fixed by its sha256) without the last tenth, and
+its score is the bits per byte of that tenth after its last step. It may choose tokenizer, model and training, but no
+other text and no trained weights. Before a run, a step is timed, and the run gets the number of steps that fit. A run
+therefore does not depend on the clock, and a replay gives the same score on the same kind of machine. Each run is a
+line of docs/league.jsonl, with all that a replay needs.
 """
 
 import argparse
@@ -36,34 +36,34 @@ from recorded import REPOSITORY, Result, add_result, all_threads, provenance, re
 
 TEXT_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 HELD_OUT = 0.1
-"""Of the text, at its end."""
+"""Fraction of the text that is held out, at its end."""
 SECONDS = 300.0
-"""Of training, where no FLOPs are given."""
+"""Training time of a contender, unless FLOPs are given."""
 FITTING = 0.95
-"""Share of the seconds that measured steps may take: a step of a run takes somewhat longer."""
+"""Fraction of the seconds that the steps may take as measured, since the steps of a run are slightly slower."""
 MEASUREMENTS = 3
-"""Of a step: the least of them counts, since what else the machine does only adds to a time."""
+"""Number of times that a step is measured; the minimum counts, since other load can only add time."""
 
 CONTENDERS = REPOSITORY / "bench" / "league"
 RESULTS = REPOSITORY / "docs" / "league.jsonl"
 CIRCUMSTANCES = ("processor", "threads", "precision", "torch", "gptworks", "commit")
-"""What a replay may differ in from its entry, and then give another number."""
+"""If one of these differs from the entry, a replay may give another score."""
 
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class League:
-    """The rules, and where the runs are."""
+    """The rules, and the paths of the runs."""
 
     contenders: Path
     """A folder of recipes."""
     work: Path
     text: Path | None
-    """The text; None: it is downloaded."""
+    """The file of the text; None: download it."""
     threads: int
     flops: float | None = None
-    """Of each run; None: `SECONDS` decide."""
+    """FLOPs of each run; None: the limit is `SECONDS`."""
     text_sha256: str = TEXT_SHA256
 
     @property
@@ -74,7 +74,7 @@ class League:
         return sorted(path.stem for path in self.contenders.glob("*.yaml"))
 
     def contender(self, name: str) -> dict[str, Any]:
-        """A contender's recipe, as it stands in its file.
+        """Return a contender's recipe as it is in its file.
 
         Raises:
             UserError: there is none, or it breaks a rule.
@@ -86,7 +86,7 @@ class League:
         return tree
 
     def check(self, recipe: Recipe) -> None:
-        """Refuse a recipe that does not keep to the rules.
+        """Check that a recipe follows the rules.
 
         Raises:
             UserError: it names the rule.
@@ -114,7 +114,7 @@ class League:
             )
 
     def run_recipe(self, tree: dict[str, Any], name: str, seed: int, steps: int) -> Recipe:
-        """The recipe of a run: of a fixed number of steps, evaluated once, on all that is held out."""
+        """Return the recipe of a run with a fixed number of steps, evaluated once on all held-out text."""
         settings = [
             f"train.max_steps={steps}", "train.max_minutes=null", f"train.evaluate_every={steps}",
             f"train.checkpoint_every={steps}", "train.evaluate_sequences=0", "train.sample_every=0",
@@ -126,7 +126,7 @@ class League:
         return load_recipe(tree, settings)
 
     def fitting_steps(self, recipe: Recipe) -> int:
-        """The steps of training that the budget allows.
+        """Return the number of training steps that the budget allows.
 
         Raises:
             UserError: it allows none.
@@ -143,7 +143,7 @@ class League:
 
 
 def flops_per_token(recipe: Recipe) -> float:
-    """Of training, as `gptworks plan` counts them; attention as if no token were masked."""
+    """Return the training FLOPs per token as `gptworks plan` counts them, with attention as if no token were masked."""
     known = with_vocab_size(recipe, prepare(recipe).manifest.vocab_size)
     return forward_flops(known.model).training_per_token_dense
 
@@ -153,13 +153,13 @@ def step_tokens(recipe: Recipe) -> int:
 
 
 def compete(league: League, name: str, seed: int, stop_asked: Callable[[], Any], report: Report) -> Result | None:
-    """Train a contender: its entry. None where a stop was asked for.
+    """Train a contender and return its entry; None if a stop was asked for.
 
     Raises:
         UserError: it breaks a rule. RunError: its run failed.
     """
     contender = league.contender(name)
-    measured = league.run_recipe(contender, name, seed, 1000)  # a step takes as long, whatever the length
+    measured = league.run_recipe(contender, name, seed, 1000)  # the length does not affect the step time
     steps = league.fitting_steps(measured)
     report(f"{name}: {steps:,} steps of {step_tokens(measured):,} tokens fit in {league.budget}")
     recipe = league.run_recipe(contender, name, seed, steps)
@@ -175,7 +175,8 @@ def compete(league: League, name: str, seed: int, stop_asked: Callable[[], Any],
 
 
 def _train_anew(recipe: Recipe, stop_asked: Callable[[], Any], report: Report) -> Result | None:
-    """Train from the first step on: a run that went on after a stop would have measured its time elsewhere."""
+    """Train from the first step: a run that continues after a stop would have measured its time under other
+    conditions."""
     shutil.rmtree(recipe.run_dir, ignore_errors=True)
     found = train_recorded(recipe, stop_asked, report)
     shutil.rmtree(recipe.run_dir, ignore_errors=True)
@@ -183,7 +184,7 @@ def _train_anew(recipe: Recipe, stop_asked: Callable[[], Any], report: Report) -
 
 
 def _portable(recipe: Recipe) -> dict[str, Any]:
-    """The resolved recipe without the places of this machine."""
+    """Return the resolved recipe without paths of this machine."""
     tree = recipe.model_dump(mode="json", exclude={"run_dir", "sweep"})
     del tree["data"]["cache_dir"], tree["data"]["sources"][0]["path"]
     return tree
@@ -192,8 +193,8 @@ def _portable(recipe: Recipe) -> dict[str, Any]:
 def replay(
     league: League, entries: Sequence[Result], name: str, stop_asked: Callable[[], Any], report: Report
 ) -> bool | None:
-    """Train a contender's last entry again, on this processor if there is one of it: whether loss and bits per byte are
-    equal to the last bit. None where a stop was asked for.
+    """Train a contender's last entry again, one of this processor if there is one; return whether loss and bits per
+    byte are equal to the last bit. None if a stop was asked for.
 
     Raises:
         UserError: there is no entry. RunError: its run failed.
@@ -216,7 +217,7 @@ def replay(
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options of a command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--page", action="store_true", help="write the page alone")
     parser.add_argument("--replay", metavar="NAME", help="train an entry again; exit code 1 where it is not equal")
@@ -234,7 +235,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = options_of()
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)  # of the runs
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)  # inherited by the runs
     league = League(CONTENDERS, options.work.resolve(), options.text, options.threads, options.flops)
     entries = read_results(options.results)
 
@@ -248,7 +249,7 @@ def main() -> None:
             return
         names = [] if options.page else options.contender or league.names()
         for name in names:
-            league.contender(name)  # what breaks a rule is refused before the first run
+            league.contender(name)  # report broken rules before the first run
         for name in names:
             if not options.again and has_entry(entries, league, name, options.seed):
                 continue
@@ -261,7 +262,7 @@ def main() -> None:
 
 
 def has_entry(entries: Sequence[Result], league: League, name: str, seed: int) -> bool:
-    """Whether a contender has an entry of this budget, seed and kind of machine."""
+    """Whether a contender has an entry with this budget, seed and kind of machine."""
     here = provenance(league.threads)
     key = (name, league.budget, seed, here["processor"], here["threads"])
     return any(

@@ -1,4 +1,4 @@
-"""The page of bench/league.py, from its file of results alone."""
+"""Writes the page of bench/league.py from its file of results."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,8 +13,9 @@ def write_page(entries: Sequence[Result], path: Path) -> None:
 
 
 def tables_of(entries: Sequence[Result]) -> dict[str, list[Result]]:
-    """The entries that compare, by the heading of their table, the fewest bits per byte first. Times compare on one
-    kind of machine alone, FLOPs on all. Of a contender with several entries of a seed the last counts."""
+    """Return the entries by the heading of their table, fewest bits per byte first. Entries limited by time are
+    compared only on the same kind of machine, those limited by FLOPs on all; a contender's last entry of a seed
+    counts."""
     tables: dict[str, dict[tuple[str, int], Result]] = {}
     for entry in entries:
         heading = entry["budget"]
@@ -31,7 +32,7 @@ def tables_of(entries: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def page(entries: Sequence[Result]) -> str:
-    """The page, as Markdown."""
+    """Return the page as Markdown."""
     return "\n".join(_lines(entries)) + "\n"
 
 

@@ -1,12 +1,12 @@
-"""litGPT's own pretraining loop on the same model and batch, timed step by step, in an environment of its own.
+"""Times litGPT's own pretraining loop step by step, on the same model and batch, in an environment of its own.
 
     python -m venv litgpt && litgpt/bin/pip install litgpt==0.5.13
     python bench/train.py --litgpt litgpt/bin/python
 
-litGPT wants an older huggingface_hub than transformers 5 does, so bench/train.py runs this script with that
-environment's interpreter: the tokens [N], int64, come on standard input, the seconds of each step go as JSON to
-standard output. litGPT compiles the model and takes bf16 with fp32 weights by itself. Its models have rotary
-positions, here over a quarter of each head as is its default, where the others learn theirs.
+litGPT needs an older huggingface_hub than transformers 5, so bench/train.py runs this script with the interpreter of
+that environment: it reads the tokens [N], int64, from standard input and writes the seconds of each step as JSON to
+standard output. litGPT compiles the model and uses bf16 with fp32 weights by itself. Its models have rotary positions,
+here over a quarter of each head (its default), while the other loops' models learn their positions.
 """
 
 import json
@@ -27,11 +27,11 @@ from textbook import Shape
 
 
 class EnoughSteps(Exception):
-    """Ends litGPT's loop before it writes a checkpoint."""
+    """Raised to end litGPT's loop before it writes a checkpoint."""
 
 
 def litgpt_seconds(python: Path, shape: Shape, data: Tensor, n_steps: int) -> list[float]:
-    """Train for so many steps with that interpreter; the seconds of each."""
+    """Train for a number of steps with litGPT's interpreter; return the seconds of each."""
     order = json.dumps({"shape": asdict(shape), "n_steps": n_steps})
     done = subprocess.run([python, __file__, order], input=data.numpy().tobytes(), capture_output=True, check=False)
     if done.returncode:
@@ -40,7 +40,7 @@ def litgpt_seconds(python: Path, shape: Shape, data: Tensor, n_steps: int) -> li
 
 
 def train(shape: Shape, data: Tensor, n_steps: int) -> list[float]:
-    """Train for so many steps in this process; the seconds from each batch to the next."""
+    """Train for a number of steps in this process; return the seconds from each batch to the next."""
     from litgpt import Config
     from litgpt.args import EvalArgs, TrainArgs
     from litgpt.data import DataModule
@@ -50,7 +50,7 @@ def train(shape: Shape, data: Tensor, n_steps: int) -> list[float]:
     fetched: list[float] = []
 
     class Windows(IterableDataset[Tensor]):
-        """Windows drawn from the tokens; notes when each batch's first one is asked for."""
+        """Random windows of the tokens; records when the first window of each batch is read."""
 
         def __iter__(self) -> Iterator[Tensor]:
             while len(fetched) <= n_steps:
@@ -61,7 +61,7 @@ def train(shape: Shape, data: Tensor, n_steps: int) -> list[float]:
 
     class Data(DataModule):  # type: ignore[misc]
         def connect(self, *_: object, **__: object) -> None:
-            """Everything is known already."""
+            """Do nothing: litGPT calls this to pass settings that are already known."""
 
         def train_dataloader(self) -> DataLoader[Tensor]:
             return DataLoader(Windows(), batch_size=shape.batch)

@@ -1,4 +1,4 @@
-"""The memory of a training step: predicted by formula, traced on fake tensors, and measured, each in its own process.
+"""The memory of a training step, each in its own process: predicted by formula, traced on fake tensors, and measured.
 
 python bench/memory.py
 """
@@ -29,7 +29,7 @@ CASES = (
     ("custom-300m", 1, "bf16", "none", "adamw"),
     ("modern-336m", 1, "fp32", "block", "muon"),
 )
-"""Preset, sequences at a time, precision, checkpointing, optimizer."""
+"""Preset, micro-batch size, precision, checkpointing, optimizer."""
 
 
 def main() -> None:

@@ -1,12 +1,12 @@
-"""The share of functions that a model of Python writes without a syntax error.
+"""Measure the share of functions that a model of Python writes without a syntax error.
 
     python bench/parse.py runs/demo
 
-The model continues the beginnings of 50 functions, `def NAME(ARGUMENT` after two imports, one sample each with its own
-seed, by at most 160 tokens, as `make demo` samples: at a low temperature, and with a frequency penalty, without which a
-model of this size goes round in circles. A function ends before the first line that is not indented. One that has not
-ended by then is cut after its last whole line: an open bracket or string counts against it. Each is then read by
-`ast.parse` of the Python that runs this script.
+The model continues the beginnings of 50 functions, `def NAME(ARGUMENT` after two imports, by at most 160 tokens, one
+sample each with its own seed. It samples like `make demo`: at a low temperature and with a frequency penalty, without
+which so small a model repeats itself. A function ends before the first line that is not indented. One that has not
+ended is cut after its last complete line, so an open bracket or string makes it invalid. `ast.parse` of the Python that
+runs this script then parses each function.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 from gptworks.infer.engine import load
 
 BEFORE = "import os\nimport sys\n\n\n"
-"""Few files begin with a function."""
+"""Text before each function, since few files begin with one."""
 
 FUNCTIONS = """
 read_lines(path write_text(path get_value(key set_name(self find_all(pattern is_valid(name add_handler(self
@@ -32,7 +32,7 @@ register(cls
 
 
 def first_function(text: str, finished: bool) -> str:
-    """The function that a text starts with.
+    """Return the function that a text starts with.
 
     Args:
         finished: whether the text ended by itself; else its last line may be cut off.
@@ -45,7 +45,7 @@ def first_function(text: str, finished: bool) -> str:
 
 
 def parses(source: str) -> bool:
-    """Whether Python reads the source as one function."""
+    """Whether Python parses the source as one function."""
     try:
         with warnings.catch_warnings(action="ignore"):
             return [type(one) for one in ast.parse(source).body] == [ast.FunctionDef]

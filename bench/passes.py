@@ -1,4 +1,4 @@
-"""The passes and float32 products of gptworks.kernels, and Muon, beside torch's own, forward and backward.
+"""Times the passes and float32 products of gptworks.kernels, and Muon, against torch's own, forward and backward.
 
 python bench/passes.py
 """
@@ -19,11 +19,11 @@ from gptworks.model.scores import Scores, attend, causal_mask
 from gptworks.training.optim.muon import Muon
 
 SHAPES = ((16, 6, 256, 64), (4, 12, 512, 64), (4, 12, 1024, 64), (8, 8, 1024, 64), (1, 16, 4096, 128))
-"""Attention: batch × heads × length × head width."""
+"""Shapes of attention: batch, heads, length, head width."""
 
 
 def milliseconds(work: Callable[[], object]) -> float:
-    """Median time of a call, warmed up."""
+    """Return the median time of a call after a warm-up."""
     taken = []
     for _ in range(12):
         started = time.perf_counter()
@@ -33,7 +33,7 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 
 def compare(name: str, ours: Callable[..., Tensor], theirs: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """Print both times and their ratio, for value and gradients."""
+    """Print both times of a forward and backward pass, and their ratio."""
     gradient = torch.randn_like(ours(*inputs))
     needed = [tensor for tensor in inputs if tensor.requires_grad]
     times = [milliseconds(lambda: torch.autograd.grad(f(*inputs), needed, gradient)) for f in (theirs, ours)]  # noqa: B023
@@ -41,7 +41,7 @@ def compare(name: str, ours: Callable[..., Tensor], theirs: Callable[..., Tensor
 
 
 def compare_rotation(batch: int, heads: int, length: int, width: int) -> None:
-    """Print the times of the rotary embedding in C++ and as operations of torch, which `rotate` uses elsewhere."""
+    """Print the times of the rotary embedding in C++ and in torch operations, to which `rotate` falls back."""
     x = torch.randn(batch, length, heads, width).bfloat16().requires_grad_()
     angles = torch.randn(length, width // 2)
     table = angles.cos().bfloat16(), angles.sin().bfloat16()
@@ -55,7 +55,7 @@ def compare_rotation(batch: int, heads: int, length: int, width: int) -> None:
 
 
 def compare_losses(n_tokens: int, width: int, vocab_size: int) -> None:
-    """Print the times of the head with cross-entropy, all logits at once and as gptworks has it."""
+    """Print the times of the head with cross-entropy: with all logits at once, and as gptworks computes it."""
     features = torch.randn(n_tokens, width).bfloat16().requires_grad_()
     weight = torch.randn(vocab_size, width).mul_(0.02).requires_grad_()
     targets = torch.randint(vocab_size, (n_tokens,))
@@ -68,7 +68,7 @@ def compare_losses(n_tokens: int, width: int, vocab_size: int) -> None:
 
 
 def compare_muon(n: int, rows: int, columns: int) -> None:
-    """Print the times of a step of torch's Muon and of ours over n matrices."""
+    """Print the times of a step of torch's Muon and of ours on n matrices."""
     matrices = [torch.nn.Parameter(torch.randn(rows, columns)) for _ in range(n)]
     for matrix in matrices:
         matrix.grad = torch.randn(rows, columns)
@@ -79,7 +79,7 @@ def compare_muon(n: int, rows: int, columns: int) -> None:
 
 @torch.no_grad()
 def compare_band(length: int, window: int) -> None:
-    """Print the times of banded attention in blocks, and of torch's kernel under a mask, without gradients."""
+    """Print the times, without gradients, of banded attention in blocks and of torch's kernel with a mask."""
     q, k, v = torch.randn(3, 1, 12, length, 64).bfloat16()
     mask = causal_mask(length, length, window, q.device)
     theirs = milliseconds(lambda: F.scaled_dot_product_attention(q, k, v, mask))

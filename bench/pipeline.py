@@ -1,9 +1,10 @@
 """From text to assistant: train the miniature's phases, then ask each for answers to held-out instructions.
 
 The phases are the base model, instruction tuning, and DPO, on pairs whose rejected answer is about another function.
-An answer follows where the model ended it with the end token and it has the form that the instruction's answers have.
-Every phase reads the same tokens: the template needs no token that the base lacks. Fails where a tuned model follows
-less than 95 times in 100, the base 20 times or more, or DPO does not widen the margin of rewards on held-out pairs.
+An answer follows its instruction if the model ended it with the end token and it has the form of the dataset's answers.
+Every phase reads the same tokens: the template needs no token that the base lacks. The script fails if a tuned model
+follows fewer than 95% of the instructions or the base 20% or more, or if DPO does not raise the reward margin of
+held-out pairs.
 
     python bench/pipeline.py [--share 0.1] [--answers 200] [--json]
 """
@@ -25,16 +26,16 @@ from gptworks.recipe import load_recipe
 from gptworks.training.record.metrics import read_metrics
 
 PHASES = {"base": "miniature/pretrain", "tuned": "miniature/finetune", "preferred": "miniature/preference"}
-"""In the order of training; each starts from the one before, and takes its model from it."""
+"""Recipe of each phase, in order of training; each starts from the model of the one before."""
 
 LEAST_TUNED, MOST_BASE = 0.95, 0.20
 MAX_TOKENS = 80
 N_PAIRS = 2000
-"""About so many, evenly over all: the steps see half of them."""
+"""Approximate number of pairs, evenly spaced over all; training reads half of them."""
 
 
 def train(recipe: str, share: float) -> float:
-    """Train a phase, or this share of it, in a process of its own; its seconds."""
+    """Train a phase, or this share of it, in a new process; return the seconds."""
     started = time.perf_counter()
     steps = max(20, round(share * (load_recipe(recipe).train.max_steps or 0)))
     command = [sys.executable, "-m", "gptworks", "train", recipe, f"train.max_steps={steps}", "--resume"]
@@ -43,14 +44,15 @@ def train(recipe: str, share: float) -> float:
 
 
 def questions(recipe: Recipe, n: int) -> list[Conversation]:
-    """Held-out instructions, evenly over all of them."""
+    """Return held-out instructions, evenly spaced over all of them."""
     fraction = recipe.data.validation.fraction
     held_out = [one for one in iter_conversations(recipe.data.conversations) if is_held_out(one.prompt, fraction)]
     return [held_out[i * len(held_out) // n] for i in range(min(n, len(held_out)))]
 
 
 def answers_in_form(run_dir: Path, asked: list[Conversation]) -> dict[str, float]:
-    """The shares of answers that end, that have the right form, that do both, and that equal the real one."""
+    """Return the shares of answers that end, that have the right form, that do both, and that equal the dataset's
+    answer."""
     engine = load(run_dir)
     template = engine.chat_template or ChatTemplate(BUILT_IN["alpaca"], engine.tokenizer)
     settings = SamplingSettings(temperature=0, max_tokens=MAX_TOKENS, stop_token_ids=template.end_token_ids)
@@ -66,7 +68,7 @@ def answers_in_form(run_dir: Path, asked: list[Conversation]) -> dict[str, float
 
 
 def reward_margins(run_dir: Path) -> list[float]:
-    """On the held-out pairs, from the first evaluation to the last."""
+    """Return the reward margins on the held-out pairs, from the first evaluation to the last."""
     records = read_metrics(run_dir / "metrics.jsonl")
     return [record["reward_margin"] for record in records if record["kind"] == "validation"]
 

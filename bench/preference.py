@@ -1,9 +1,9 @@
-"""Reward margins on held-out pairs before and after DPO, on real pairs, from one run.
+"""Measure reward margins on held-out pairs before and after DPO, on real pairs.
 
     python bench/preference.py pairs.json [--base-steps 150] [--steps 60]
 
-A small model learns the chosen answers first, then to prefer them. What is held out goes by the prompt, so that it is
-the same in both.
+A small model first learns the chosen answers, then to prefer them. Held-out pairs are chosen by their prompt, so that
+both phases hold out the same ones.
 """
 
 import argparse
@@ -22,7 +22,7 @@ HELD_OUT = 0.1
 
 
 def recipe(folder: Path, name: str, steps: int, **changes: Any) -> dict[str, Any]:
-    """A model of about 1 million parameters."""
+    """Return the recipe of a model of about 1 million parameters."""
     return {
         "name": name,
         "run_dir": str(folder / name),

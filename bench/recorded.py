@@ -1,4 +1,4 @@
-"""A training run as a line of a file of results: what came out, and where it was trained."""
+"""Records a training run as a line of a results file: its figures, and where it was trained."""
 
 import json
 import os
@@ -27,7 +27,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def provenance(threads: int) -> Result:
-    """Where and with what a run is trained: two runs of a recipe are equal where these are, but for the date."""
+    """Return where and with what a run is trained: runs of a recipe are equal if all of these but the date are
+    equal."""
     return {
         "processor": cpu_name() or platform.machine(),
         "threads": threads,
@@ -40,7 +41,7 @@ def provenance(threads: int) -> Result:
 
 
 def _commit() -> str:
-    """The repository's commit, with `-dirty` where gptworks' source has changes; empty where git does not know."""
+    """Return the repository's commit, with `-dirty` if gptworks' source has changes; empty if git cannot tell."""
     try:
         head = _git("rev-parse", "--short=10", "HEAD")
         return head + ("-dirty" if _git("status", "--porcelain", "--", "src") else "")
@@ -54,13 +55,13 @@ def _git(*arguments: str) -> str:
 
 
 def all_threads() -> int:
-    """The threads that a run computes with where no option says: one for each core that this process may use."""
+    """Return the default number of threads: one for each core that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def train_recorded(recipe: Recipe, stop_asked: Callable[[], Any], report: Callable[[str], None]) -> Result | None:
-    """Train a recipe to its last step in a process of its own, or go on with its run folder: its figures. None where a
-    stop was asked for.
+    """Train a recipe to its last step in a new process, or continue its run folder; return its figures. None if a stop
+    was asked for.
 
     Raises:
         RunError: the run failed.
@@ -85,7 +86,7 @@ def train_recorded(recipe: Recipe, stop_asked: Callable[[], Any], report: Callab
 
 
 def read_results(file: Path) -> list[Result]:
-    """The lines of a file of results, oldest first; of a file that is not there, none.
+    """Read the lines of a results file, oldest first; empty if the file does not exist.
 
     Raises:
         UserError: a line is no JSON object.
@@ -102,7 +103,7 @@ def read_results(file: Path) -> list[Result]:
 
 
 def add_result(file: Path, result: Result) -> None:
-    """Add a line, which is on the disk when this returns."""
+    """Append a line and sync it to disk."""
     with file.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(result, ensure_ascii=False) + "\n")
     sync(file)

@@ -1,10 +1,10 @@
-"""What the chunked cross-entropy and activation checkpointing save of GPT-2 124M's training step, from one run.
+"""Measure the memory that chunked cross-entropy and activation checkpointing save in GPT-2 124M's training step.
 
     python bench/saving.py
 
-The peak of a step of 4 × 1,024 tokens: traced on fake tensors with nothing allocated, and measured as the growth of a
-real process's resident memory; with whole logits (torch's cross-entropy) and with ours, with and without checkpointing.
-The plan knows our loss alone; its formula stands beside it.
+The script prints the peak of a step of 4 × 1,024 tokens, traced on fake tensors (nothing is allocated) and measured as
+the growth of a real process's resident memory; with all logits at once (torch's cross-entropy) and with our loss, each
+with and without checkpointing. The plan's formula covers only our loss.
 """
 
 import argparse
@@ -31,14 +31,14 @@ def train_config(batch_size: int, checkpointing: str) -> TrainConfig:
 
 
 def traced_bytes(whole: bool, checkpointing: str, precision: str, batch_size: int) -> int:
-    """The peak on fake tensors."""
+    """Return the peak traced on fake tensors."""
     if whole:
         objectives.linear_cross_entropy = linear_cross_entropy_reference
     return trace_step(Rehearsal(GPT2, train_config(batch_size, checkpointing), precision=precision)).peak_bytes
 
 
 def measured_bytes(whole: bool, checkpointing: str, precision: str, batch_size: int) -> int:
-    """The growth of this process over two real steps."""
+    """Return the growth of this process over two real steps."""
     if whole:
         objectives.linear_cross_entropy = linear_cross_entropy_reference
     return_freed_memory()

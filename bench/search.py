@@ -1,12 +1,12 @@
-"""Searching tokens: the index's time and size, and the time of a search beside two scans, from one run.
+"""Measure searching tokens: time and size of the index, and the time of a search compared with two scans.
 
     python bench/search.py --gigabytes 1 --folder /tmp/search-bench
 
-The tokens are real lines drawn at random: those of Python's standard library and of every installed package, each
-encoded by a tokenizer of 4,096 tokens that learned from them, 60 lines a document, until there are so many bytes of
-tokens (two a token). Phrases are 1 to 64 bytes from random places, some short words of every kind, and some that stand
-nowhere. Each is searched in the index, warm; and, one in `--scanned`, by two linear scans: through the decoded text in
-memory (a search in C, as `grep -F` has it), and through the tokens, decoded piece by piece. Counts must agree.
+The text is made of random real lines of Python's standard library and of every installed package, 60 per document. A
+tokenizer of 4,096 tokens, trained on them, encodes them until the tokens (two bytes each) reach --gigabytes. Phrases
+are 1 to 64 bytes from random positions, some short common words, and some that do not occur. Each is searched for in
+the index, after a warm-up; one in `--scanned` also by two linear scans: through the decoded text in memory (a search in
+C, as in `grep -F`), and through the tokens, decoded chunk by chunk. The counts must agree.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SHARD_TOKENS, LINES, PIECE = 100_000_000, 60, 1 << 20
 
 
 def lines_of_packages(most_bytes: int) -> list[str]:
-    """Lines of Python that stand in installed files, each once."""
+    """Return the distinct lines of Python in installed files."""
     lines: dict[str, None] = {}
     size = 0
     for name in ("stdlib", "purelib"):
@@ -47,7 +47,7 @@ def lines_of_packages(most_bytes: int) -> list[str]:
 
 
 def make(folder: Path, tokens: int) -> Prepared:
-    """The dataset; that of an earlier call, if it is there."""
+    """Build the dataset, or use the one of an earlier call."""
     if (folder / "manifest.json").exists():
         return open_prepared(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def make(folder: Path, tokens: int) -> Prepared:
 
 
 def phrases_of(shards: TokenShards, prepared: Prepared, n: int) -> list[str]:
-    """Phrases of the text, of all lengths; and others."""
+    """Return phrases of the text, of all lengths, and others that may not occur in it."""
     drawn = random.Random(0)
     found = ["e", " ", "\n", "s ", "e t", "self", "import", "return None", "=", "not here: " + "z" * 40, "é", "()\n"]
     known = set(found)
@@ -92,7 +92,7 @@ def phrases_of(shards: TokenShards, prepared: Prepared, n: int) -> list[str]:
 
 
 def count(text: bytes, phrase: bytes) -> int:
-    """Places in a text, which may overlap."""
+    """Count the occurrences in a text, including overlapping ones."""
     n, at = 0, text.find(phrase)
     while at >= 0:
         n, at = n + 1, text.find(phrase, at + 1)
@@ -100,7 +100,7 @@ def count(text: bytes, phrase: bytes) -> int:
 
 
 def texts(shards: TokenShards, index: SearchIndex) -> Iterator[bytes]:
-    """The text of the tokens, piece by piece."""
+    """Yield the decoded text of the tokens, chunk by chunk."""
     for at in range(0, shards.n_tokens, PIECE):
         yield index.spelling.spell(shards.read(at, min(PIECE, shards.n_tokens - at)).tolist())
 

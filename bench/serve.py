@@ -1,15 +1,15 @@
-"""The server beside transformers' and llama.cpp's, and beside our engine alone: tokens per second, from one run.
+"""Measure the server's tokens per second, against transformers' and llama.cpp's servers and our engine without one.
 
     python bench/serve.py --llama-server /path/to/llama-server
 
-The model is GPT-2 124M with random weights and a tokenizer made of the standard library's sources. 1, 8, 32 and 128
-clients send one prompt after another to /v1/completions (some 64 tokens of the standard library each, no two alike,
-greedy) and wait for 64 tokens more. `engine` is gptworks without a server: the same requests, as many at once, in one
-process. All run one at a time, take turns, and have all threads; figures are medians over rounds. `--stream`: the
-clients read a stream of events, so that each token is sent by itself.
+The model is GPT-2 124M with random weights and a tokenizer trained on the standard library's sources. 1, 8, 32 and 128
+clients send one prompt after another to /v1/completions (about 64 tokens of the standard library each, all different,
+greedy) and wait for 64 more tokens. `engine` is gptworks without a server: the same requests, as many at once, in one
+process. Only one runs at a time, with all threads; they alternate, and figures are medians over rounds. With
+`--stream`, clients read a stream of events, in which each token is sent separately.
 
-Without --llama-server it is looked for on PATH; a peer that is not there is left out, and said. The clients are one
-process, whose share of a core is printed, and so is what a server takes of a core when nobody asks.
+Without --llama-server, it is searched for on PATH; a missing peer is left out, with a message. The clients share one
+process, whose CPU share is printed, and so is each server's CPU share without requests.
 """
 
 import argparse
@@ -63,19 +63,19 @@ PATIENCE_SECONDS = 600
 IDLE_SECONDS = 4
 
 Measure = Callable[[list[str], int], float]
-"""Tokens per second for some prompts, so many of them at once."""
+"""Returns the tokens per second for prompts, given how many of them run at once."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """How a server is started, and what it calls the model."""
+    """The command that starts a server, and its name for the model."""
 
     command: list[str]
     model: str
 
 
 def make_model(folder: Path) -> list[str]:
-    """The run and its exports, in `folder`; the prompts."""
+    """Write the run and its exports to `folder`; return the prompts."""
     torch.manual_seed(0)
     tree: dict[str, Any] = {
         "name": "bench",
@@ -102,7 +102,7 @@ def make_model(folder: Path) -> list[str]:
 
 
 def servers(folder: Path, port: int, llama_server: str | None) -> dict[str, Server]:
-    """Those that can run here."""
+    """Return the servers that can run here."""
     python = [sys.executable, "-m", "gptworks", "serve", "--port", str(port)]
     slots, context = str(max(CONCURRENCY)), str(max(CONCURRENCY) * 256)
     found = {
@@ -129,7 +129,7 @@ def servers(folder: Path, port: int, llama_server: str | None) -> dict[str, Serv
 
 @contextmanager
 def running(server: Server, port: int, log: Path) -> Iterator[int]:
-    """Its process, once it is up."""
+    """Start a server; yield its process id once it answers."""
     with log.open("w") as out:
         process = subprocess.Popen(server.command, stdout=out, stderr=out)
         try:
@@ -151,7 +151,7 @@ def running(server: Server, port: int, log: Path) -> Iterator[int]:
 
 
 class Exchange(asyncio.Protocol):
-    """One request on a connection of its own, and all that comes back."""
+    """One request on its own connection, and all bytes received."""
 
     def __init__(self, path: str, body: dict[str, Any]) -> None:
         content = json.dumps(body).encode()
@@ -171,7 +171,7 @@ class Exchange(asyncio.Protocol):
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that were generated, by the answer's `usage`."""
+        """Number of generated tokens, from the answer's `usage`."""
         counts = re.findall(rb'"completion_tokens": ?(\d+)', self.received)
         if not self.received.startswith(b"HTTP/1.1 200") or not counts:
             raise SystemExit(f"not an answer: {bytes(self.received[:1000])!r}")
@@ -179,7 +179,7 @@ class Exchange(asyncio.Protocol):
 
 
 def served(port: int, body: dict[str, Any], shares: list[float], prompts: list[str], n_clients: int) -> float:
-    """The rate of a server; the clients' share of a core is added to `shares`."""
+    """Return a server's tokens per second; append the CPU share of the clients to `shares`."""
 
     async def client(own: list[str]) -> int:
         n_tokens = 0
@@ -201,7 +201,8 @@ def served(port: int, body: dict[str, Any], shares: list[float], prompts: list[s
 
 
 def work_alone(run: Path, orders: Connection) -> None:
-    """Answer each order, prompts and how many of them at once, with the engine's own rate; None ends."""
+    """Answer each order (prompts, and how many of them run at once) with the engine's tokens per second; None ends the
+    process."""
     engine = load(run, n_slots=max(CONCURRENCY))
     engine.warm_up()
     settings = SamplingSettings(temperature=0, max_tokens=NEW_TOKENS)
@@ -220,7 +221,7 @@ def work_alone(run: Path, orders: Connection) -> None:
 
 @contextmanager
 def alone(run: Path) -> Iterator[Measure]:
-    """The engine in a process of its own."""
+    """Run the engine in a new process; yield a function that measures it."""
     orders, theirs = get_context("spawn").Pipe()
     process = get_context("spawn").Process(target=work_alone, args=(run, theirs), daemon=True)
     process.start()
@@ -237,7 +238,7 @@ def alone(run: Path) -> Iterator[Measure]:
 
 
 def idle_share(process: int) -> float:
-    """What a process takes of a core when nobody asks; NaN where the system does not say."""
+    """Return the CPU share of a process without requests; NaN if the system does not report it."""
 
     def seconds() -> float:
         try:
@@ -253,7 +254,7 @@ def idle_share(process: int) -> float:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Return an unused port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -276,7 +277,7 @@ def main() -> None:
         found = {name: server for name, server in found.items() if name.startswith(arguments.only)}
 
         def take(name: str, measure: Measure) -> None:
-            measure([next(prompts)], 1)  # warms up
+            measure([next(prompts)], 1)  # a warm-up
             for n in CONCURRENCY:
                 own = [next(prompts) for _ in range(n * REQUESTS_A_CLIENT[n])]
                 rates.setdefault((name, n), []).append(measure(own, n))
@@ -299,7 +300,7 @@ def main() -> None:
 
 
 def report(rate: dict[tuple[str, int], float], names: list[str]) -> None:
-    """The table, and our standing at each number of clients."""
+    """Print the table, and our server's rate divided by the best peer's and by the engine's."""
     print(f"{device_name(torch.device('cpu'))}, torch {torch.__version__}; GPT-2 124M, {NEW_TOKENS} tokens a request")
     print(f"{'tokens/s':<20}" + "".join(f"{n:>8}" for n in CONCURRENCY) + "   requests at once")
     for name in names:

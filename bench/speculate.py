@@ -1,9 +1,9 @@
-"""Speculative decoding of code: tokens per second with and without, from one run.
+"""Measure speculative decoding of code: tokens per second with and without it.
 
     python bench/speculate.py runs/demo
 
-Prompts are 128 tokens of held-out documents of the run, evenly spaced; each is continued greedily by 100 tokens, one
-text at a time, without drafts and with prompt lookup. Texts are compared: they must be the same. The ways take turns.
+Prompts are 128 tokens of the run's held-out documents, evenly spaced. Each is continued greedily by 100 tokens, one
+text at a time, alternately without drafts and with prompt lookup. The two texts must be equal.
 """
 
 import argparse
@@ -25,7 +25,7 @@ DRAFT_TOKENS = (0, 4, 8, 16)
 
 
 def prompts_of(run: Path) -> list[list[int]]:
-    """Token ids from the run's validation split."""
+    """Return token ids from the run's validation split."""
     prepared = find_prepared(load_recipe(run))
     if prepared is None:
         raise SystemExit(f"the data of {run} is not prepared here: gptworks data build {run}")
@@ -35,7 +35,7 @@ def prompts_of(run: Path) -> list[list[int]]:
 
 
 def seconds(engine: Engine, prompt: list[int]) -> tuple[float, list[int]]:
-    """The time of one continuation, and its tokens."""
+    """Return the time of one continuation, and its tokens."""
     started = time.perf_counter()
     pieces = list(engine.pieces(prompt, max_tokens=NEW, temperature=0, ignore_eos=True))
     return time.perf_counter() - started, [piece.token_id for piece in pieces if piece.token_id is not None]
@@ -55,7 +55,7 @@ def main() -> None:
             for n, engine in engines.items():
                 taken, text = seconds(engine, prompt)
                 texts.append(text)
-                if turn:  # the first one warms up
+                if turn:  # the first round is a warm-up
                     times[n].append(taken)
             if any(text != texts[0] for text in texts):
                 raise SystemExit("a draft has changed a text")

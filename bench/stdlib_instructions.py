@@ -1,4 +1,4 @@
-"""Instructions with answers about the functions of Python's standard library, read from its own sources.
+"""Writes instructions with answers about the functions of Python's standard library, read from its own sources.
 
 Three kinds, each with a form that its answer must have: a docstring, a list of parameters, a function's first line.
 The same interpreter gives the same file.
@@ -25,17 +25,17 @@ FORMS = {
     "List the parameters of this function.": re.compile(r"It takes none\.|- \*{0,2}\w+(\n- \*{0,2}\w+)*"),
     "Write the first line of this function.": re.compile(r"```python\ndef \w+\([^\n]*\):\n```"),
 }
-"""What the answers to each instruction look like."""
+"""For each instruction, the pattern of its answers."""
 
 
 def has_form(instruction: str, answer: str) -> bool:
-    """Whether an answer has the form that the instruction's answers have."""
+    """Whether an answer has the form that answers to the instruction have."""
     form = next(form for start, form in FORMS.items() if instruction.startswith(start))
     return form.fullmatch(answer.strip()) is not None
 
 
 def records() -> Iterator[Record]:
-    """One record for each question that there is, each question once."""
+    """Return one record per question; no question appears twice."""
     seen: set[str] = set()
     for function in _functions():
         for record in _records_of(function):
@@ -48,9 +48,9 @@ def records() -> Iterator[Record]:
 def _functions() -> Iterator[ast.FunctionDef]:
     for file in stdlib_files():
         try:
-            with warnings.catch_warnings(action="ignore"):  # of escapes in old sources
+            with warnings.catch_warnings(action="ignore"):  # invalid escapes in old sources
                 tree = ast.parse(file.read_bytes())
-        except (SyntaxError, ValueError):  # deliberately broken, or of another encoding
+        except (SyntaxError, ValueError):  # the file is deliberately broken, or has another encoding
             continue
         yield from (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
@@ -80,8 +80,8 @@ def _parameters(arguments: ast.arguments) -> list[str]:
 
 
 def pairs(rows: Iterable[Record]) -> Iterator[Record]:
-    """Each instruction with its answer as the chosen one, and as the rejected one the answer to the instruction of its
-    kind before it: right in form, and about another function."""
+    """Return a pair for each instruction: its own answer is chosen; the answer to the previous instruction of the same
+    kind, right in form but about another function, is rejected."""
     before: dict[str, str] = {}
     for row in rows:
         rejected = before.get(row["instruction"], row["output"])
@@ -93,11 +93,11 @@ def pairs(rows: Iterable[Record]) -> Iterator[Record]:
 
 
 def write(path: Path, rows: Iterable[Record]) -> int:
-    """Write the file; returns its records."""
+    """Write the file; return its records."""
     rows = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    if not path.exists() or path.read_text(encoding="utf-8") != text:  # the same file keeps what was prepared from it
+    if not path.exists() or path.read_text(encoding="utf-8") != text:  # an unchanged file keeps its prepared data valid
         path.write_text(text, encoding="utf-8")
     return len(rows)
 

@@ -1,4 +1,5 @@
-"""The studio in Chromium: its first token, and its curves while a person scrolls and zooms through many long runs.
+"""Measure the studio in Chromium: its first token, and its curves while a person scrolls and zooms through many long
+runs.
 
     python bench/studio.py --play runs/demo    # first paint, and the first token after the first click
     python bench/studio.py                     # 200 runs of 100,000 records: some 5 GB in a temporary folder
@@ -53,7 +54,7 @@ ROUNDS = 7
 
 
 def write_runs(folder: Path, n_runs: int, n_records: int) -> None:
-    """Runs whose losses fall and jitter; each is one text with other numbers, so that writing them is quick."""
+    """Write runs with falling, jittery losses; all share one text with different numbers, so that writing is fast."""
     draw = random.Random(0)
     for n in range(n_runs):
         run = folder / f"run-{n:03}"
@@ -102,7 +103,7 @@ def rate(times: list[float]) -> str:
 
 
 def play(browser: Any, run: Path) -> None:
-    """Print when the page is painted and its first token is there, each time with a server that has loaded nothing."""
+    """Print when the page is painted and when its first token appears, each time with a newly started server."""
     paints, loads, tokens = [], [], []
     for _ in range(ROUNDS):
         server, url = serve(run)

@@ -1,6 +1,6 @@
-"""A GPT and its training step as textbooks write them: attention written out, AdamW as it comes.
+"""A GPT and its training step as textbooks write them: explicit attention, and torch's AdamW.
 
-With torch's fused attention it is the model and the step of nanoGPT, by our own hand.
+With torch's fused attention, it is a rewrite of nanoGPT's model and step.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """A model and the batch it is trained on, the same for every loop."""
+    """A model's size and the batch it trains on, the same for every loop."""
 
     n_layers: int
     n_heads: int
@@ -26,7 +26,7 @@ class Shape:
 
 
 class Attention(nn.Module):
-    """All heads as one batch; the scores in full, or torch's fused attention."""
+    """Attention with all heads in one batch: full scores, or torch's fused attention."""
 
     def __init__(self, shape: Shape, fused: bool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class TextbookGPT(nn.Module):
-    """Learned positions, tied head, the mean cross-entropy of whole logits."""
+    """A GPT with learned positions and a tied head; the loss is the mean cross-entropy of all logits at once."""
 
     def __init__(self, shape: Shape, fused: bool = False) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class TextbookGPT(nn.Module):
 
 
 def textbook_step(shape: Shape, data: Tensor, *, autocast: bool, compiled: bool, fused: bool) -> Callable[[], None]:
-    """One step of the textbook loop over windows drawn from the tokens [N]."""
+    """Return a function that does one step of the textbook loop on random windows of the tokens [N]."""
     model: Callable[[Tensor, Tensor], Tensor] = TextbookGPT(shape, fused)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=3e-4)

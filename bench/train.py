@@ -1,21 +1,24 @@
-"""Training throughput beside the same model in other loops, from one run.
+"""Measure training throughput, compared with the same model in other loops.
 
     python bench/train.py --text tinyshakespeare.txt            # all three workloads, about half an hour on 2 cores
     python bench/train.py --workload "char, 16 × 256" --precision fp32
 
 Workloads: nanoGPT's character model (10.7M: 6 layers, 6 heads, width 384, context 256) in batches of 16 and 64, and
-GPT-2 124M in batches of 4 × 512; no dropout. The other loops are a textbook's (bench/textbook.py), in fp32 and under
-bf16 autocast, each compiled too; the same with fused attention, which is nanoGPT's model and step by our own hand, and
-which nanoGPT itself runs in bf16 on GPUs alone; transformers' Trainer as it comes, with bf16=True, and compiled; and
-litGPT's (bench/litgpt_loop.py), which is compiled and in bf16 as it comes. gptworks takes its own training step, its
-own batches, in the precision it chooses. Where the processor has no bf16 products, or with --precision fp32, only the
-loops in fp32 run: so one processor stands for another (`ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2
-GPTWORKS_NATIVE_MARCH=haswell`). Each loop runs in a process of its own, one after the other, in several rounds; the
-ratios are of medians. The tokens are those of the text's characters, whatever the model's vocabulary, which grows where
-the text has more characters than TinyShakespeare.
+GPT-2 124M in batches of 4 × 512; no dropout. The other loops are:
 
-How far a ratio to fp32 can go is set by the processor: beside the loops stand the rates of large matrix products,
-measured before each of them. FLOPs are those of the model's products, with attention in full.
+- a textbook's (bench/textbook.py), in fp32 and under bf16 autocast, each compiled too;
+- the same with fused attention: nanoGPT's model and step, rewritten (nanoGPT itself uses bf16 only on GPUs);
+- transformers' Trainer with its defaults, with bf16=True, and compiled;
+- litGPT's (bench/litgpt_loop.py), by default compiled and in bf16.
+
+gptworks runs its own training step on its own batches, in the precision it chooses. If the processor has no bf16
+products, or with --precision fp32, only the fp32 loops run, so that one machine can emulate another
+(`ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 GPTWORKS_NATIVE_MARCH=haswell`). Each loop runs in its own process,
+one after the other, in several rounds; ratios are of medians. Tokens are the text's characters, whatever the model's
+vocabulary, which is enlarged if the text has more characters than TinyShakespeare.
+
+The processor limits the possible ratio to fp32, so rates of large matrix products are measured before each loop and
+printed next to the loops. FLOPs count the model's products, with full attention.
 """
 
 import argparse
@@ -71,7 +74,7 @@ WARM_UP_STEPS = 2
 
 
 def available(precision: str, litgpt: Path | None) -> list[str]:
-    """The loops that can run here, with bf16 or in fp32 alone; says which cannot."""
+    """Return the loops that can run here, with bf16 or only in fp32; print which cannot."""
     missing = {
         "bf16": None if precision == "bf16" else "the processor emulates it, or --precision says so",
         "litGPT": None if litgpt else "--litgpt names the interpreter of an environment that has it",
@@ -85,7 +88,7 @@ def available(precision: str, litgpt: Path | None) -> list[str]:
 
 
 def bench_recipe(shape: Shape, text: Path | None, folder: str, precision: str) -> Recipe:
-    """The model on the text given, or on the standard library's sources."""
+    """Return the recipe of the model on the given text, or on the standard library's sources."""
     return parse_recipe(
         {
             "name": "bench",
@@ -106,12 +109,12 @@ def bench_recipe(shape: Shape, text: Path | None, folder: str, precision: str) -
 
 
 def with_vocabulary(recipe: Recipe, vocab_size: int) -> Recipe:
-    """The recipe with a vocabulary larger than its tokenizer's, which no run but a benchmark's may have."""
+    """Return the recipe with a larger vocabulary than its tokenizer's, which only a benchmark may have."""
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": vocab_size})})
 
 
 def our_step(recipe: Recipe, folder: Path) -> Callable[[], None]:
-    """gptworks' training step, as `gptworks train` sets it up."""
+    """Return gptworks' training step, set up as by `gptworks train`."""
     keep_freed_memory()
     prepared = open_prepared(folder)
     device = choose_device(recipe.train.device)
@@ -124,7 +127,7 @@ def our_step(recipe: Recipe, folder: Path) -> Callable[[], None]:
 def step_seconds(
     name: str, shape: Shape, recipe: Recipe, folder: Path, n_steps: int, litgpt: Path | None
 ) -> list[float]:
-    """Seconds of each of so many steps of a loop."""
+    """Return the seconds of each of a number of steps of a loop."""
     data = read_tokens(folder)
     bf16, compiled = "bf16" in name, "compiled" in name
     if name.startswith("Trainer"):
@@ -141,18 +144,18 @@ def step_seconds(
 
 
 def read_tokens(folder: Path) -> Tensor:
-    """Up to a million tokens of the training split, int64 [N]."""
+    """Return up to a million tokens of the training split, int64 [N]."""
     shards = TokenShards(folder, "train")
     return torch.from_numpy(shards.read(0, min(shards.n_tokens, 10**6))).long()
 
 
 def work(connection: Connection, *arguments: object) -> None:
-    """`step_seconds` in a process of its own."""
+    """Call `step_seconds` in a new process."""
     connection.send(step_seconds(*arguments))  # type: ignore[arg-type]
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Wall time of one call."""
+    """Return the wall time of one call."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
@@ -161,7 +164,8 @@ def seconds(work: Callable[[], object]) -> float:
 def measure(
     shape: Shape, text: Path | None, rounds: int, n_steps: int, loops: list[str], precision: str, litgpt: Path | None
 ) -> tuple[dict[str, float], dict[str, float], int]:
-    """Tokens/s of each loop and FLOP/s of large products, medians of all measured; FLOPs a token of the model."""
+    """Return tokens/s of each loop and FLOP/s of large products, as medians of all measurements, and the model's FLOPs
+    per token."""
     times: dict[str, list[float]] = {name: [] for name in loops}
     dtypes = {"fp32": torch.float32, precision: choose_precision(precision, torch.device("cpu")).dtype}
     rates: dict[str, list[float]] = {name: [] for name in dtypes}

@@ -1,4 +1,4 @@
-"""transformers' Trainer on the same model and batch, timed step by step."""
+"""Times transformers' Trainer step by step on the same model and batch."""
 
 import tempfile
 import time
@@ -12,7 +12,7 @@ from textbook import Shape
 
 
 class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Every window of the tokens [N], in steps of a context."""
+    """All windows of the tokens [N], at multiples of the context length."""
 
     def __init__(self, data: Tensor, context: int) -> None:
         self.windows = data[: len(data) // context * context].view(-1, context)
@@ -25,7 +25,7 @@ class Windows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 class Stopwatch(TrainerCallback):  # type: ignore[misc]
-    """Seconds of each step, from its batch to the updated weights; ends the training after enough of them."""
+    """Measures the seconds of each step, from its batch to the updated weights; ends training after enough steps."""
 
     def __init__(self, n_steps: int) -> None:
         self.n_steps = n_steps
@@ -41,7 +41,7 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
 
 
 def trainer_seconds(shape: Shape, data: Tensor, n_steps: int, *, bf16: bool, compiled: bool) -> list[float]:
-    """Train for so many steps; the seconds of each."""
+    """Train for a number of steps; return the seconds of each."""
     config = GPT2Config(
         vocab_size=shape.vocab_size, n_positions=shape.context, n_embd=shape.width, n_layer=shape.n_layers,
         n_head=shape.n_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, bos_token_id=None,
