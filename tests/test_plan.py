@@ -313,7 +313,9 @@ def test_freed_memory_is_kept_only_where_there_is_room(monkeypatch: pytest.Monke
     for share in (2.0, 1.1):
         monkeypatch.setattr("gptworks.device.memory_bytes", lambda device, share=share: share * peak.total_bytes)
         choose_allocation(peak.total_bytes, torch.device("cpu"))
-    assert called == ["keep", "return"]
+    monkeypatch.setattr("gptworks.device.memory_bytes", lambda device: 100 * peak.total_bytes)
+    choose_allocation(peak.total_bytes, torch.device("cpu"), n_local_ranks=4, gathers=True)
+    assert called == ["keep", "return", "return"]
 
 
 def test_an_auto_layout_needs_only_what_the_recipe_says() -> None:

@@ -95,7 +95,7 @@ def prepare_run(
     if ranks.size > 1:
         display.message(f"{ranks.size} ranks: {layout_words(layout)}")
     display.message(f"memory: {readable(peak.total_bytes, 'B')} planned at the peak, reached during: {peak.moment}")
-    choose_allocation(peak.total_bytes, device, ranks.local_size)
+    choose_allocation(peak.total_bytes, device, ranks.local_size, gathers=layout.sharding != "none")
     if is_new and ranks.size == 1 and recipe.train.threads is None and (free := free_threads(cores, device)):
         threads, words = free
         display.message(words)
