@@ -3,7 +3,9 @@
 import json
 import resource
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +20,12 @@ from gptworks.checkpoint import (
 )
 from gptworks.errors import RunError, UserError
 from gptworks.model.gpt import GPT
-from gptworks.training import checkpoint_files
+from gptworks.recipe import parse_recipe
+from gptworks.training import checkpoint_files, saving, state
 from gptworks.training.checkpoint_files import TensorPart, save_checkpoint
+from gptworks.training.loop import train
 from gptworks.training.saving import CheckpointWriter, remove_old
-from tiny import plain_model
+from tiny import plain_model, recipe_tree
 
 CONFIG = plain_model(vocab_size=30, context_length=16, n_layers=2, d_model=16, n_heads=2, tie_embeddings=True)
 
@@ -157,6 +161,22 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_half_written(tmp_
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
     checkpoints(tmp_path)[0].verify()
+
+
+def test_a_save_that_waits_for_the_one_before_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = threading.Event()
+
+    def save(run_dir: Path, step: int, *arguments: Any) -> Any:
+        slow.wait(0.3 if step == 2 else 0)
+        return save_checkpoint(run_dir, step, *arguments)
+
+    monkeypatch.setattr(saving, "save_checkpoint", save)
+    monkeypatch.setattr(state, "_REPORTED_WAIT_SECONDS", 0.1)
+    train(parse_recipe(recipe_tree(tmp_path, max_steps=6, checkpoint_every=2, evaluate_every=6)))
+    waits = [line for line in "".join(capsys.readouterr()).splitlines() if "waited" in line]
+    assert waits == ["step 4: waited 0 s until the previous checkpoint was written (train.checkpoint_every=2)"]
 
 
 def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:

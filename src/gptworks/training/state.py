@@ -1,6 +1,7 @@
 """The state of a run: its progress, weights, their average and the optimizer. A run resumed from a checkpoint continues
 bit for bit."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,6 +25,9 @@ from gptworks.training.saving import CheckpointWriter, remove_newer
 from gptworks.training.step import TrainStep
 
 _OWN = "own"
+
+_REPORTED_WAIT_SECONDS = 5.0
+"""Minimum time that a save waits for the previous one before a message reports it."""
 
 
 class WeightAverage:
@@ -235,8 +239,14 @@ class TrainingState(Listener):
             if not weights_only:
                 state = step.optimizer.state_tensors() | self.average.own_tensors
                 tensors["optimizer"] = parts(state, step.optimizer.holders)
+            began = time.perf_counter()
             with step.ranks.busy():
                 self.writer.wait()
+            if (waited := time.perf_counter() - began) >= _REPORTED_WAIT_SECONDS:
+                self._display.message(
+                    f"step {self.progress.step:,}: waited {waited:.0f} s until the previous checkpoint was written "
+                    f"(train.checkpoint_every={self._recipe.train.checkpoint_every:,})"
+                )
             self.writer.save(self.progress.step, tensors, asdict(self.progress))
         if not weights_only:
             self._saved_step = self.progress.step
