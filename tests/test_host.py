@@ -31,6 +31,7 @@ from gptworks.training.setup import check_memory
 from test_parallel import ranks_of
 
 H100 = find_device("h100")
+MEMORY_OF_RANKS = Path(__file__).parent.parent / "bench" / "memory_of_ranks.py"
 
 
 def host_of(name: str, ranks: int, *overrides: str, **node: Any) -> HostMemory:
@@ -219,68 +220,11 @@ def test_the_host_of_a_gpu_has_what_is_free_and_what_this_process_holds(
 # real processes ---------------------------------------------------------------------------------------------
 
 
-WATCHED = """
-import gc, sys, threading
-from pathlib import Path
-import torch
-from gptworks.device import peak_growth_bytes, reset_peak, return_freed_memory
-from gptworks.recipe import load_recipe
-from gptworks.training import loop, session, setup
-from gptworks.training.distributed.ranks import join
-from gptworks.training.saving import CheckpointWriter
-
-torch.set_num_threads(1)
-return_freed_memory()
-setup.choose_allocation = lambda *arguments: return_freed_memory()
-cpu, out = torch.device("cpu"), Path(sys.argv[1])
-begun = {}
-
-def building(*arguments, make=session.trainable_model):
-    begun["before"] = reset_peak(cpu)
-    return make(*arguments)
-
-stepped = threading.Event()
-
-def step(run, *, step=loop.Run.training_step):
-    step(run)
-    stepped.set()
-
-def write(writer, *arguments, write=CheckpointWriter._write):  # while the next step is taken
-    stepped.wait(60)
-    write(writer, *arguments)
-
-def wait(writer, *, wait=CheckpointWriter.wait):
-    stepped.set()
-    wait(writer)
-
-def save(writer, step, *arguments, save=CheckpointWriter.save):
-    writer.wait()
-    if step < 3:  # the last step
-        stepped.clear()
-    writer.wait = lambda: None
-    save(writer, step, *arguments)
-    del writer.wait
-
-loop.Run.training_step = step
-CheckpointWriter._write, CheckpointWriter.wait, CheckpointWriter.save = write, wait, save
-session.trainable_model = building
-with join(60, cpu) as ranks:
-    loop.train(load_recipe(sys.argv[2], sys.argv[3:]), ranks=ranks)
-    gc.collect()
-    loop.train(load_recipe(sys.argv[2]), ranks=ranks)
-    out.with_suffix(f".{ranks.rank}").write_text(str(peak_growth_bytes(cpu, begun["before"])))
-"""
-"""One rank of a run that gives freed memory back: the growth of its process from before it makes its model. A narrow
-model is trained before in the same way, so that the code that is run, and the stacks of threads, are there already."""
-
-NARROW = ("model.d_model=64", "model.n_heads=8")
-
-
 def grown(folder: Path, n_ranks: int, recipe: dict[str, Any]) -> list[int]:
-    (folder / "watched.py").write_text(WATCHED, encoding="utf-8")
+    """By how many bytes each rank's process grows, from before it makes its model."""
     (folder / "r.yaml").write_text(json.dumps(recipe), encoding="utf-8")
-    narrow = (*NARROW, f"run_dir={folder / 'narrow'}")
-    ranks_of(n_ranks, folder / "grown", folder / "r.yaml", *narrow, program=folder / "watched.py", new=True)
+    narrow = ("model.d_model=64", f"run_dir={folder / 'narrow'}")
+    ranks_of(n_ranks, "rank", folder / "grown", folder / "r.yaml", *narrow, program=MEMORY_OF_RANKS, new=True)
     return [int((folder / f"grown.{rank}").read_text()) for rank in range(n_ranks)]
 
 
