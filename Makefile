@@ -19,7 +19,7 @@ help:
 	@echo "make test-memory  hold planned memory against traced steps, of every preset and of 1,500 drawn models (about 25 minutes on 2 cores)"
 	@echo "make test-arrangements  500 drawn recipes, twice: what is planned and advised, training accepts; what a step is planned to hold, its trace and processes hold (about 6 minutes on 2 cores)"
 	@echo "make test-tries  ten tries of a change that does nothing, with real runs (about 8 minutes on 2 cores)"
-	@echo "make test-kills  kill runs fifty times and a build twenty, and go on from what is left (about 11 minutes on 2 cores)"
+	@echo "make test-kills  kill runs of 1, 2 and 4 ranks fifty times and a build twenty, and resume them; KILLS=100 SEED=1 draws others (about 20 minutes on 2 cores)"
 	@echo "make test-crashes  every state that a crash or a failing disk can leave (takes long; needs strace)"
 	@echo "make test-schema  5,000 requests to the server, made from its schema (about 10 minutes on 2 cores)"
 	@echo "make test-overload  the server with too many clients, slow ones, and ones that leave (about 3 minutes on 2 cores)"
@@ -86,7 +86,8 @@ test-margins: .venv/.installed-dev
 	done; done
 
 test-kills: .venv/.installed-dev
-	$(BIN)/python -m pytest -m kills -rP tests/test_kills.py tests/test_build_kills.py
+	$(if $(KILLS),GPTWORKS_KILLS=$(KILLS)) $(if $(SEED),GPTWORKS_KILLS_SEED=$(SEED)) \
+	  $(BIN)/python -m pytest -m kills -rP tests/test_kills.py tests/test_build_kills.py
 
 test-tries: .venv/.installed-dev
 	$(BIN)/python -m pytest -m tries -rP tests/test_try.py

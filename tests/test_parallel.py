@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,23 +62,32 @@ def ranks_of(
 ) -> str:
     """The worker, or another program, in so many processes, started as torchrun starts them; what they say on stderr.
     new: each in a new Python."""
+    with started_ranks(n_ranks, program, *arguments, new=new, stdout=subprocess.DEVNULL) as started:
+        with ThreadPoolExecutor(n_ranks) as pool:
+            said = "".join(pool.map(lambda process: process.communicate(timeout=240)[1], started))
+        codes = [process.returncode for process in started]
+    assert any(codes) == fails, f"exit codes {codes}; {said[:3000]} … {said[-3000:]}"
+    return said
+
+
+@contextmanager
+def started_ranks(n_ranks: int, *arguments: str | Path, **options: Any) -> Iterator[list[Process]]:
+    """`python ARGUMENTS` in a process for each rank, and the store that a launcher hosts; killed at the end."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "WORLD_SIZE": str(n_ranks), "LOCAL_WORLD_SIZE": str(n_ranks), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
+    options = {"stderr": subprocess.PIPE} | options
     started = [
-        commands.start(
-            program, *arguments, env=common | {"RANK": rank, "LOCAL_RANK": rank}, new=new,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        )
+        commands.start(*arguments, env=common | {"RANK": rank, "LOCAL_RANK": rank}, **options)
         for rank in map(str, range(n_ranks))
-    ]  # fmt: skip
-    with ThreadPoolExecutor(n_ranks) as pool:
-        said = "".join(pool.map(lambda process: process.communicate(timeout=240)[1], started))
-    codes = [process.returncode for process in started]
-    assert any(codes) == fails, f"exit codes {codes}; {said[:3000]} … {said[-3000:]}"
-    return said
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
 
 
 def launch(n_ranks: int, recipe: Path, *arguments: str) -> Process:
