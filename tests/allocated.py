@@ -1,4 +1,4 @@
-"""What a step allocates in a process of its own.
+"""Measures the memory that a training step allocates in a process of its own.
 
 LD_PRELOAD=allocated.so python allocated.py < rehearsal.json: JSON, see `Allocated`.
 """
@@ -22,7 +22,7 @@ _JSON = TypeAdapter(Rehearsal)
 
 
 class Allocated(NamedTuple):
-    """Bytes."""
+    """Numbers of bytes."""
 
     step: int
     """The most at once, model and optimizer included, beyond the base."""
@@ -33,7 +33,7 @@ class Allocated(NamedTuple):
 
 
 def counter_in(folder: Path) -> Path | None:
-    """The library that counts, compiled; None: there is no compiler, or no glibc to count for."""
+    """Compile the counting library into a folder and return its path; None: there is no compiler or no glibc."""
     compiler = shutil.which("cc")
     if sys.platform != "linux" or compiler is None or not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
         return None
@@ -44,7 +44,7 @@ def counter_in(folder: Path) -> Path | None:
 
 
 def allocated_by_a_step(rehearsal: Rehearsal, counter: Path) -> Allocated:
-    """Measured in a new process."""
+    """Return what a step allocates, measured in a new process."""
     environment = os.environ | {"LD_PRELOAD": str(counter), "PYTHONMALLOC": "malloc"}
     result = subprocess.run(
         [sys.executable, __file__],

@@ -1,4 +1,4 @@
-"""Run the numeric tests as other processors would compute them.
+"""Runs the numeric tests as if on other processors.
 
     python tests/as_processors.py [NAME]... [-- PYTEST ARGUMENT...]
 
@@ -33,7 +33,7 @@ AMX_EMULATOR = TESTS / "amx_emulator.cpp"
 
 @dataclass(frozen=True)
 class Processor:
-    """One kind of processor: what it needs of this one, and what the libraries may use."""
+    """A kind of processor: what it needs from this one, and what libraries may use."""
 
     flags: frozenset[str]
     """Of /proc/cpuinfo."""
@@ -45,7 +45,7 @@ class Processor:
     """The native kernels are built for this machine's processor and run with AMX emulated."""
 
     def environment(self, name: str, folder: Path) -> dict[str, str]:
-        """What limits the libraries to it. folder: where what is needed may be built."""
+        """Return variables that limit the libraries to this processor. folder: where to build what they need."""
         limits = {"ATEN_CPU_CAPABILITY": self.aten}
         limits |= {"LD_PRELOAD": str(built_emulator(folder))} if self.emulates_amx else {"GPTWORKS_NATIVE_MARCH": name}
         return limits if self.onednn is None else limits | {"ONEDNN_MAX_CPU_ISA": self.onednn}
@@ -64,7 +64,7 @@ PROCESSORS = {
 
 
 def flags_here() -> frozenset[str]:
-    """What this processor can do; nothing where it does not say so the way x86 does under Linux."""
+    """Return this processor's feature flags; empty if it does not list them as x86 does on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -73,7 +73,7 @@ def flags_here() -> frozenset[str]:
 
 
 def built_emulator(folder: Path) -> Path:
-    """The library that computes AMX where it is preloaded (LD_PRELOAD), built into a folder."""
+    """Build the library that emulates AMX when preloaded (LD_PRELOAD) into a folder; return its path."""
     library = folder / "amx_emulator.so"
     compiler = shutil.which("g++") or "g++"
     options = ("-O3", "-march=native", "-shared", "-fPIC", str(AMX_EMULATOR), "-o", str(library), "-ldl")

@@ -1,4 +1,4 @@
-"""A studio in a thread over tiny runs, and a real browser that opens its page.
+"""Fixtures: a studio in a thread over tiny runs, and a real browser that opens its page.
 
 A browser is looked for as GPTWORKS_BROWSER and `chromium`. GPTWORKS_AXE names axe-core's script (make test-browser sets
 it); screenshots are kept in the folder GPTWORKS_SCREENSHOTS, where it is set. conftest.py offers the fixtures.
@@ -36,7 +36,8 @@ crypto.getRandomValues = (array) => array.map(() => (drawn += 7919));
 
 
 def make_runs(folder: Path) -> Path:
-    """A base run with several checkpoints, a tuned one, one that writes markup, and a long one; in a folder `runs`."""
+    """Make the folder `runs`: a base run with several checkpoints, a tuned one, one that writes markup, and a long
+    one."""
     import chats
     import serving
     from gptworks.recipe import parse_recipe
@@ -63,13 +64,13 @@ def make_runs(folder: Path) -> Path:
 
 
 class Studio:
-    """A studio that runs: its address, its folder of runs, and a client beside the browser."""
+    """A running studio: its address, its folder of runs, and an HTTP client."""
 
     def __init__(self, url: str, runs: Path, key: str | None, app: Any) -> None:
         self.url, self.runs, self.key, self.app = url, runs, key, app
 
     def http(self) -> Any:
-        """An HTTP client."""
+        """Return an HTTP client."""
         import httpx2 as httpx
 
         sign_in = self.app.state.service.sign_in
@@ -79,13 +80,13 @@ class Studio:
         return httpx.Client(base_url=self.url, headers=headers, cookies=cookies, timeout=120)
 
     def link(self, url: str | None = None) -> str:
-        """An address of the studio that signs a browser in, once."""
+        """Return an address of the studio that signs a browser in; it works once."""
         base, _, rest = (url or self.url).partition("#")
         code = self.app.state.service.sign_in.code()
         return f"{base.rstrip('/')}/#code={code}" + (f"&{rest}" if rest else "")
 
     def asked(self, path: str, /, **body: Any) -> Any:
-        """The server's own answer."""
+        """Return the server's answer to a request."""
         import serving
 
         with self.http() as http:
@@ -94,7 +95,7 @@ class Studio:
 
 @contextmanager
 def open_studio(runs: Path, key: str | None = None, read_only: bool = False) -> Iterator[Studio]:
-    """A studio while the `with` lasts."""
+    """Run a studio inside the `with`."""
     from gptworks.serve.settings import ServerSettings
     from gptworks.studio.app import create_studio
 
@@ -112,7 +113,7 @@ OPEN: dict[str, Studio] = {}
 
 @contextmanager
 def listening(app: Any) -> Iterator[str]:
-    """The address at which an app answers while the `with` lasts."""
+    """Serve an app inside the `with`; yield its address."""
     import serving
 
     with serving.listening(app) as (_, _, url):
@@ -127,7 +128,7 @@ def studio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Studio]:
 
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Any]:
-    """A browser without pages."""
+    """Start a browser without pages."""
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the dev extra")
     path = os.environ.get("GPTWORKS_BROWSER") or shutil.which("chromium") or shutil.which("chromium-browser")
     if path is None:
@@ -140,8 +141,8 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def new_page(chromium: Any) -> Iterator[Callable[..., Any]]:
-    """Opens pages with contexts of their own, which sign in to studios. None breaks the policy, runs what it shows, or
-    throws an error."""
+    """Yield a function that opens a page in a new context and signs it in to a studio. Fails if a page breaks the
+    content policy, runs text that it shows, or throws an error."""
     contexts, problems = [], []
 
     def opened(signs_in: bool = True, **options: Any) -> Any:
@@ -171,7 +172,7 @@ def new_page(chromium: Any) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def page(new_page: Callable[..., Any], studio: Studio) -> Any:
-    """The studio's page."""
+    """Open the studio's page."""
     opened = new_page()
     opened.goto(studio.url)
     opened.wait_for_selector(".play")
@@ -179,7 +180,7 @@ def page(new_page: Callable[..., Any], studio: Studio) -> Any:
 
 
 def axe(page: Any) -> list[str]:
-    """What axe-core finds wrong with the page, as it is now."""
+    """Return the problems that axe-core finds on the page in its present state."""
     if AXE is None:
         pytest.skip("needs axe-core: make test-browser fetches it and names it with GPTWORKS_AXE")
     page.evaluate(AXE.read_text(encoding="utf-8"))
@@ -188,7 +189,7 @@ def axe(page: Any) -> list[str]:
 
 
 def screenshot(page: Any, name: str) -> None:
-    """Keep a picture of the page, where a folder for them is named."""
+    """Save a screenshot of the page if a folder for them is set."""
     if SCREENSHOTS is not None:
         page.screenshot(path=str(SCREENSHOTS / f"{name}.png"))
 
@@ -197,7 +198,7 @@ def screenshot(page: Any, name: str) -> None:
 
 
 def finish(page: Any) -> None:
-    """Wait until no text is being written."""
+    """Wait until no text is being generated."""
     page.wait_for_function(
         "() => document.querySelectorAll('.facts').length && !document.querySelector('[aria-busy=true]')"
     )
@@ -220,7 +221,7 @@ def generate(page: Any, prompt: str, **settings: object) -> None:
 
 
 def answer(page: Any, column: int = 0) -> str:
-    """The last text that a column's model wrote."""
+    """Return the last text that the model of a column wrote."""
     return page.locator(".column").nth(column).locator(".text").last.evaluate(
         "(pane) => [...pane.querySelectorAll('.t[data-part=answer]')].map((token) => token.textContent).join('')"
     )  # fmt: skip

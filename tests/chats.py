@@ -1,4 +1,4 @@
-"""Conversations, and recipes that learn from them, so small that a test can afford them."""
+"""Makes conversations and recipes that learn from them, small enough for a test."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ QUESTIONS = {"brown": "fox", "lazy": "dog", "over": "jumps", "line": "number", "
 
 
 def records(n: int = 60) -> list[dict[str, str]]:
-    """Alpaca records, no two alike."""
+    """Return Alpaca records that all differ."""
     words = list(QUESTIONS.items())
     return [
         {"instruction": f"what of {words[i % 5][0]} {i}?", "output": f"the {words[i % 5][1]} of line {i * i}."}
@@ -24,7 +24,7 @@ def write_jsonl(path: Path, rows: list[Any]) -> Path:
 
 
 def base_tree(folder: Path, **train: Any) -> dict[str, Any]:
-    """A base model over plain text, as `tiny` has it, with a byte-level tokenizer."""
+    """Return the recipe of a base model on plain text like that of `tiny`, with a byte-level tokenizer."""
     tree = tiny.recipe_tree(folder, **train)
     tree["model"] |= {"dropout_residual": 0.0, "dropout_attention": 0.0, "context_length": 128}
     tree["model"] |= {"position": "rope", "mlp": "swiglu"}
@@ -33,7 +33,7 @@ def base_tree(folder: Path, **train: Any) -> dict[str, Any]:
 
 
 def tune_tree(folder: Path, rows: list[Any] | None = None, **train: Any) -> dict[str, Any]:
-    """Instruction tuning of that base, with two new tokens."""
+    """Return the recipe of instruction tuning of that base model, with two new tokens."""
     path = folder / "chats.jsonl"
     if not path.exists() or rows is not None:
         write_jsonl(path, records() if rows is None else rows)

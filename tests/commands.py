@@ -1,4 +1,5 @@
-"""Commands in processes of their own, as users start them; on Linux without the seconds that torch's import takes.
+"""Runs commands in processes of their own, as users start them; on Linux without the seconds that importing torch
+takes.
 
 There, a server that has imported torch and gptworks forks each process. It has its own id, environment, folder, streams
 and exit status, and ends and is killed as any other. A new Python starts on other systems, where a variable is changed
@@ -35,7 +36,7 @@ SET_BY_LIBRARIES = {"CUDA_MODULE_LOADING", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_
 
 
 class Forked:
-    """What `subprocess.Popen` is of a new Python, of a process that the server has forked."""
+    """A process that the server forked, with the attributes of `subprocess.Popen`."""
 
     def __init__(
         self, server: socket.socket, arguments: list[str], environment: dict[str, str], **options: Any
@@ -96,7 +97,8 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[str | None, str | None]:
-        """Give `input` to stdin, and read stdout and stderr to their ends. A process that takes longer is killed."""
+        """Write `input` to stdin, and read stdout and stderr to their ends. Kills a process that takes longer than the
+        timeout."""
         read: dict[str, str] = {}
         streams = {name: stream for name in ("stdout", "stderr") if (stream := getattr(self, name))}
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -137,7 +139,8 @@ Process = Forked | subprocess.Popen[str]
 
 @functools.cache
 def _server(*imported: str, **loading: str) -> tuple[socket.socket, dict[str, str]]:
-    """The server's socket, and the environment that it began with: this process's, and `loading`. imported: modules."""
+    """Return the server's socket and the environment that it started with: this process's, plus `loading`. imported:
+    modules that it imports."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **loading}
     command = [sys.executable, str(SERVER), str(its.fileno()), *imported]
@@ -149,7 +152,8 @@ def _server(*imported: str, **loading: str) -> tuple[socket.socket, dict[str, st
 
 
 def _obeyed(environment: dict[str, str], began: dict[str, str]) -> bool:
-    """Whether a process obeys such an environment that is forked by a server which began with another."""
+    """Whether a process forked by a server that started with another environment behaves as in the wanted
+    environment."""
     changed = {name for name in environment.keys() | began.keys() if environment.get(name) != began.get(name)}
     return not any(name.startswith(READ_WHEN_LOADED) for name in changed - SET_BY_LIBRARIES)
 
@@ -162,7 +166,7 @@ def start(
     imported: tuple[str, ...] = (),
     **options: Any,
 ) -> Process:
-    """`python ARGUMENTS`, with `env` beside this process's environment.
+    """Start `python ARGUMENTS`, with `env` added to this process's environment.
 
     Args:
         new: in a new Python.
@@ -179,7 +183,7 @@ def start(
 
 
 def run(*arguments: str | Path, input: str | None = None, **options: Any) -> "subprocess.CompletedProcess[str]":
-    """`python ARGUMENTS` to its end, and what it wrote; killed after 240 seconds."""
+    """Run `python ARGUMENTS` to its end and return its output; it is killed after 240 seconds."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     options["stdin"] = subprocess.DEVNULL if input is None else subprocess.PIPE
     with start(*arguments, **options) as process:

@@ -1,4 +1,4 @@
-"""Fixtures shared by the tests, and what they draw.
+"""Fixtures shared by the tests, and their random seeds.
 
 `make test` draws nothing: hypothesis derives its examples from the tests, and every generator has the same seed before
 each fixture and each test, so that neither the order of tests nor the worker changes what a test sees.
@@ -34,7 +34,7 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Garbage is looked for from here on, and not among what was imported, which is millions of objects that stay."""
+    """Exclude the millions of imported objects, which stay, from garbage collection from now on."""
     gc.freeze()
     gc.enable()
 
@@ -58,7 +58,7 @@ def pytest_runtest_call() -> None:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder with TinyShakespeare, GPT-2's ranks and the like, named by GPTWORKS_SHARED_DATA."""
+    """Return the folder with TinyShakespeare, GPT-2's ranks and similar files, set by GPTWORKS_SHARED_DATA."""
     folder = os.environ.get("GPTWORKS_SHARED_DATA")
     if not folder or not Path(folder).is_dir():
         pytest.skip("GPTWORKS_SHARED_DATA does not name a folder: this test needs its files")
@@ -67,5 +67,5 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has learned to write the lines of `tiny.TEXT`. Tests leave it as it is."""
+    """Return a run that has learned to write the lines of `tiny.TEXT`. Tests must not change it."""
     return tiny.trained(tmp_path_factory.mktemp("trained"))

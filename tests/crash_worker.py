@@ -1,4 +1,4 @@
-"""What test_crash_consistency.py has a process do while it is traced: `crash_worker.py SCENARIO FOLDER`."""
+"""The scenarios that test_crash_consistency.py traces in a process: `crash_worker.py SCENARIO FOLDER`."""
 
 import os
 import sys
@@ -33,7 +33,7 @@ def save(run_dir: Path, kind: str, step: int, best: int) -> None:
 
 
 def checkpoints(root: Path) -> None:
-    """Saves of both kinds that delete earlier ones, and a rollback to the last but one."""
+    """Save checkpoints of both kinds, which deletes earlier ones, and roll back to the second-to-last."""
     from gptworks.files import make_folder
     from gptworks.training.saving import remove_newer
 
@@ -46,7 +46,7 @@ def checkpoints(root: Path) -> None:
 
 
 def one_more(root: Path) -> None:
-    """One save more of each kind than there are."""
+    """Save one more checkpoint of each kind."""
     save(root / "run", "weights", 5, best=5)
     save(root / "run", "step", 6, best=5)
 
@@ -78,7 +78,7 @@ def export(root: Path, verify: bool = True) -> None:
 
 
 def export_unverified(root: Path) -> None:
-    """Without the comparison, which writes nothing and takes long."""
+    """Export without the comparison of logits, which writes nothing and takes long."""
     export(root, verify=False)
 
 

@@ -1,4 +1,4 @@
-"""What a disk may hold after a crash: file operations recorded with strace, and every state that they may leave.
+"""Enumerates the states that a crash may leave on a disk, from file operations recorded with strace.
 
 The recorder sees the system calls, so that libraries which write from Rust are seen too. The disk is the strictest that
 POSIX allows: data is there after an fsync of its file, a name after an fsync of its folder, and what was not synced may
@@ -30,7 +30,7 @@ _DESCRIPTOR = re.compile(r"(\w+)<((?:\\x[0-9a-f]{2})*)>")
 
 
 def available() -> bool:
-    """Whether strace is there and may trace."""
+    """Whether strace is installed and may trace."""
     if shutil.which("strace") is None:
         return False
     return subprocess.run(["strace", "-o", os.devnull, "true"], capture_output=True, check=False).returncode == 0
@@ -38,7 +38,7 @@ def available() -> bool:
 
 @dataclass(frozen=True)
 class Operation:
-    """One change to the disk, or a mark."""
+    """A change to the disk, or a mark in the record."""
 
     kind: str
     """create, write, truncate, sync, rename, link, unlink, mkdir or mark."""
@@ -62,14 +62,14 @@ def run(scenario: str, root: Path, trace: Path, *options: str) -> subprocess.Com
 
 
 def record(scenario: str, root: Path, trace: Path) -> list[Operation]:
-    """The operations of a scenario below `root`, in order."""
+    """Return the operations of a scenario below `root`, in order."""
     result = run(scenario, root, trace)
     assert result.returncode == 0, result.stderr[-4000:]
     return list(parse(trace.read_text(encoding="ascii").splitlines(), str(root)))
 
 
 def parse(lines: Iterable[str], root: str) -> Iterator[Operation]:
-    """The operations below `root` in a trace."""
+    """Yield the operations below `root` in a trace."""
     offsets: dict[str, int] = {}
     appends: set[str] = set()
     sizes: dict[str, int] = {}
@@ -137,7 +137,7 @@ def parse(lines: Iterable[str], root: str) -> Iterator[Operation]:
 
 
 def _joined(lines: Iterable[str]) -> Iterator[str]:
-    """The lines, those put together that another thread's call has cut in two."""
+    """Yield the lines of a trace; joins a call whose line was interrupted by another thread's."""
     cut: dict[str, str] = {}
     for line in lines:
         thread = line.split(" ", 1)[0]
@@ -183,7 +183,7 @@ class Folder:
 
 @dataclass
 class Edit:
-    """One change of names that may or may not have reached the disk: all of it or nothing."""
+    """A change of names that reaches the disk completely or not at all."""
 
     folders: list[Folder]
     names: list[tuple[Folder, str, "File | Folder | None"]]
@@ -193,13 +193,13 @@ Tree = dict[str, "bytes | Tree"]
 
 
 class Disk:
-    """A folder on a disk to which operations are applied."""
+    """A folder on a simulated disk, to which operations are applied."""
 
     def __init__(self, root: str) -> None:
         self.root, self.top, self.pending = root, Folder(), list[Edit]()
 
     def apply(self, operation: Operation) -> None:
-        """Do what the operation does."""
+        """Apply an operation."""
         if operation.kind == "mark" or (operation.path == self.root and operation.kind == "mkdir"):
             return
         if operation.kind == "sync":
@@ -231,14 +231,14 @@ class Disk:
                 node.data = data[: operation.at] + operation.data + data[operation.at + len(operation.data) :]
 
     def now(self) -> Tree:
-        """What a process sees that has not crashed."""
+        """Return the state that a running process sees."""
         return self._now(self.top)
 
     def _now(self, folder: Folder) -> Tree:
         return {k: self._now(node) if isinstance(node, Folder) else node.data for k, node in folder.names.items()}
 
     def states(self) -> Iterator[Tree]:
-        """Every state that a crash may leave now."""
+        """Yield every state that a crash at this moment may leave."""
         for chosen, data in product(self._choices(), ("kept", "dropped", "torn", "torn at its end")):
             names: dict[int, dict[str, File | Folder]] = {}
             for edit in chosen:
@@ -251,7 +251,7 @@ class Disk:
             yield self._tree(self.top, names, data)
 
     def _choices(self) -> Iterator[list[Edit]]:
-        """Which edits have reached the disk: all, none, all up to one, all but one, one alone."""
+        """Yield sets of edits that reached the disk: all, none, all up to one, all but one, only one."""
         edits, n = self.pending, len(self.pending)
         chosen = {tuple(range(k)) for k in range(n + 1)}
         chosen |= {tuple(i for i in range(n) if i != k) for k in range(n)} | {(k,) for k in range(n)}
@@ -305,7 +305,7 @@ def _left(file: File, data: str) -> bytes:
 
 
 def every_state(operations: list[Operation], root: Path) -> Iterator[tuple[list[str], Tree]]:
-    """Each state that a crash after any of the operations may leave, with the marks passed until then."""
+    """Yield each state that a crash after any operation may leave, with the marks passed until then."""
     disk, marks, seen = Disk(str(root)), list[str](), set[str]()
     for operation in [Operation("mark", ""), *operations]:
         disk.apply(operation)
@@ -323,7 +323,7 @@ def _key(tree: Tree) -> int:
 
 
 def write_tree(tree: Tree, folder: Path) -> Path:
-    """The state as files, in a new folder."""
+    """Write a state as files in a new folder."""
     folder.mkdir()
     for name, node in tree.items():
         if isinstance(node, bytes):
@@ -334,5 +334,5 @@ def write_tree(tree: Tree, folder: Path) -> Path:
 
 
 def read_tree(folder: Path) -> Tree:
-    """The files of a folder as a state."""
+    """Return the files of a folder as a state."""
     return {path.name: read_tree(path) if path.is_dir() else path.read_bytes() for path in folder.iterdir()}

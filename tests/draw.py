@@ -1,4 +1,4 @@
-"""The tests in a random order, with other examples and another seed for every generator: `make test-random`.
+"""Runs the tests in random order, with other examples and another seed for every generator: `make test-random`.
 
     python tests/draw.py [--seed N] [--minutes M]
 

@@ -1,4 +1,4 @@
-"""Drawn recipes of every objective, by which plans are compared with training's own rules, steps and memory."""
+"""Random recipes of every objective, for comparing plans with training's own rules, steps and memory."""
 
 import json
 import random
@@ -21,7 +21,7 @@ SOURCES = {
 
 
 def teacher_in(folder: Path) -> Path:
-    """The run folder of a teacher, with its recipe only."""
+    """Make a teacher's run folder that has only a recipe."""
     tree = {
         "name": "teacher",
         "model": {"vocab_size": 2000, "context_length": 4096, "n_layers": 2, "d_model": 192, "n_heads": 4},
@@ -41,7 +41,7 @@ def drawn_recipe(
     batch_sizes: Sequence[int] = (1, 2, 4, 8),
     train: Callable[[random.Random], dict[str, Any]] = lambda draw: {},
 ) -> Recipe:
-    """A recipe of any objective; the whole model, an adapter, or what is not frozen is trained.
+    """Return a random recipe of any objective that trains the whole model, an adapter, or all but frozen parts.
 
     Args:
         train: draws more settings of the training section.
@@ -58,7 +58,7 @@ def drawn_recipe(
 def _tree(
     draw: random.Random, teacher: Path, widths: Sequence[int], contexts: Sequence[int], batch_sizes: Sequence[int]
 ) -> dict[str, Any]:
-    """A recipe's mapping; not every one can be read."""
+    """Return a random recipe as a mapping; some are invalid."""
     objective, part = draw.choice(list(SOURCES)), draw.choice(["whole", "whole", "whole", "adapter", "freeze"])
     batch_size = draw.choice(batch_sizes)
     model: dict[str, Any] = {

@@ -1,5 +1,5 @@
-"""A process that has imported torch and gptworks, and forks: `python fork_server.py SOCKET [MODULE]...`, started by
-`commands.py`. It imports the modules too.
+"""A server that has imported torch and gptworks and forks commands: `python fork_server.py SOCKET [MODULE]...`.
+commands.py starts it; it also imports the given modules.
 
 Each message on the socket asks for one command: its arguments, environment and folder as JSON, and four descriptors:
 its stdin, stdout and stderr, and a socket on which it is told the command's process id and, in the end, its exit
@@ -39,7 +39,7 @@ def import_all() -> None:
 
 
 def serve(control: socket.socket) -> list[str]:
-    """Fork for each message, until the socket is closed; returns in each child, with its arguments."""
+    """Fork for each message until the socket is closed; return in each child, with its arguments."""
     selector, ends = selectors.DefaultSelector(), dict[int, tuple[int, socket.socket]]()
     selector.register(control, selectors.EVENT_READ)
     while True:
@@ -76,7 +76,7 @@ def tell(teller: socket.socket, number: int) -> None:
 
 
 def become(asked: dict, streams: list[int]) -> None:
-    """Make this child what a process of its own would be when it begins."""
+    """Make this child like a newly started process."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
@@ -93,7 +93,7 @@ def become(asked: dict, streams: list[int]) -> None:
 
 
 def go(arguments: list[str]) -> None:
-    """What `python ARGUMENTS` does."""
+    """Do what `python ARGUMENTS` does."""
     first, *rest = arguments
     if first in ("-m", "-c"):
         what, *rest = rest
@@ -108,7 +108,7 @@ def go(arguments: list[str]) -> None:
 
 
 def end(status: int) -> None:
-    """End this child as Python ends, but without taking apart what the server has imported, which takes long."""
+    """End this child like Python, but without the slow cleanup of the modules that the server has imported."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError, ValueError):  # a stream is broken or closed: Python knows what to do

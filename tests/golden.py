@@ -1,4 +1,4 @@
-"""Record what gptworks computes and prints, and compare two such records: for changes that may change nothing.
+"""Records what gptworks computes and prints, and compares two records, to check changes that must not change results.
 
     python tests/golden.py record FILE       # some two minutes
     python tests/golden.py compare OLD NEW   # exit code 1 if a value differs
@@ -32,7 +32,7 @@ OF_TIME = re.compile(
 
 
 def write_data(folder: Path) -> None:
-    """Source code, conversations and pairs of answers."""
+    """Write source code, conversations and preference pairs."""
     (folder / "text.txt").write_text(inspect.getsource(argparse), encoding="utf-8")
     items = [(f"{n} and {7 * n % 50} make", str(n + 7 * n % 50)) for n in range(120)]
     chats = [{"instruction": question, "output": answer} for question, answer in items]
@@ -45,7 +45,7 @@ def write_data(folder: Path) -> None:
 
 
 def recipes(folder: Path) -> dict[str, dict[str, Any]]:
-    """A recipe for each objective, and some for what else changes the step."""
+    """Return a recipe for each objective, and recipes for other settings that change the step."""
     model = {
         "context_length": 64,
         "n_layers": 2,
@@ -97,7 +97,7 @@ def recipes(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 class Recorder:
-    """Runs commands in a folder, and keeps what they print."""
+    """Runs commands in a folder, and records their output."""
 
     def __init__(self) -> None:
         from typer.testing import CliRunner
@@ -127,7 +127,7 @@ class Recorder:
 
 
 def still(run: Path) -> None:
-    """Replace the times that a run has kept, so that its pages are the same each time."""
+    """Replace the times in a run's files, so that its pages are the same each time."""
 
     def stopped(value: Any, step: float, name: str = "") -> Any:
         if isinstance(value, dict):
@@ -143,7 +143,7 @@ def still(run: Path) -> None:
 
 
 def flat(name: str, value: Any) -> dict[str, Any]:
-    """The leaves of a tree by their paths, but for those of time and place."""
+    """Return the leaves of a tree by path, without times and file paths."""
     if OF_TIME.search(name.rsplit(".", maxsplit=1)[-1]):
         return {}
     if isinstance(value, dict):
@@ -212,7 +212,7 @@ def record() -> dict[str, Any]:
 
 
 def engine_texts(recorder: Recorder, backend: str) -> None:
-    """Greedy and sampled texts, several samples, stop strings, drafts, a window that slides."""
+    """Record greedy and sampled texts, with several samples, stop strings, drafts and a sliding window."""
     for options in (
         "--temperature 0", "--seed 1 --samples 3", "--seed 2 --top-k 20 --top-p 0.9 --min-p 0.01 --stop and",
         "--seed 3 --repetition-penalty 1.2 --frequency-penalty 0.1 --presence-penalty 0.1",
@@ -225,7 +225,7 @@ def engine_texts(recorder: Recorder, backend: str) -> None:
 
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> int:
-    """How many values differ, of those in both; what only one has is listed."""
+    """Return how many of the values in both records differ; list values that only one has."""
     differing = [name for name in old if name in new and old[name] != new[name]]
     for name in differing:
         before, after = old[name], new[name]

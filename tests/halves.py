@@ -1,4 +1,4 @@
-"""A run that is broken off and resumed, beside one that is not: nothing may differ."""
+"""Compares a run that is interrupted and resumed with one that is not: nothing may differ."""
 
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ from gptworks.training.record.metrics import MEASURED, read_metrics
 
 
 class BrokenOff(Exception):
-    """What ends the run in the middle of a step."""
+    """Raised to end a run in the middle of a step."""
 
 
 def assert_resumes_exactly(tree: dict[str, Any], at_step: int, *, forks: bool = False) -> Path:
-    """Train the recipe whole, and broken off at a step and resumed; compare all that they leave. The whole run.
+    """Train the recipe twice, once interrupted at a step and resumed; compare everything that the runs leave. Returns
+    the uninterrupted run.
 
     Args:
         forks: train a fork of the broken run on as well.
@@ -46,7 +47,7 @@ def assert_resumes_exactly(tree: dict[str, Any], at_step: int, *, forks: bool = 
 
 
 def assert_same_end(first: Path, second: Path) -> None:
-    """Two runs have come to the same weights, optimizer state and counters by the same records."""
+    """Check that two runs have the same final weights, optimizer state and counters, and the same records."""
     one, other = (checkpoints(run)[0] for run in (first, second))
     assert one.step == other.step
     for file in ("model.safetensors", "optimizer.safetensors"):
@@ -57,6 +58,6 @@ def assert_same_end(first: Path, second: Path) -> None:
 
 
 def without_timings(run: Path) -> list[dict[str, Any]]:
-    """The records of a run, less what depends on the clock."""
+    """Return the records of a run without the values that depend on the clock."""
     records = read_metrics(run / "metrics.jsonl")
     return [{key: value for key, value in record.items() if key not in MEASURED} for record in records]

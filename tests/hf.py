@@ -1,4 +1,4 @@
-"""Runs and Hugging Face folders with random weights, so small that a test can afford dozens."""
+"""Makes runs and Hugging Face folders with random weights, small enough for dozens in a test."""
 
 import copy
 from dataclasses import asdict
@@ -24,7 +24,7 @@ VOCABULARY = 260
 
 
 def byte_tokenizer(*special: str) -> Tokenizer:
-    """A token for each of the 256 bytes, after the special ones; text is split as Qwen's tokenizer does."""
+    """Return a tokenizer with the special tokens, then one token per byte; it splits text as Qwen's does."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate([*special, *alphabet])}, []))
     tokenizer.normalizer = normalizers.NFC()
@@ -37,7 +37,7 @@ def byte_tokenizer(*special: str) -> Tokenizer:
 
 
 def shake(model: torch.nn.Module, size: float = 0.12, seed: int = 0) -> None:
-    """Move every parameter: norms are not 1, biases not 0, and logits are far apart."""
+    """Change every parameter randomly, so that norms are not 1, biases not 0, and logits far apart."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -45,7 +45,7 @@ def shake(model: torch.nn.Module, size: float = 0.12, seed: int = 0) -> None:
 
 
 def random_model(config: ModelConfig, seed: int = 0) -> GPT:
-    """A model whose MLPs weigh more than its embedding and its averages: it does not merely repeat a token."""
+    """Return a model whose MLPs outweigh its embedding and averages, so that it does not merely repeat a token."""
     torch.manual_seed(seed)
     model = GPT(config).eval()
     shake(model, seed=seed)
@@ -61,7 +61,7 @@ def random_model(config: ModelConfig, seed: int = 0) -> GPT:
 
 
 def make_run(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Path:
-    """A run folder with these weights, as training leaves one."""
+    """Write a run folder with these weights, as training leaves one."""
     tree = {
         "name": folder.name,
         "run_dir": str(folder),
@@ -77,7 +77,7 @@ def make_run(folder: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Pa
 
 
 def save_theirs(folder: Path, config: Any, seed: int = 0, **options: Any) -> Any:
-    """A folder written by stock transformers: random weights, norms and biases, and a tokenizer. Returns the model."""
+    """Write a folder with stock transformers: random weights, norms and biases, and a tokenizer. Returns the model."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()  # `to` would change it for all
     shake(model, seed=seed)

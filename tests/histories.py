@@ -1,4 +1,4 @@
-"""Run folders made by hand, so that a test knows every number in them."""
+"""Makes run folders by hand, so that a test knows every number in them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ def validation(step: int, loss: float, bits_per_byte: float | None = None) -> Re
 
 
 def write_run(folder: Path, records: Sequence[Record], seed: int = 1, **sections: dict[str, Any]) -> History:
-    """A run folder of the tiny recipe with these records; `sections` change its model, data or train settings."""
+    """Write a run folder of the tiny recipe with these records; `sections` change its model, data or train settings."""
     folder.mkdir(parents=True)
     tree = tiny.recipe_tree(folder.parent) | {"run_dir": str(folder), "seed": seed}
     for section, settings in sections.items():
@@ -40,7 +40,7 @@ def write_run(folder: Path, records: Sequence[Record], seed: int = 1, **sections
 
 
 def curve(losses: Sequence[float], every: int = 5) -> list[Record]:
-    """A training record and an evaluation after each `every` steps."""
+    """Return a training record and an evaluation after every `every` steps."""
     steps = [every * (i + 1) for i in range(len(losses))]
     pairs = zip(steps, losses, strict=True)
     return [record for step, loss in pairs for record in (training(step, loss + 0.1), validation(step, loss))]

@@ -1,4 +1,4 @@
-"""A process that reads recipes and fails at some, as a fault in a library would make it."""
+"""A process that reads recipes and fails on some of them, as a fault in a library would make it fail."""
 
 import os
 import signal

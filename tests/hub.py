@@ -1,4 +1,4 @@
-"""A stand-in of the Hugging Face hub: folders served, and folders received, through the requests of its library."""
+"""A local substitute for the Hugging Face hub: serves and receives folders through the requests of its library."""
 
 import base64
 import json
@@ -15,7 +15,7 @@ READER, WRITER = "hf_reader", "hf_writer"
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves `folder`/ORG/NAME as models of one commit, which `main` and `v1` name; those in `gated` need a token."""
+    """Serves `folder`/ORG/NAME as models with one commit, named `main` and `v1`; those in `gated` need a token."""
 
     daemon_threads = True
 
@@ -35,7 +35,7 @@ class Hub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def fetched(self) -> set[str]:
-        """The files that were asked for."""
+        """The files that were requested."""
         return {
             path.split(f"/resolve/{COMMIT}/")[1]
             for path in self.requests

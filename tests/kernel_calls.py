@@ -1,4 +1,4 @@
-"""A right call of every function that the kernels export, for tests that make one thing of it wrong."""
+"""Makes a valid call of every function that the kernels export; tests change one thing in it."""
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from test_native import KINDS, pack, variant
 
 @dataclass(frozen=True)
 class Call:
-    """What a function is given. Tensors by their names in `entries.ENTRIES`, without question marks."""
+    """The arguments of a function: tensors by their names in `entries.ENTRIES`, without question marks."""
 
     name: str
     tensors: dict[str, Any]
@@ -47,7 +47,7 @@ class Call:
 
 
 def descriptors(x: Any) -> Any:
-    """The structure of a tensor, or an array of those of several; structures and None stay."""
+    """Return the structure that describes a tensor, or an array of structures for several; structures and None stay."""
     if isinstance(x, Tensor):
         padded = [(*values, *[0] * (entries.MOST_DIMENSIONS - x.dim())) for values in (x.shape, x.stride())]
         return entries.Tensor(x.data_ptr(), NUMBERS[x.dtype], x.dim(), *padded)
@@ -73,7 +73,8 @@ BACKENDS: list[Callable[[], native.NativeBackend]] = [
 
 
 def step(backend: native.NativeBackend, *texts: tuple[int, int, int]) -> Call:
-    """One step over texts: slot, first position, tokens of each. The last token of each wants logits."""
+    """Return a step over texts (slot, first position and tokens of each) that computes logits for each text's last
+    token."""
     texts = texts or ((2, 0, 3), (0, 0, 1), (1, 0, 33))
     rows = [(slot, start + i) for slot, start, n in texts for i in range(n)]
     slots, positions = (integers(*column) for column in zip(*rows, strict=True))
@@ -91,7 +92,7 @@ def logits(backend: native.NativeBackend, n: int = 40) -> Call:
 
 
 def of_models() -> list[tuple[native.NativeBackend, Call]]:
-    """Calls with a model, and the backend that it belongs to, which is to be kept."""
+    """Return calls that need a model, and the backend that owns the model, which must be kept alive."""
     return [(backend, make(backend)) for backend in (make() for make in BACKENDS) for make in (step, logits)]
 
 
@@ -152,7 +153,7 @@ SOME_EDGES = (1, 4, 15, 16, 17, 33, 63, 65, 129)
 
 
 def spread(*shape: int, gap: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows that lie `gap` elements apart, in memory that ends with the last of them."""
+    """Return rows that are `gap` elements apart, in memory that ends with the last row."""
     *rows, width = shape
     strides, apart = [1], width + gap
     for size in reversed(rows):
@@ -163,12 +164,12 @@ def spread(*shape: int, gap: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def exchanged(batch: int, heads: int, length: int, width: int, dtype: torch.dtype, gap: int = 0) -> Tensor:
-    """[batch, heads, length, width] stored as [batch, length, heads, width], as a projection leaves it."""
+    """Return [batch, heads, length, width] stored as [batch, length, heads, width], the layout of a projection."""
     return spread(batch, length, heads, width, gap=gap, dtype=dtype).transpose(1, 2)
 
 
 def at_boundaries() -> Iterator[Call]:
-    """Right calls of every function without a model, whose tensors end where memory does."""
+    """Yield valid calls of every function without a model, with tensors that end where their memory does."""
     for dtype in (torch.float32, torch.bfloat16):
         yield from _passes_at_boundaries(dtype)
         yield from _attention_at_boundaries(dtype)
@@ -238,7 +239,7 @@ def _attention_at_boundaries(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def steps_at_boundaries() -> Iterator[Call]:
-    """Steps and logits of models with each kind of weights and of cache, up to the end of a slot."""
+    """Yield steps and logits of models with each kind of weights and cache, up to the end of a slot."""
     caches = (torch.float32, torch.bfloat16, torch.int8)
     capacity = 37  # ends within a block of the cache
     for i, (name, kind) in enumerate(product(("qwen3", "narrow", "gpt2", "one key head, multipliers"), KINDS)):

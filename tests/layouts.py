@@ -1,4 +1,4 @@
-"""Hugging Face folders in the tokenizer layouts of released families, with vocabularies of a few hundred tokens.
+"""Hugging Face folders with the tokenizer layouts of released families, and vocabularies of a few hundred tokens.
 
 What a release states is kept: the names of its special tokens and their order, the normalizer, the splitting, the
 post-processor, which file says what, the kind of its chat template, and its lists of end tokens.
@@ -43,7 +43,8 @@ def _gpt2(*before: Any) -> Any:
 
 
 def byte_level(special: Sequence[str], split: Any, normalizer: Any = None) -> Tokenizer:
-    """Byte-level BPE, the special tokens last, as Llama 3 and Qwen have them, with holes filled by reserved ones."""
+    """Return a byte-level BPE with the special tokens last, like Llama 3's and Qwen's; reserved tokens fill the
+    gaps."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = normalizer, split, decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -55,7 +56,7 @@ def byte_level(special: Sequence[str], split: Any, normalizer: Any = None) -> To
 
 
 def sentence_piece(special: Sequence[str], *, gemma: bool = False) -> Tokenizer:
-    """BPE with a token for each byte and spaces as ▁: with one before the text, or, as Gemma has it, without."""
+    """Return a BPE with a token for each byte and spaces as ▁, with or (as in Gemma) without one before the text."""
     characters = sorted({*"".join(TEXT).replace(" ", ""), "▁"} - {"東"})
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("i", "n"), ("▁", "▁"), ("▁▁", "▁▁"), ("o", "v"), ("e", "r")]
     names = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *characters, *("".join(pair) for pair in merges)]
@@ -72,7 +73,7 @@ def sentence_piece(special: Sequence[str], *, gemma: bool = False) -> Tokenizer:
 
 
 def _begins(name: str, *steps: Any) -> Any:
-    """A post-processor that puts a token before the text; `{}` stands for its id."""
+    """Return a post-processor that puts a token before the text; `{}` is replaced by the token's id."""
     return lambda tokenizer: _sequence(
         *steps,
         processors.TemplateProcessing(
@@ -97,12 +98,12 @@ def _text_only(_: Tokenizer) -> Any:
 
 
 def token(content: str) -> dict[str, Any]:
-    """A token as older files of special_tokens_map.json have it."""
+    """Return a token in the form of older special_tokens_map.json files."""
     return {"content": content, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
 
 
 def _typed(tokens: dict[str, Any]) -> dict[str, Any]:
-    """The same in tokenizer_config.json."""
+    """Return a token in the form of tokenizer_config.json."""
     return {role: {"__type": "AddedToken", **given} for role, given in tokens.items()}
 
 
@@ -159,7 +160,7 @@ NANO = (
 
 @dataclass(frozen=True)
 class Layout:
-    """A release: its tokenizer, and what its files state."""
+    """A release's layout: its tokenizer, and the contents of its files."""
 
     kind: str
     """The model_type, and with it the class that AutoTokenizer takes."""
@@ -373,7 +374,8 @@ LAYOUTS = cache(_all)()
 
 
 def _forgetful() -> dict[str, Layout]:
-    """Folders as a forgetful publisher leaves them: files that differ, keys that are missing, null or unknown."""
+    """Return folders of careless publishers: files that contradict each other, and keys that are missing, null or
+    unknown."""
     llama, qwen = LAYOUTS["llama-3.1-instruct"], LAYOUTS["qwen2.5-instruct"]
     begun, chat = llama.settings, qwen.settings
     without = {key: value for key, value in begun.items() if key not in ("bos_token", "eos_token")}
@@ -422,7 +424,7 @@ PROMPT = "The quick brown"
 
 
 def write(folder: Path, layout: Layout) -> Any:
-    """The folder of a layout; its model continues `PROMPT` with the last of the tokens that end. Returns the model."""
+    """Write the folder of a layout, whose model continues `PROMPT` with the last end token. Returns the model."""
     torch.manual_seed(0)
     id_of = layout.tokenizer.token_to_id
     listed: Any = [id_of(name) for name in layout.ends]

@@ -1,4 +1,5 @@
-"""What tests of several processes do: `torchrun … rank_worker.py gradients|memory|traffic|owners|train JSON [TIME]`."""
+"""The work of tests with several processes: `torchrun … rank_worker.py gradients|memory|traffic|owners|train JSON
+[TIME]`."""
 
 import hashlib
 import json
@@ -50,7 +51,7 @@ def batch(config: ModelConfig, n_sequences: int) -> Batch:
 
 
 def model_of(config: ModelConfig, checkpoint_blocks: bool, lacks_gradients: bool = False) -> GPT:
-    """Without parameters of zeros, which would leave others without a gradient."""
+    """Return a model without all-zero parameters, which would leave other parameters without a gradient."""
     torch.manual_seed(1)
     model = GPT(config)
     with torch.no_grad():
@@ -66,9 +67,9 @@ def model_of(config: ModelConfig, checkpoint_blocks: bool, lacks_gradients: bool
 
 
 def gradients(cases: list[dict], ranks: Ranks) -> list[dict]:
-    """The largest difference from one process's gradients relative to the largest gradient, in each case. Where whole
-    gradients are added up in the backward pass: how many sums it has begun, and whether their bits are those of sums
-    after it and of all ranks."""
+    """Return, for each case, the largest difference from one process's gradients relative to the largest gradient. If
+    whole gradients are summed during the backward pass, also return the number of sums begun, and whether they equal,
+    bit for bit, sums made after it and those of all ranks."""
     results: list[dict] = []
     sums.BUCKET_BYTES = 4096
     for case in cases:
@@ -134,8 +135,8 @@ def gradients(cases: list[dict], ranks: Ranks) -> list[dict]:
 
 
 class HeldBytes(TorchDispatchMode):
-    """Counts the bytes of this process's storages while they live, as they grow and shrink: FSDP frees what it has
-    gathered by resizing its storage."""
+    """Counts the bytes of this process's live storages, including those resized: FSDP frees gathered tensors by
+    resizing their storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +180,7 @@ class HeldBytes(TorchDispatchMode):
 
 
 def memory(cases: list[dict], ranks: Ranks) -> list[int]:
-    """The most that this rank's tensors hold in a step after the first, in each case."""
+    """Return, for each case, the maximum bytes of this rank's tensors in a step after the first."""
     peaks = []
     for case in cases:
         recipe, layout = parse_recipe(case["recipe"]), Layout(**case["layout"])
@@ -210,8 +211,8 @@ def memory(cases: list[dict], ranks: Ranks) -> list[int]:
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts the bytes of the whole tensors of each kind of collective, as NCCL's conventions take them: what is
-    gathered in all, what is reduced, what is broadcast, what this rank sends to all and itself."""
+    """Counts the bytes of whole tensors for each kind of collective, by NCCL's conventions: the gathered total, the
+    reduced, broadcast and scattered tensor, and what this rank sends to all ranks including itself."""
 
     KINDS = (("all_gather", "allgather"), ("reduce_scatter", "reduce_scatter"), ("all_reduce", "allreduce"),
              ("all_reduce", "all_reduce"), ("broadcast", "broadcast"), ("all_to_all", "alltoall"))  # fmt: skip
@@ -233,7 +234,7 @@ class SentBytes(TorchDispatchMode):
 
 
 def traffic(cases: list[dict], ranks: Ranks) -> list[dict[str, int]]:
-    """The bytes of the collectives of a step after the first, by kind."""
+    """Return the bytes of the collectives of a step after the first, by kind."""
     found = []
     for case in cases:
         recipe, layout = parse_recipe(case["recipe"]), Layout(**case["layout"])
@@ -271,7 +272,7 @@ def owner_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
             return made[kind](self, gradients, *others)
 
         def run(steps: range, together: bool, before: dict[str, Tensor] = {}, recipe=recipe, layout=layout) -> dict:  # noqa: B006
-            """The weights and the optimizer's state after these steps from those before."""
+            """Return the weights and optimizer state after these steps, starting from those given."""
             nonlocal kept
             parallel = choose_parallel(recipe, ranks, CPU, layout) if together else Parallel(recipe.train)
             model = parallel.place(model_of(recipe.model, checkpoint_blocks=False), CPU)
@@ -352,7 +353,7 @@ def built(cases: list[dict], ranks: Ranks) -> list[dict]:
 
 
 def saved(tensors: Mapping[str, Tensor], parallel: Parallel, holders: Mapping[str, int] = NO_HOLDERS) -> dict:
-    """The complete tensors on every rank, from a checkpoint that all ranks write."""
+    """Return the complete tensors on every rank, from a checkpoint that all ranks write."""
     folder = Path(parallel.ranks.from_rank_zero(tempfile.mkdtemp))
     parts = dict(parallel.parts({name: tensor.detach() for name, tensor in tensors.items()}, holders))
     checkpoint = save_checkpoint(folder, 1, parts, None, {}, parallel.ranks.writers)
@@ -363,7 +364,7 @@ def saved(tensors: Mapping[str, Tensor], parallel: Parallel, holders: Mapping[st
 
 
 def note_saved(path: Path, parts: Any = ManyDevices.parts) -> None:
-    """From here on, write a line for each kind of tensors that this rank saves: weights, or the optimizer's moments."""
+    """Log, from now on, each kind of tensors that this rank saves: weights or optimizer moments."""
 
     def noted(parallel: ManyDevices, tensors: dict[str, Tensor], *holders: Mapping[str, int]) -> Any:
         with path.open("a", encoding="utf-8") as file:
@@ -374,7 +375,7 @@ def note_saved(path: Path, parts: Any = ManyDevices.parts) -> None:
 
 
 def runs(recipes: list[dict], ranks: Ranks) -> None:
-    """Train each recipe, noting what each rank has seen where a file is named, while one sleeps where one is named."""
+    """Train each recipe; write what each rank saw to a file if one is given; one rank sleeps if one is given."""
     for case in recipes:
         if "pause" in case:  # each pass of a model takes so long
             features = GPT.features

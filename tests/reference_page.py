@@ -1,4 +1,4 @@
-"""Write the tables of docs/reference-architectures.md anew, for the presets that each of them names.
+"""Rewrites the tables of docs/reference-architectures.md for the presets that each table names.
 
 python tests/reference_page.py
 """
@@ -18,7 +18,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "reference-architectures.md"
 
 
 def current(page: str) -> str:
-    """The page with its tables as they should be; the text between them stays."""
+    """Return the page with up-to-date tables; the text between them is unchanged."""
     return re.sub(r"(?:^\|.*\n)+", lambda table: _table(table[0]), page, flags=re.MULTILINE)
 
 
@@ -50,13 +50,14 @@ def _dimensions(name: str) -> tuple[str | float, ...]:
 
 
 def _heads(c: ModelConfig) -> str:
-    """`12`, or `12 / 4` with key/value heads of their own number; `of 128` where the width does not tell."""
+    """Return `12`, or `12 / 4` if key/value heads differ in number; adds `of 128` if the width does not imply the head
+    size."""
     heads = f"{c.n_heads}" if c.n_kv_heads == c.n_heads else f"{c.n_heads} / {c.n_kv_heads}"
     return heads if c.n_heads * c.d_head == c.d_model else f"{heads} of {c.d_head}"
 
 
 def _biases(c: ModelConfig) -> str:
-    """Where there are biases: `all`, `none`, or a list."""
+    """Return which layers have biases: `all`, `none`, or a list."""
     present = {"qkv": c.qkv_bias, "out": c.out_bias, "MLP": c.mlp_bias, "norms": c.norm_bias}
     return "all" if all(present.values()) else ", ".join(name for name in present if present[name]) or "none"
 

@@ -1,4 +1,4 @@
-"""`config.json` of released models, key by key as published, with what it means here.
+"""`config.json` of released models, exactly as published, with its meaning in gptworks.
 
 Facts of public model cards and repositories: name → the file, and fields of the model that is read; or words of the
 reason why it is not.

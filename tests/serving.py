@@ -1,4 +1,4 @@
-"""A server in a thread, with models so small that a test can afford them."""
+"""Runs servers in a thread, with models small enough for a test."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ KEY = "sk-test"
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Every byte is a token; the special ones are those of chatml."""
+    """Return a tokenizer with one token per byte and chatml's special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -52,7 +52,7 @@ TEMPLATE = (
 
 
 def tiny_engine(*, chat: bool = False, context: int = CONTEXT, seed: int = 0, **options: Any) -> Engine:
-    """A random model over bytes. Its greedy texts are ASCII letters mostly, and do not end by themselves."""
+    """Return an engine with a random model over bytes, whose greedy texts are mostly ASCII letters and do not end."""
     tokenizer = byte_tokenizer()
     torch.manual_seed(seed)
     config = plain_model(
@@ -64,7 +64,7 @@ def tiny_engine(*, chat: bool = False, context: int = CONTEXT, seed: int = 0, **
 
 
 class Running:
-    """A server that runs: where it is, and what is in it."""
+    """A running server: its address and its contents."""
 
     def __init__(self, service: Service, server: Server, url: str) -> None:
         self.service, self.server, self.url = service, server, url
@@ -79,14 +79,14 @@ class Running:
 
 @contextmanager
 def running(engines: Mapping[str, Engine], **settings: Any) -> Iterator[Running]:
-    """Serve engines while the `with` lasts."""
+    """Serve engines inside the `with`."""
     with running_app(create_app(engines, ServerSettings(**{"api_keys": (KEY,)} | settings))) as one:
         yield one
 
 
 @contextmanager
 def running_app(app: FastAPI) -> Iterator[Running]:
-    """Serve an app while the `with` lasts; it ends in time."""
+    """Serve an app inside the `with`; fails if it does not end in time."""
     with listening(app) as (server, thread, url):
         try:
             yield Running(app.state.service, server, url)
@@ -98,14 +98,14 @@ def running_app(app: FastAPI) -> Iterator[Running]:
 
 @contextmanager
 def running_studio(runs: Path) -> Iterator[Running]:
-    """The same of a studio over a folder of runs, whose models torch computes."""
+    """Run a studio over a folder of runs inside the `with`; its models run in torch."""
     settings = ServerSettings(api_keys=(KEY,), client_share=1.0)
     with running_app(create_studio([runs], settings, device="cpu", backend="torch")) as server:
         yield server
 
 
 def posted(http: httpx.Client, path: str, status: int = 200, /, **body: Any) -> Any:
-    """The answer to a request, which has this status."""
+    """Return the answer to a request; fails unless it has this status."""
     response = http.post(path, json=body)
     assert response.status_code == status, response.text
     return response.json()
@@ -113,7 +113,7 @@ def posted(http: httpx.Client, path: str, status: int = 200, /, **body: Any) -> 
 
 @contextmanager
 def listening(app: FastAPI) -> Iterator[tuple[Server, threading.Thread, str]]:
-    """An app's server, its thread and its address, while the `with` lasts."""
+    """Yield an app's server, its thread and its address, inside the `with`."""
     listens, found = threading.Event(), []
 
     def started(port: int) -> None:
@@ -132,7 +132,7 @@ def listening(app: FastAPI) -> Iterator[tuple[Server, threading.Thread, str]]:
 
 
 def write_run(folder: Path) -> Path:
-    """A run with a chat template and a context that takes a while to fill."""
+    """Write a run with a chat template and a context that takes a while to fill."""
     engine = tiny_engine(chat=True, context=3000)
     assert engine.chat_template is not None
     tree = {"name": "tiny", "run_dir": str(folder), "model": engine.model.config.model_dump(mode="json"),
@@ -146,7 +146,7 @@ def write_run(folder: Path) -> Path:
 
 
 def read_log(process: Process, log: list[str] | None) -> None:
-    """Take what a process writes to its standard error, so that the pipe is never full."""
+    """Read all that a process writes to standard error, so that the pipe never fills up."""
     assert process.stderr is not None
     with suppress(ValueError):  # it is closed
         for line in process.stderr:
@@ -156,7 +156,7 @@ def read_log(process: Process, log: list[str] | None) -> None:
 
 @contextmanager
 def command(*arguments: str | Path, log: list[str] | None = None) -> Iterator[tuple[Process, httpx.Client]]:
-    """`gptworks serve …` in a process of its own, and a client of it; `log` gets the lines of its log."""
+    """Run `gptworks serve …` in a process of its own; yield a client. `log` receives the lines of its log."""
     whole = ("-m", "gptworks", "serve", *arguments, "--port", "0", "--backend", "torch")
     process = commands.start(*whole, env={"GPTWORKS_API_KEY": KEY}, stderr=subprocess.PIPE)
     assert process.stderr is not None
@@ -186,7 +186,7 @@ def request(body: dict[str, Any], path: str = "/v1/completions") -> bytes:
 
 @contextmanager
 def paused_after(n_steps: int) -> Iterator[None]:
-    """Texts stop growing after this many steps of their engines while the `with` lasts, however fast the machine is."""
+    """Stop the growth of texts after this number of engine steps inside the `with`, on a machine of any speed."""
     step, taken, goes_on = Engine._step, Counter[Engine](), threading.Event()
 
     def paused(engine: Engine) -> None:

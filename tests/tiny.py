@@ -1,4 +1,4 @@
-"""A run so small that a test can afford it, and how to start one in a process of its own."""
+"""A tiny run for tests, and how to start one in a process of its own."""
 
 import os
 import subprocess
@@ -14,20 +14,21 @@ TEXT = "".join(f"line {i}: the quick brown fox jumps over the lazy dog, {i * i} 
 
 
 def plain_model(**settings: Any) -> ModelConfig:
-    """GPT-2's kind of block where a test does not say otherwise. Its projections are random, so that each block changes
-    what it reads from the first step on."""
+    """Return a model configuration like GPT-2's blocks, unless a test sets other values. Projections are random, so
+    that each block changes its input from the first step."""
     return ModelConfig(**EARLIER_DEFAULTS | settings)
 
 
 def plain_training(**settings: Any) -> TrainConfig:
-    """AdamW, and a cosine from the first step on, where a test does not say otherwise."""
+    """Return training settings with AdamW and a cosine schedule from the first step, unless a test sets other
+    values."""
     plain = {"optimizer": "adamw", "learning_rate": 3e-4, "weight_decay": 0.1, "schedule": "cosine",
              "final_rate_fraction": 0.1}  # fmt: skip
     return TrainConfig(**plain | settings)
 
 
 def recipe_tree(folder: Path, **train: Any) -> dict[str, Any]:
-    """A recipe of about 30,000 parameters over a text file in `folder`.
+    """Return a recipe of about 30,000 parameters on a text file in `folder`.
 
     GPTWORKS_TEST_SEED and GPTWORKS_TEST_PRECISION make it another seed's and another precision's run, with which the
     margins of tests marked `learning` were found and can be checked.
@@ -61,7 +62,7 @@ def recipe_tree(folder: Path, **train: Any) -> dict[str, Any]:
 
 
 def write_recipe(folder: Path, **train: Any) -> Path:
-    """The recipe as a file."""
+    """Write the recipe to a file."""
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(recipe_tree(folder, **train)), encoding="utf-8")
     return path
@@ -73,7 +74,7 @@ def gptworks(*arguments: str | Path, **options: Any) -> subprocess.CompletedProc
 
 
 def trained(folder: Path, steps: int = 200, **model: Any) -> Path:
-    """A run that has learned something: byte-level BPE, and an architecture that can be exported."""
+    """Return a trained run with a byte-level BPE and an architecture that can be exported."""
     from gptworks.recipe import parse_recipe
     from gptworks.training.loop import train
 
@@ -95,7 +96,7 @@ BY_NAME = {"tensors", "tokenizer_files", "differing_settings", "best_settings", 
 
 
 def odd_keys(tree: Any, by_name: bool = False) -> list[str]:
-    """Keys of printed JSON that are no identifiers, which a program would have to quote."""
+    """Return keys of printed JSON that are not identifiers, so that a program must quote them."""
     if isinstance(tree, list):
         return [key for item in tree for key in odd_keys(item)]
     if not isinstance(tree, dict):

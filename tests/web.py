@@ -1,4 +1,4 @@
-"""A web server on this machine, whose downloads are allowed while it runs."""
+"""A web server on this machine; its downloads are allowed while it runs."""
 
 import http.server
 import threading
@@ -14,7 +14,7 @@ Answer = bytes | tuple[int, dict[str, str], bytes] | Callable[[Any], None]
 
 @contextmanager
 def website(files: Mapping[str, Answer], context: Any = None) -> Iterator[str]:
-    """The server's address while the `with` lasts; by TLS where there is a context for it."""
+    """Serve inside the `with`; yield the server's address. Uses TLS if a context is given."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
