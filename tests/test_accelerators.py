@@ -1,4 +1,4 @@
-"""What CUDA and MPS are asked to do, seen through fakes: no test here has run on either."""
+"""The calls that gptworks makes on CUDA and MPS, seen through fakes; no test here runs on either device."""
 
 import time
 from collections.abc import Sequence
@@ -116,14 +116,14 @@ def test_products_on_mps_are_timed_to_their_end(monkeypatch: pytest.MonkeyPatch)
 
 
 class Gpu:
-    """A device that does what it is given in order, behind Python; and its events."""
+    """A fake device that executes its work in order, asynchronously to Python, with events."""
 
     def __init__(self) -> None:
         self.host = self.device = 0.0
         self.n_waits = 0
 
     def give(self, seconds: float) -> None:
-        """Work that the host does not wait for."""
+        """Enqueue work of this length; the host does not wait for it."""
         self.device = max(self.host, self.device) + seconds
 
     def event(self, enable_timing: bool) -> "Event":

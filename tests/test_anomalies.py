@@ -1,4 +1,4 @@
-"""What is skipped and what a run goes back from; the average of the weights; where the time goes."""
+"""Skipped steps and rollbacks, averages of the weights, and the time of each part of a step."""
 
 import math
 import resource
@@ -69,7 +69,7 @@ def test_what_is_an_anomaly() -> None:
 
 
 def exploding(at: range, factor: float) -> Any:
-    """An objective whose gradient is `factor` times itself on the batches of some steps."""
+    """Return an objective whose gradient is multiplied by `factor` on the batches of some steps."""
     seen: dict[int, int] = {}
 
     def objective(model: GPT, batch: Batch) -> Losses:
@@ -119,11 +119,11 @@ def test_a_run_that_breaks_again_ends_with_the_last_good_checkpoint_named(tmp_pa
 
 
 class Killed(BaseException):
-    """What ends a run where it stands."""
+    """Raised to end a run at any point."""
 
 
 def rolled_back(folder: Path, **settings: Any) -> dict[str, Any]:
-    """The settings of a run that skips steps 11 to 15, saving meanwhile, and goes back to step 8."""
+    """Return settings of a run that skips steps 11 to 15, saves meanwhile, and rolls back to step 8."""
     return {"max_steps": 24, "max_skipped_steps": 5, "max_rollbacks": 1, "checkpoint_every": 2, "evaluate_every": 4,
             "evaluate_sequences": 0} | settings  # fmt: skip
 
@@ -152,8 +152,8 @@ def test_a_rollback_leaves_no_checkpoint_of_the_steps_that_it_takes_back(tmp_pat
 
 
 def told_losses() -> Any:
-    """An evaluation that says what it is told to: the best at one step of the kept trajectory, then better still on the
-    weights that are taken back."""
+    """Return an evaluation with given losses: the best at one step of the kept trajectory, and a better one on weights
+    that are rolled back."""
     evaluate = Objective.evaluate
 
     def evaluated(self: Objective, *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""ZIP and tar archives: what is read of them, and the errors of broken and hostile ones."""
+"""ZIP and tar archives: the texts read from them, and the errors of broken and hostile ones."""
 
 import bz2
 import gzip

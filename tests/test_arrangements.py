@@ -1,5 +1,5 @@
-"""One rule book: what a plan arranges, training accepts; what training refuses, a plan refuses too; and every piece of
-advice, applied as it is written, is accepted and fits as it says."""
+"""One set of rules: training accepts what a plan arranges, a plan refuses what training refuses, and advice, applied
+literally, is accepted and fits."""
 
 import random
 from dataclasses import replace
@@ -22,7 +22,7 @@ from gptworks.training.setup import check_parallel
 
 
 def drawn_parallel(draw: random.Random) -> dict[str, Any]:
-    """The settings of the training section that an arrangement depends on."""
+    """Return random settings of the training section that an arrangement depends on."""
     return {
         "precision": draw.choice(["auto", "fp32", "bf16", "fp16"]),
         "parallel": {
@@ -33,7 +33,8 @@ def drawn_parallel(draw: random.Random) -> dict[str, Any]:
 
 
 def drawn(seed: int, teacher: Path) -> tuple[Recipe, int, Device]:
-    """A recipe, a number of devices, and a device that holds between a fifth and twice what a step needs."""
+    """Return a random recipe, a number of devices, and a device with between a fifth and twice the memory that a step
+    needs."""
     draw = random.Random(seed)
     recipe = drawn_recipe(draw, teacher, (96, 192), (64, 256, 3000), (1, 2, 4, 6, 8, 12, 16, 24, 64), drawn_parallel)
     kind, has_bf16 = draw.choice([("cpu", False), ("cpu", True), ("cuda", True), ("cuda", False), ("mps", False)])
@@ -49,7 +50,7 @@ def drawn(seed: int, teacher: Path) -> tuple[Recipe, int, Device]:
 
 
 def accepted(recipe: Recipe, n_ranks: int, device: Device) -> bool:
-    """Whether training takes the recipe, by its own check and the precision that it would run in."""
+    """Whether training accepts the recipe, by its own check and in the precision that it would use."""
     try:
         check_parallel(recipe, n_ranks, planned_precision(recipe.train.precision, device))
     except UserError:
@@ -63,7 +64,7 @@ def peak_bytes(recipe: Recipe, layout: Layout, device: Device) -> int:
 
 
 def check(seed: int, teacher: Path) -> tuple[bool, list[Change]]:
-    """Holds one drawn arrangement; whether it was accepted, and the advice given."""
+    """Check one random arrangement; return whether it was accepted, and the advice given."""
     recipe, n_ranks, device = drawn(seed, teacher)
     layout = arrange(recipe, n_ranks, device)
     assert isinstance(layout, Layout) == accepted(recipe, n_ranks, device), (seed, layout)

@@ -1,4 +1,4 @@
-"""Attention against its definition, on every path it may take; the rotary embedding against its properties."""
+"""Attention against its definition on every code path, and the rotary embedding against its properties."""
 
 import pytest
 import torch

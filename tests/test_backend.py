@@ -1,4 +1,4 @@
-"""The torch backend against the model's own forward pass: many texts, in any chunks, side by side and rolled back."""
+"""The torch backend against the model's own forward pass: many texts together, in any chunks, with rollbacks."""
 
 import random
 from typing import Any
@@ -39,7 +39,7 @@ def text(seed: int, length: int) -> list[int]:
 
 @torch.no_grad()
 def whole(model: GPT, tokens: list[int], n_logits: int) -> Tensor:
-    """The logits of the last tokens, from one pass without a cache."""
+    """Return the logits of the last tokens from one pass without a cache."""
     return model(torch.tensor([tokens]))[0, len(tokens) - n_logits :].float()
 
 

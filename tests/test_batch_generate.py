@@ -1,4 +1,4 @@
-"""A file of prompts: every one is continued once, whatever is interrupted in between."""
+"""A file of prompts: each one is continued exactly once, even if the work is interrupted."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The scripts of bench/ find what they import: they run seldom, so a name that is gone would be noticed late."""
+"""The scripts of bench/ can import what they need: they run rarely, so a missing name would be noticed late."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""bench/blocks.py: intervals that hold together, against Dunnett's published table and planted differences."""
+"""bench/blocks.py: its simultaneous intervals, against Dunnett's published table and planted differences."""
 
 import importlib
 import math
@@ -18,7 +18,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> Any:
 def _planted(
     seed: int, n_changes: int, n_blocks: int, effects: dict[int, float] | None = None, wild: int | None = None
 ) -> list[tuple[str, int, float]]:
-    """Runs with noise of 0.01, and ten times as much in the wild change; blocks differ by far more than the noise."""
+    """Return runs with noise of 0.01, and of 0.1 in the change `wild`; blocks differ by much more than the noise."""
     random = np.random.Generator(np.random.PCG64(seed))
     luck = random.normal(0, 0.2, n_blocks)
     runs = []

@@ -1,4 +1,4 @@
-"""The bounds of every setting, request and file of ours: what the JSON schema states is what refuses."""
+"""The bounds of every setting, request and file of ours: values outside the bounds in the JSON schema are refused."""
 
 import importlib
 import json
@@ -48,7 +48,7 @@ SECTIONS: Tree = {}
 
 
 def sample(node: Tree) -> Any:
-    """A value that a part of a schema allows, where that is easy."""
+    """Return a value that a part of a schema allows, in simple cases."""
     if "anyOf" in node or "oneOf" in node:
         return sample(node.get("anyOf", node.get("oneOf"))[0])
     if "$ref" in node:
@@ -69,7 +69,8 @@ def sample(node: Tree) -> Any:
 
 
 def parts(node: Tree, wrap: Wrap = lambda value: value) -> Iterator[tuple[Tree, Wrap]]:
-    """The parts of a field's schema that hold numbers, texts, lists and mappings, and how a value gets there."""
+    """Yield the parts of a field's schema with numbers, texts, lists or mappings, and a function that puts a value
+    there."""
     if "anyOf" in node:
         for one in node["anyOf"]:
             yield from parts(one, wrap)
@@ -99,7 +100,7 @@ def next_to(value: float, node: Tree, towards: float) -> float:
 
 
 def filled(node: Tree, n: int) -> Any:
-    """A text, list or mapping of so many characters or items."""
+    """Return a text, list or mapping with n characters or items."""
     if node["type"] == "string":
         return "a" * n
     if node["type"] == "array":
@@ -111,7 +112,7 @@ def filled(node: Tree, n: int) -> Any:
 
 
 def inside(node: Tree, *names: str) -> Iterator[tuple[Any, Any]]:
-    """For each bound of a part, the value just inside and the one just outside."""
+    """Yield, for each bound of a part, the nearest value inside and the nearest outside."""
     for name, towards in (("maximum", 1), ("minimum", -1)):
         exclusive = f"exclusive{name.title()}"
         if name not in names:
@@ -137,7 +138,7 @@ def cases(node: Tree) -> Iterator[tuple[Any, Any]]:
 
 
 def faults(kind: type[Bounded], name: str, value: Any) -> set[str]:
-    """The types of the errors that a field's value has."""
+    """Return the types of the errors that a field reports for a value."""
     try:
         kind.model_validate_json(json.dumps({name: value}))
     except ValidationError as error:

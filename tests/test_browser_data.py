@@ -1,4 +1,4 @@
-"""The part Data in a real browser: each feature clicked, each number the server's own."""
+"""The page's part Data in a real browser: each feature is clicked, and each number is compared with the server's."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ TUNED = "group/tuned"
 
 
 def asked(studio: Studio, what: str, **body: Any) -> Any:
-    """The server's own answer."""
+    """Return the server's answer to a request."""
     return studio.asked(f"/studio/data/{what}", **body)
 
 
@@ -28,7 +28,7 @@ def opened(page: Any, view: str, run: str | None = "base") -> Any:
 
 
 def settled(page: Any) -> Any:
-    """The tokens, once the server has answered."""
+    """Wait for the server's answer, and return the tokens."""
     page.wait_for_timeout(200)  # longer than the page waits for a number to be typed whole
     page.wait_for_function(
         "() => document.querySelector('.data .tokens .t') && !document.querySelector('.data [aria-busy=true]')"

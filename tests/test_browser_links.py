@@ -1,4 +1,5 @@
-"""The parts of the page in a real browser: an address names what is shown, and one part leads to another."""
+"""Links between the page's parts in a real browser: an address describes what is shown, and parts link to each
+other."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.browser
 
 
 def first_step(studio: Studio) -> int:
-    """Of the run `base`'s checkpoints."""
+    """Return the step of the first checkpoint of the run `base`."""
     with studio.http() as http:
         models = http.get("/studio/state").json()["models"]
     return int(next(model for model in models if model["id"] == "base")["checkpoints"][0]["step"])

@@ -1,4 +1,4 @@
-"""The part Model in a real browser: each feature clicked, each number the server's own."""
+"""The page's part Model in a real browser: each feature is clicked, and each number is compared with the server's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +13,12 @@ QUERY = "blocks.0.attention.query.weight"
 
 
 def asked(studio: Studio, what: str, **body: Any) -> Any:
-    """The server's own answer."""
+    """Return the server's answer to a request."""
     return studio.asked(f"/studio/model/{what}", **({"model": "base"} | body))
 
 
 def opened(page: Any, model: str = "base") -> Any:
-    """Open the part and choose a run; its architecture."""
+    """Open the part, choose a run, and return the element of its architecture."""
     page.get_by_role("link", name="Model").click()
     page.locator(".model-part").get_by_label("Model", exact=True).select_option(model)
     page.locator(".model-summary bdi").get_by_text(model if model == "base" else "").first.wait_for()
@@ -39,7 +39,7 @@ def settled(page: Any) -> None:
 
 
 def cells(page: Any, region: str) -> dict[str, list[str]]:
-    """The rows of a table by their names."""
+    """Return the rows of a table by their names."""
     rows = page.get_by_role("region", name=region).locator("tbody tr").all()
     return {row.locator("th").inner_text(): row.locator("td").all_inner_texts() for row in rows}
 

@@ -1,4 +1,5 @@
-"""The studio's page as a whole, in a real browser: what is hostile, who may call, axe, widths, and the clock."""
+"""The studio's page as a whole, in a real browser: hostile text, access, accessibility (axe), widths, and loading
+times."""
 
 import json
 import re
@@ -315,7 +316,7 @@ def test_motion_is_reduced_where_it_is_asked_for(new_page: Callable[..., Any], s
 
 
 def loads_when(page: Any, act: Callable[[], Any], model: str | None = None) -> dict[str, Any]:
-    """What the page has loaded ahead when one acts: the first, or the first of this model."""
+    """Do `act`; return the body of the request with which the page then loads a model (`model`, or any)."""
 
     def is_it(answer: Any) -> bool:
         return answer.url.endswith("/studio/load") and model in (None, answer.request.post_data_json["model"])

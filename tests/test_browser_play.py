@@ -1,4 +1,4 @@
-"""The part Play in a real browser: every feature clicked, on a real server over real runs."""
+"""The page's part Play in a real browser: every feature is clicked, on a real server with real runs."""
 
 import json
 import os
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.browser
 
 
 def events_of(studio: Studio, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The server's own answer to a request."""
+    """Return the events of the server's answer to a request."""
     with studio.http() as http:
         answer = http.post("/studio/generate", json=body)
     assert answer.status_code == 200, answer.text
@@ -102,7 +102,7 @@ def test_the_card_shows_the_servers_alternatives_before_and_after_sampling(page:
 
 
 def _near(shown: str, logprob: float) -> bool:
-    """Whether a shown percentage is this one, in the digits that it has."""
+    """Whether a shown percentage equals exp(logprob), within its digits."""
     if shown.startswith("<"):
         return percent(logprob) < 0.01
     if shown.startswith(">"):

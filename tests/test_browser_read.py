@@ -1,4 +1,4 @@
-"""The part Read in a real browser: each feature clicked, each number the server's own."""
+"""The page's part Read in a real browser: each feature is clicked, and each number is compared with the server's."""
 
 import base64
 import json
@@ -17,12 +17,12 @@ TEXT = "line 7: the quick brown fox jumps over the lazy dog, 49 times.\n"
 
 
 def asked(studio: Studio, what: str, **body: Any) -> Any:
-    """The server's own answer."""
+    """Return the server's answer to a request."""
     return studio.asked(f"/studio/read/{what}", **({"model": "base"} | body))
 
 
 def first_step(studio: Studio) -> int:
-    """Of the run `base`'s checkpoints."""
+    """Return the step of the first checkpoint of the run `base`."""
     with studio.http() as http:
         models = http.get("/studio/state").json()["models"]
     return int(next(model for model in models if model["id"] == "base")["checkpoints"][0]["step"])
@@ -136,7 +136,7 @@ def test_one_token_is_explained(page: Any, studio: Studio) -> None:
 
 
 def check_head(page: Any, panels: Any, found: Any) -> None:
-    """A head's name among the parts shows where it looks, in words and in the text."""
+    """Check that a head's name among the parts shows, in words and in the text, where the head looks."""
     _, n_heads, n_keys = found["attention"]["shape"]
     data = base64.b64decode(found["attention"]["data"])
     values = struct.unpack_from(f"<{n_heads * n_keys}f", data)
@@ -179,7 +179,7 @@ def test_the_training_data_and_the_checkpoints(page: Any, studio: Studio) -> Non
 
 
 def check_learned(page: Any, studio: Studio, index: int) -> None:
-    """The checkpoint that is named is the first from which on the token's probability stays at a half or more."""
+    """Check that the named checkpoint is the first after which the token's probability stays at least one half."""
     with studio.http() as http:
         answer = http.post("/studio/read/checkpoints", json={"model": "base", "text": TEXT}).text
     learned = json.loads(answer.strip().split("\n\n")[-1][6:])["learned"]
@@ -191,7 +191,7 @@ def check_learned(page: Any, studio: Studio, index: int) -> None:
 
 
 def check_writing(page: Any, studio: Studio, index: int, step: int) -> None:
-    """What a checkpoint writes from a token on is what the server generates with its seed."""
+    """Check that a checkpoint's continuation from a token equals the server's generation with the same seed."""
     page.get_by_role("button", name="Write from before").click()
     page.locator(".writes").get_by_label("Seed").fill("5")
     page.locator(".written[aria-busy=false]").wait_for()

@@ -1,4 +1,4 @@
-"""Pages that commands write, in a real browser: no width makes one scroll sideways, but for its tables and drawings."""
+"""Pages written by commands, in a real browser: only tables and drawings may scroll sideways, at any width."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ WIDTHS = (1280, 1000, 580, 360)
 
 @pytest.fixture
 def fits(new_page: Callable[..., Any]) -> Callable[[Path], None]:
-    """Holds that a page is no wider than the window, also where the reader's font is wide."""
+    """Return a check that a page is no wider than the window, even with a wide font."""
 
     def held(file: Path) -> None:
         for width in WIDTHS:

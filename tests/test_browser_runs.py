@@ -1,4 +1,4 @@
-"""The studio's part Runs in a browser: each feature clicked once. Its figures are those of `gptworks compare`."""
+"""The page's part Runs in a browser: each feature is clicked once. Its figures equal those of `gptworks compare`."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ def records(seed: int, level: float) -> list[Record]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Studio]:
-    """Two recipes with two seeds each, and one run whose name is markup; the slow ones have a band."""
+    """Two recipes with two seeds each (the slow ones have a band), and one run whose name is markup."""
     folder = tmp_path_factory.mktemp("studio") / "runs"
     for i, name in enumerate(NAMES):
         rate = 0.002 if "fast" in name else 0.001
@@ -80,7 +80,7 @@ def asked(response: Any) -> dict[str, list[str]]:
 def curves(
     page: Any, key: str, act: Callable[[], Any], holds: Callable[[dict[str, list[str]]], bool] = lambda asked: True
 ) -> tuple[dict[str, list[str]], list[dict[str, Any]]]:
-    """What the page asks for when one acts, and the curves that it gets."""
+    """Do `act`; return the parameters of the page's request for curves that satisfies `holds`, and the curves."""
     with page.expect_response(lambda answer: key in asked(answer).get("key", []) and holds(asked(answer))) as caught:
         act()
     return asked(caught.value), caught.value.json()["curves"]

@@ -1,4 +1,4 @@
-"""The studio's part Start in a browser: a recipe is changed, planned, started, stopped and resumed by clicks."""
+"""The page's part Start in a browser: a recipe is changed, planned, started, stopped and resumed by clicks."""
 
 import os
 import re
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Studio]:
-    """A studio over a run that could go on, started in the folder around it."""
+    """A studio over a run that can be continued, started in the run's parent folder."""
     monkeypatch.chdir(tmp_path)
     tree = tiny.recipe_tree(tmp_path, schedule="constant", max_steps=8) | {"run_dir": "runs/old"}
     train(parse_recipe(tree))
@@ -48,7 +48,7 @@ def opened(page: Any, studio: Studio, route: str = "start") -> Any:
 
 
 def planned(page: Any) -> None:
-    """Wait until the plan is that of what was typed."""
+    """Wait until the plan matches the text that was typed."""
     page.wait_for_function(
         """() => document.querySelector(".start-plan[aria-busy=false] table")
           && !document.querySelector(".start-found.old")"""

@@ -1,4 +1,5 @@
-"""The part Through time in a real browser: each number and each text is the server's own for that checkpoint."""
+"""The page's part Through time in a real browser: each number and text is compared with the server's for that
+checkpoint."""
 
 import json
 import math
@@ -22,7 +23,7 @@ def steps_of(studio: Studio, run: str) -> list[int]:
 
 
 def at(studio: Studio, step: int, text: str = TEXT) -> Any:
-    """The server's own answer for one checkpoint."""
+    """Return the server's answer for one checkpoint."""
     return studio.asked("/studio/read/text", model="base", checkpoint=step, text=text)
 
 

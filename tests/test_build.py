@@ -1,4 +1,4 @@
-"""Datasets built in parts, by several machines, and from a sample of the text: the bytes of one build."""
+"""Datasets built in parts, by several machines, and from a sample of the text: the same bytes as in one build."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ Make = Callable[..., DatasetRecipe]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """A dataset's recipe over files of JSON lines; keywords go to its data section."""
+    """Return a function that makes a dataset's recipe on JSONL files; keywords go to its data section."""
     monkeypatch.setattr(base, "UNIT_BYTES", 8_000)
 
     def make(tokenizer: dict[str, Any] | None = None, **data: Any) -> DatasetRecipe:
@@ -94,7 +94,7 @@ def test_a_recipe_without_a_model_has_the_same_dataset(tmp_path: Path) -> None:
 
 
 class _Large(base.Source):
-    """A source of a terabyte, of which nothing is read."""
+    """A source of a terabyte that must not be read."""
 
     def units(self) -> list[base.Unit]:
         return [base.Unit(Path("text"), base.UNIT_BYTES, i, i + 1) for i in range((1 << 40) // base.UNIT_BYTES)]

@@ -1,4 +1,4 @@
-"""A build that is killed again and again ends with the bytes of one that was not: `make test-kills`."""
+"""A build that is killed again and again gives the same bytes as an uninterrupted one: `make test-kills`."""
 
 import json
 import random

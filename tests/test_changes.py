@@ -1,4 +1,4 @@
-"""What a resumed run may change, what it may not, and what its folder says of it."""
+"""Which changes a resumed run may make, which it refuses, and the record of them in its folder."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def run(done: Path, tmp_path: Path) -> Path:
 
 
 def resume(run: Path, *overrides: str, **options: Any) -> None:
-    """Go on with other settings, each asked for."""
+    """Resume a run with these settings changed, all of which are allowed by name."""
     asked = [override.partition("=")[0] for override in overrides]
     train(load_recipe(run, overrides), resume=True, change=asked, overrides=overrides, **options)
 

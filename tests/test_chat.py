@@ -1,4 +1,4 @@
-"""What a person can do in a chat: another answer, a changed text, files, commands, an answer that is stopped."""
+"""The features of a chat: another answer, an edited text, files, commands, and an answer that is stopped."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from test_engine import byte_tokenizer, writing
 
 
 class Scripted:
-    """An engine of a model with turns, that answers what it is told to; it keeps the prompts."""
+    """An engine with a chat template that gives scripted answers and records its prompts."""
 
     context, restart_tokens = 2000, 1000
 
@@ -44,7 +44,7 @@ class Scripted:
 
 
 class Typed(Terminal):
-    """A terminal at which these lines are typed, and what it shows."""
+    """A terminal at which given lines are typed, and its output."""
 
     def __init__(self, *lines: str) -> None:
         self.lines, self.prefilled, self.answers, self.remarks = list(lines), [], "", []

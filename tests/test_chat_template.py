@@ -1,4 +1,4 @@
-"""Chat templates against transformers' apply_chat_template: the same text, the same tokens."""
+"""Chat templates against transformers' apply_chat_template: equal texts and equal tokens."""
 
 from pathlib import Path
 from typing import Any

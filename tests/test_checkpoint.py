@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, verified, and damage named."""
+"""Checkpoints: complete or absent, verified, and damage is reported."""
 
 import json
 import resource
@@ -130,7 +130,7 @@ def test_files_are_summed_once_and_again_where_they_have_changed(
     writer = CheckpointWriter(tmp_path, keep=2)
 
     def save(step: int) -> int:
-        """How many files are read to save this step."""
+        """Save this step, and return the number of files read for it."""
         summed.clear()
         weights = {"a": TensorPart.whole(torch.full((4,), float(step)))}
         writer.save(step, {"model": weights.items(), "optimizer": {}.items()}, {"best_step": 0})

@@ -1,4 +1,4 @@
-"""A checkpoint that several ranks write: the file that one would write, or none."""
+"""Checkpoints that several ranks write together: equal to the file that one process writes, or absent."""
 
 import errno
 import os
@@ -35,7 +35,8 @@ GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2), (3, 2), (1, 5)]
 
 
 def parts_of(tensors: dict[str, Tensor], rows: int, columns: int) -> list[dict[str, TensorPart]]:
-    """The tensors in rows × columns parts, some empty; the first rank has those with fewer than two dimensions."""
+    """Return the tensors in rows × columns parts, some empty; the first rank has the tensors of fewer than two
+    dimensions."""
     ranks: list[dict[str, TensorPart]] = [{} for _ in range(rows * columns)]
     for name, tensor in tensors.items():
         if tensor.ndim < 2:
@@ -54,7 +55,7 @@ def parts_of(tensors: dict[str, Tensor], rows: int, columns: int) -> list[dict[s
 
 
 def on_ranks(work: Callable[[int, RankWriters], object], n_ranks: int) -> list[object]:
-    """What `work` returns or raises in a thread for each rank."""
+    """Return what `work` returns or raises on each rank, each in a thread."""
     store = distributed.HashStore()
 
     def caught(rank: int) -> object:

@@ -1,4 +1,4 @@
-"""Cleaning within the build: one process and two, and a build that was killed, make the same dataset, and count it."""
+"""Cleaning within a build: one process, two processes, or a killed build give the same dataset and the same counts."""
 
 import itertools
 import json

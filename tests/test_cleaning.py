@@ -1,4 +1,4 @@
-"""Filters that clean documents, one by one and in a row, and what they count."""
+"""Filters that clean documents: each alone, in sequence, and their counts."""
 
 import itertools
 import json
@@ -32,7 +32,8 @@ def n_dropped(counts: FilterCounts) -> int:
 
 
 def found_probability(similarity: float, bands: int, rows: int) -> float:
-    """How likely two documents share a band, by the Jaccard similarity of their sets of word sequences."""
+    """Return the probability that two documents share a band, given the Jaccard similarity of their sets of word
+    sequences."""
     return 1 - (1 - similarity**rows) ** bands
 
 
@@ -376,7 +377,7 @@ HOSTILE = [
 
 
 def hold_hostile(unit: str, size: int, task: Path) -> None:
-    """Every filter, on a text of that size. Quadratic time would be longer than a test may take."""
+    """Run every filter on a hostile text of this size; with quadratic time, the test would time out."""
     task.write_text(json.dumps({"question": "word " * 20}) + "\n")
     values: dict[str, dict[str, Any]] = {"language": {"languages": ["en"]}, "decontaminate": {"tasks": [task]}}
     text = (unit * (size // len(unit) + 1))[:size]

@@ -1,4 +1,4 @@
-"""The rules of papers, against datatrove's filters of the same rules: the same documents dropped, the same text left.
+"""The rules of papers, against datatrove's filters with the same rules: the same documents dropped, the same text left.
 
 Words lie between white space in both, since datatrove's own word tokenizer is a model for each language; sentences are
 counted as ours, and punctuation is Unicode's, of which datatrove's own list lacks the bullet.
@@ -27,7 +27,7 @@ _COMMON = (
 
 
 def made_up(number: int) -> str:
-    """A document that comes near to some rules, or breaks them."""
+    """Return a document that almost breaks some rules, or breaks them."""
     rng = random.Random(number)
     vocabulary = [
         *_COMMON.split(),
@@ -64,7 +64,7 @@ def made_up(number: int) -> str:
 
 
 def real() -> list[str]:
-    """Parts of this project's documents and of Python's library."""
+    """Return parts of this project's documents and of Python's library."""
     files = [*Path(__file__).parents[1].glob("*.md"), *sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-h]*.py"))]
     texts = [file.read_text(encoding="utf-8") for file in files]
     return [text[at : at + 6000] for text in texts for at in range(0, len(text), 20_000)]
@@ -74,7 +74,7 @@ DOCUMENTS = [*map(made_up, range(300)), *real()]
 
 
 def reference(name: str, **options: Any) -> Callable[[str], str | None]:
-    """A filter of datatrove, as a function from a text to what it leaves of it."""
+    """Return a datatrove filter as a function from a text to the text that is left, None if nothing is."""
     data = pytest.importorskip("datatrove.data")
     one = getattr(filters, name)(**options)
 

@@ -1,4 +1,4 @@
-"""The commands as a user types them: help that comes at once, reports that scripts can read, text that streams."""
+"""The commands as a user types them: fast help, machine-readable reports, and streamed text."""
 
 import json
 import os

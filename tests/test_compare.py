@@ -1,4 +1,4 @@
-"""Runs side by side: statistics against closed forms and published figures, bands against numpy."""
+"""Runs compared: statistics against closed forms and published figures, bands against numpy."""
 
 import json
 import math
@@ -267,14 +267,14 @@ def test_settings_that_differ_are_named(tmp_path: Path) -> None:
 
 
 def evaluated_on(run: History, tokens: str, text: str = "") -> History:
-    """The run with a checkpoint that says which token files and which held-out text it was evaluated on."""
+    """Return the run with a checkpoint that names the tokenizer files and the held-out text of its evaluation."""
     progress = asdict(Progress(data_fingerprint=tokens, validation_text_sha256=text))
     save_checkpoint(run.folder, 0, {"w": torch.zeros(1)}, {"w": torch.zeros(1)}, progress)
     return read_history(run.folder)
 
 
 def with_words(folder: Path, bits_per_byte: float | None) -> History:
-    """A run of a byte-level BPE, evaluated on all of the held-out text."""
+    """Return a run with a byte-level BPE, evaluated on all of the held-out text."""
     run = write_run(folder, [training(1, 5.0), validation(1, 5.0, bits_per_byte)], train={"evaluate_sequences": 0})
     path = run.folder / "recipe.yaml"
     tree = path.read_text(encoding="utf-8").replace("type: char", "type: bpe\n  vocab_size: 300")
@@ -383,7 +383,7 @@ def test_every_setting_that_decides_the_measure_stops_a_comparison(tmp_path: Pat
 
 
 def changed(recipe: Any, path: str) -> Any:
-    """The recipe with another value at a path, whatever its type."""
+    """Return the recipe with another value at a path, for any type of setting."""
     key, _, rest = path.partition(".")
     if isinstance(recipe, tuple):
         return tuple(changed(item, rest) if i == int(key) and rest else item for i, item in enumerate(recipe))

@@ -1,4 +1,4 @@
-"""Many requests at once: each gets what it would get alone, whatever comes, goes and is shared beside it."""
+"""Many requests at once: each gets the text that it would get alone, whatever other requests do."""
 
 import asyncio
 import copy
@@ -27,7 +27,7 @@ TOKENIZER = byte_tokenizer()
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Its texts go on differently and do not repeat a token."""
+    """A model whose texts differ and do not repeat one token."""
     return random_model(TOKENIZER, context_length=CONTEXT, d_model=32, init_std=0.25).eval()
 
 
@@ -53,7 +53,7 @@ def mixed_settings(chance: random.Random) -> SamplingSettings:
 
 
 def mixed_prompt(chance: random.Random) -> list[int]:
-    """Half of them begin alike."""
+    """Return a random prompt; half of the prompts share a prefix."""
     shared = list(range(40, 40 + 20)) if chance.random() < 0.5 else []
     return shared + chance.choices(range(256), k=chance.randint(1, 30))
 
@@ -84,7 +84,7 @@ def made(request: Request, asked: tuple[list[int], dict[str, Any]]) -> list[Comp
 
 
 def texts(made: list[Completion]) -> list[Any]:
-    """Everything but the log-probabilities' last digits."""
+    """Return all of the completions except the last digits of log-probabilities."""
     return [
         (c.text, c.token_ids, c.finish_reason, c.prompt_tokens, c.logprobs and [p.token_id for p in c.logprobs])
         for c in made
@@ -341,7 +341,7 @@ def stream(loop: EngineLoop, prompt: list[int], **arguments: Any) -> Stream:
 
 
 async def pieces(stream: Stream) -> AsyncIterator[Piece]:
-    """As a program's own code reads a stream: asyncio finalizes it when it is abandoned, as soon as it gets to that."""
+    """Read a stream like a user's code: if the reader abandons it, asyncio finalizes it at some later time."""
     async for batch in stream.batches():
         for _, piece, _ in batch:
             yield piece

@@ -1,4 +1,4 @@
-"""Recipes: what is accepted, what is refused and with which words, overriding, saving."""
+"""Recipes: accepted and refused values, error messages, overrides, and saving."""
 
 import math
 from collections.abc import Iterator
@@ -350,7 +350,7 @@ def test_dynamic_rotation_is_refused_where_conversations_share_a_row(objective: 
 
 
 def kinds(annotation: Any) -> Iterator[Any]:
-    """The plain types that a value of this type may be made of."""
+    """Yield the plain types that a value of this annotation may have."""
     if get_origin(annotation) in (Union, UnionType, tuple, dict, Annotated):
         for part in get_args(annotation):
             yield from kinds(part)

@@ -1,4 +1,4 @@
-"""Work on untrusted input: what tokenizers may do, and patterns of others."""
+"""Work on untrusted input: the limits of tokenizers, and patterns written by others."""
 
 from pathlib import Path
 from typing import Any

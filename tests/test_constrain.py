@@ -1,4 +1,4 @@
-"""Constrained texts: whatever a random model would like to write, what comes out follows the schema or expression."""
+"""Constrained texts: the output of a random model follows the schema or expression."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Records of three shapes from files of four kinds, and the errors about broken ones."""
+"""Records of three shapes in files of four kinds, and the errors for broken ones."""
 
 import gzip
 import json

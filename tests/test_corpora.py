@@ -1,4 +1,4 @@
-"""The recipes of real corpora: each reads a local copy of its corpus, with the columns of the real one."""
+"""The recipes of real corpora: each reads a local copy with the columns of the real corpus."""
 
 import re
 from pathlib import Path

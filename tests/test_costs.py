@@ -1,5 +1,5 @@
-"""What the modules say that they cost, in 1,500 drawn configurations: their tensors against the built model's, their
-FLOPs against torch's counter, and what their operations save against the traced step.
+"""The costs of modules in 1,500 random configurations: their tensors against the built model's, their FLOPs against
+torch's counter, and saved activations against the traced step.
 
 `make test` takes the first of them, `make test-memory` the others.
 """
@@ -21,7 +21,7 @@ N_DRAWN = 1500
 
 
 def parts(size: int) -> list[Any]:
-    """The seeds in parts of `size`; all but the first part are for `make test-memory`."""
+    """Return the seeds in parts of `size`; all but the first part are only for `make test-memory`."""
     grid = [pytest.mark.grid, pytest.mark.timeout(3600)]
     return [
         pytest.param(range(first, first + size), id=f"from {first}", marks=grid if first else [])
@@ -39,7 +39,7 @@ def test_tensors_and_products_are_the_built_models(seeds: range) -> None:
 
 
 def drawn_model(seed: int) -> ModelConfig:
-    """A model wide enough for its activations to be most of a step's memory."""
+    """Return a random model, wide enough for activations to dominate a step's memory."""
     choose = random.Random(seed)
     n_layers, norm, n_heads = choose.randint(1, 4), choose.choice(["rmsnorm", "layernorm"]), choose.choice([2, 4, 8])
     experts = choose.choice([{}, {}, {}, {"n_experts": 4, "d_ff": 256, "d_ff_shared": choose.choice([0, 128])}])

@@ -1,4 +1,4 @@
-"""The passes that training takes on a CPU against their plain twins, values and gradients."""
+"""The C++ passes for training on a CPU against plain torch code: values and gradients."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""After a crash at any moment, a folder holds what it held before or what was to be written, whole: by enumeration.
+"""After a crash at any moment, a folder holds its old contents or the complete new ones: checked by enumeration.
 
 `make test` tries the saving of checkpoints and an export onto a full disk; `make test-crashes` prepared data and
 exports too, a disk that is full or fails at each operation, and runs that go on from what was left.
@@ -34,7 +34,7 @@ MOST_RESUMED = 24
 def enumerate_states(
     operations: list[Operation], root: Path, folder: Path, check: Callable[[list[str], Path], None]
 ) -> None:
-    """Check each state in a folder of its own, and say how many there were."""
+    """Check each state in a folder of its own, and print the number of states."""
     n_states = 0
     for marks, tree in every_state(operations, root):
         place = write_tree(tree, folder / "state")
@@ -58,7 +58,8 @@ def _names(tree: Tree, path: str = "") -> list[str]:
 
 
 def whole_names(run_dir: Path) -> list[str]:
-    """The names of the checkpoints, newest first: each has its own weights, and the best that it names is there."""
+    """Return the names of the checkpoints, newest first; check that each has its own weights, and that its best
+    exists."""
     found = all_checkpoints(run_dir)
     for checkpoint in found:
         checkpoint.verify()
@@ -72,7 +73,7 @@ def whole_names(run_dir: Path) -> list[str]:
 
 
 def newest_of_each_kind(names: list[str]) -> list[str]:
-    """The newest to use and the newest to go on from, of names from the newest on."""
+    """Return the newest checkpoint and the newest with optimizer state, given names from the newest on."""
     return [*names[:1], *[name for name in names if name.startswith("step-")][:1]]
 
 
@@ -116,7 +117,7 @@ def test_saves_that_forgot_to_sync_files_or_folders_are_found(tmp_path: Path) ->
 def whole_or_absent(
     operations: list[Operation], root: Path, tmp_path: Path, find: Callable[[Path], Path | None]
 ) -> None:
-    """Each state holds the folder that the scenario has made byte for byte, or none; and it does once all is done."""
+    """Check that each state holds the scenario's folder byte for byte or not at all, and holds it when all is done."""
     made = find(root)
     assert made is not None
     wanted = read_tree(made)
@@ -192,8 +193,8 @@ def test_a_full_or_failing_disk_at_any_operation_is_named_and_costs_no_checkpoin
 def fail_at_each_operation(
     scenario: str, again: Callable[[Path], None], template: Path, tmp_path: Path, says: str
 ) -> None:
-    """strace makes each call fail in turn: the error is named, what was there stays, and what is made is whole or
-    absent; where it failed, doing it again makes it."""
+    """Let strace fail each call in turn; check that the error is reported, old files stay, new ones are complete or
+    absent, and a second try succeeds."""
     root = tmp_path / "disk"
     shutil.copytree(template, root)
     before = read_tree(root)
@@ -224,7 +225,7 @@ def fail_at_each_operation(
 
 
 def visible(tree: Tree) -> Tree:
-    """Without hidden names: locks and what a later run removes."""
+    """Return the tree without hidden names, which are locks and leftovers that a later run removes."""
     return {name: node if isinstance(node, bytes) else visible(node) for name, node in tree.items() if name[0] != "."}
 
 

@@ -1,4 +1,4 @@
-"""Single bits turned and files cut short, at random, in checkpoints, prepared data and tokenizers: each is noticed."""
+"""Flipped bits and truncated files, at random, in checkpoints, prepared data and tokenizers: each is noticed."""
 
 import random
 import shutil
@@ -30,7 +30,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damage(path: Path, chance: random.Random) -> str:
-    """Turn one bit, or cut the file at a random place."""
+    """Flip one bit, or truncate the file at a random place; return a description."""
     data = bytearray(path.read_bytes())
     if chance.random() < 0.7:
         at = chance.randrange(8 * len(data))

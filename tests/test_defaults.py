@@ -1,4 +1,4 @@
-"""What a recipe gets where it does not say, and what a resumed run keeps of it."""
+"""The defaults of settings that a recipe leaves out, and which of them a resumed run keeps."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The device table, what this machine says of itself, and what it measures."""
+"""The device table, and what this machine reports and measures of itself."""
 
 from pathlib import Path
 

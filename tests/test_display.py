@@ -1,4 +1,4 @@
-"""What a person sees while a run goes."""
+"""The output that a person sees during a run."""
 
 import io
 import math
@@ -18,7 +18,7 @@ from halves import BrokenOff
 
 
 class Clock:
-    """A monotonic clock that the test moves."""
+    """A monotonic clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -1,4 +1,5 @@
-"""Distillation: the loss against its definition in float64, a student that nears its teacher, and what is refused."""
+"""Distillation: the loss against its definition in float64, a student that approaches its teacher, and refused
+inputs."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Recipes that are drafted for texts and a machine: they load, fit, and take the time that was asked for."""
+"""Recipes drafted for texts and a machine: they load, fit, and take the requested time."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in ("n", "l
 
 
 def prose(n_bytes: int, seed: int = 1) -> str:
-    """Sentences of invented words, which do not repeat themselves."""
+    """Return sentences of invented words without repetitions."""
     text, state = [], seed
     while sum(map(len, text)) < n_bytes:
         words = []
@@ -46,7 +46,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
 
 
 def machine(flops_per_second: float) -> Any:
-    """Measures a step as a machine of this speed would."""
+    """Return a function that measures a step as on a machine of this speed."""
 
     def measure(step: Rehearsal) -> Measured:
         return Measured(0, 0, flops_per_second / (6 * count_parameters(step.model).total))
@@ -133,7 +133,7 @@ def test_what_a_folder_holds(tmp_path: Path) -> None:
 
 
 def write_tables(folder: Path) -> None:
-    """Records whose text is in a field of a usual name, in the only one with words, and in none that is clear."""
+    """Write records whose text is in a field with a usual name, in the only field with words, or in no clear field."""
     rows = [prose(400, n).strip().replace("\n", " ") for n in range(100)]
     (folder / "a.csv").write_text("id,lang,Body\n" + "".join(f'{n},en,"{row}"\n' for n, row in enumerate(rows)))
     (folder / "b.tsv").write_text(

@@ -1,4 +1,4 @@
-"""Recipes that are drafted for fine-tuning a run on a file of examples."""
+"""Recipes drafted to fine-tune a run on a file of examples."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Fast encoders give the ids of `tokenizers`, always."""
+"""Fast encoders always give the same ids as `tokenizers`."""
 
 import functools
 import json
@@ -84,8 +84,8 @@ def test_real_texts_give_equal_ids(pattern: str, text: str) -> None:
 
 @functools.cache
 def borders() -> list[str]:
-    """Characters on both sides of each border between letters, numbers, white space and others, as `tokenizers` has
-    them, and the first of all."""
+    """Return the characters on both sides of each border between letters, numbers, white space and others, as
+    `tokenizers` classifies them, and the first character."""
     split = pre_tokenizers.Split(Regex(r"\p{L}+|\p{N}+|\s+"), "isolated")
     everything = "".join(chr(point) for point in range(0x40000) if not 0xD800 <= point < 0xE000)
     places = {place for _, bounds in split.pre_tokenize_str(everything) for place in bounds}

@@ -1,4 +1,4 @@
-"""The engine against a naive loop without a cache, and what a user sees of it: text, stops, seeds, errors, chat."""
+"""The engine against a naive loop without a cache, and its features for users: text, stops, seeds, errors, chat."""
 
 import random
 import warnings
@@ -33,7 +33,7 @@ def char_tokenizer(text: str = LETTERS) -> Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Every byte is a token; there are no special ones."""
+    """Return a tokenizer with one token per byte and no special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: i for i, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,7 +48,8 @@ def random_model(tokenizer: Tokenizer, seed: int = 0, **settings: Any) -> GPT:
 
 
 def chain_model(tokenizer: Tokenizer, chain: Sequence[int]) -> GPT:
-    """Greedy, it writes `chain` again and again: blocks that do nothing between one-hot embedding and shifted head."""
+    """Return a model that greedily writes `chain` again and again: blocks without effect between a one-hot embedding
+    and a shifted head."""
     size = vocabulary_size(tokenizer)
     model = GPT(
         plain_model(
@@ -66,7 +67,7 @@ def chain_model(tokenizer: Tokenizer, chain: Sequence[int]) -> GPT:
 
 
 def writing(text: str, tokenizer: Tokenizer | None = None) -> Engine:
-    """An engine that, greedy, continues `text` with itself, over and over. No token may occur twice in it."""
+    """Return an engine that greedily repeats `text`, in which no token may occur twice."""
     tokenizer = tokenizer or char_tokenizer()
     return Engine(chain_model(tokenizer, tokenizer.encode(text).ids), tokenizer)
 
@@ -75,7 +76,7 @@ def writing(text: str, tokenizer: Tokenizer | None = None) -> Engine:
 def naive(
     model: GPT, prompt: list[int], settings: SamplingSettings, index: int = 0, eos: int | None = None
 ) -> list[int]:
-    """The rule of `slide` as it is written: the whole window, computed anew for each token, without a cache."""
+    """Generate by the literal rule of `slide`: compute the whole window again for each token, without a cache."""
     sampler, window, ids = Sampler(settings, prompt, index), list(prompt), list(prompt)
     context = model.config.context_length
     while len(ids) - len(prompt) < settings.max_tokens:

@@ -1,4 +1,5 @@
-"""Whatever ends a step: all requests are answered, the engine says that it is dead, the process ends with a code."""
+"""A step that fails fatally: all requests are answered, the engine reports its end, and the process exits with a
+code."""
 
 import asyncio
 import ctypes
@@ -30,7 +31,7 @@ LONG: dict[str, Any] = {"model": "base", "prompt": "a", "max_tokens": 10_000, "l
 
 
 class OtherPanic(BaseException):
-    """As pyo3's PanicException, for whose type there is no name in Python."""
+    """An exception like pyo3's PanicException, whose type Python cannot name."""
 
 
 def raises(error: BaseException) -> Callable[..., Any]:
@@ -183,7 +184,7 @@ def test_a_text_on_which_the_library_panics_is_its_requests_error() -> None:
 
 def test_tokens_that_the_library_cannot_decode_end_their_text() -> None:
     class Broken:
-        """Panics when it decodes a token, as the library may."""
+        """Panics when it decodes a token, as the library can."""
 
         def __init__(self, tokenizer: Tokenizer) -> None:
             self._tokenizer = tokenizer
@@ -226,7 +227,7 @@ def test_a_batch_ends_with_the_error_and_keeps_its_results(tmp_path: Path, monke
 
 
 def asked(app: Any, *requests: tuple[str, str, Any]) -> list[httpx.Response]:
-    """The answers of an app without a server around it, which would end."""
+    """Return the answers of an app without a server, which would exit."""
 
     async def go() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app)

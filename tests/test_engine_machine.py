@@ -1,4 +1,4 @@
-"""The engine in any order of events against a naive loop: one full forward a token, alone, without a cache.
+"""The engine with events in any order, against a naive loop that computes each text alone, without a cache.
 
 A machine submits requests that begin alike, steps, cancels, fills the queue, and lets everything end. Each text must be
 the naive loop's, each cancelled one a beginning of it. No text is compared within a tolerance. Instead, a request is
@@ -92,14 +92,14 @@ def double(kind: str) -> GPT:
 
 @dataclass(frozen=True)
 class Way:
-    """How an engine computes."""
+    """A way in which an engine computes."""
 
     backend: str
     reuse: str = "exact"
     int8: bool = False
 
     def next_logits(self, kind: str) -> Callable[[list[int]], Tensor]:
-        """The logits [V] after a text, computed from its first token on."""
+        """Return a function that computes the logits [V] after a text, from its first token on."""
         if self.int8:  # the rounding of the cache is part of the model: its kernels, over one empty slot
             backend = native.NativeBackend(model_of(kind), 1, CONTEXT, dtype=torch.int8)
             return lambda ids: backend.compute([Chunk(0, 0, ids)])[0][-1]
@@ -123,7 +123,7 @@ class Text:
 
 
 def alone(way: Way, kind: str, prompt: list[int], sampling: SamplingSettings, index: int, overflow: str) -> Text | None:
-    """The text that follows a prompt, by the rules as they are written; None: a draw comes near a border."""
+    """Return the text after a prompt by the naive loop; None: a draw is near the border between two tokens."""
     next_logits, sampler = way.next_logits(kind), Sampler(sampling, prompt, index, (EOS,))
     window, tokens, text = list(prompt), [], ""
     while True:
@@ -157,7 +157,7 @@ def near_a_border(logits: Tensor, sampler: Sampler) -> bool:
 
 
 def vectors_of(backend: Any, slot: int, tokens: list[int]) -> list[Tensor]:
-    """Keys and values that a slot holds of its first tokens, by layer."""
+    """Return the keys and values of the given tokens in a slot, by layer."""
     cache = backend.cache
     keys, values = [keys_in(x, slot) for x in cache.keys], [values_in(x, slot) for x in cache.values]
     return [vectors[:, : len(tokens)] for vectors in (*keys, *values)]
@@ -184,7 +184,7 @@ def scaled(vectors: Tensor, blocks: Vectors, slot: int) -> Tensor:
 
 @lru_cache(10_000)
 def vectors_alone(way: Way, kind: str, tokens: tuple[int, ...]) -> list[Tensor]:
-    """Keys and values of a text that is computed alone, in an empty slot."""
+    """Return the keys and values of a text computed alone, in an empty slot."""
     dtype = torch.int8 if way.int8 else None
     fresh = choose_backend(model_of(kind), 1, CONTEXT, dtype=dtype, name=way.backend)
     fresh.compute([Chunk(0, 0, list(tokens))])

@@ -1,4 +1,4 @@
-"""The cache changes nothing: cached equals uncached, and a prompt in chunks equals the prompt whole."""
+"""The cache changes nothing: results with and without it are equal, and so are a prompt in chunks and a whole one."""
 
 import itertools
 import random
@@ -25,7 +25,8 @@ PATTERNS = (("full",), ("window",), ("full", "window"), ("window", "window", "fu
 
 
 def configurations() -> list[ModelConfig]:
-    """Every position × norm × MLP × pattern, 180 in all; the rest is drawn, so that each pair of choices meets."""
+    """Return every position × norm × MLP × pattern, 180 in all; other settings are random, so that each pair of choices
+    occurs."""
     draw = random.Random(0).choice
     return [
         plain_model(
@@ -59,7 +60,7 @@ def describe(config: ModelConfig) -> str:
 
 
 def random_model(config: ModelConfig, seed: int = 0) -> GPT:
-    """Every parameter random, norms and biases too, and large enough that the next token is rarely in doubt."""
+    """Return a model with random parameters, including norms and biases, large enough for clear next tokens."""
     torch.manual_seed(seed)
     model = GPT(config).eval()
     with torch.no_grad():
@@ -69,14 +70,14 @@ def random_model(config: ModelConfig, seed: int = 0) -> GPT:
 
 
 class Cached:
-    """A model that computes texts of equal length bit by bit, each in a slot of its own."""
+    """A model that computes texts of equal length through a cache, each in its own slot."""
 
     def __init__(self, model: GPT, n_texts: int, capacity: int | None = None) -> None:
         self.model, self.length = model, 0
         self.cache = SlotCache(model.config, n_texts, capacity or model.config.context_length)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Logits [B, T, V] of the next tokens [B, T] of the texts."""
+        """Return the logits [B, T, V] of the texts' next tokens [B, T]."""
         rows = self.cache.rows([(slot, self.length, tokens.size(1)) for slot in range(len(tokens))])
         self.length += tokens.size(1)
         return self.model(tokens.reshape(1, -1), rows).view(*tokens.shape, -1)
@@ -84,7 +85,7 @@ class Cached:
 
 @pytest.fixture(autouse=True)
 def _no_gradients_and_one_thread() -> Iterator[None]:
-    """On products this small, threads that wait for one another on a busy machine cost ten times the work."""
+    """For products this small, threads that wait for each other on a busy machine take ten times as long."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.no_grad():

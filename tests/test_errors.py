@@ -1,4 +1,4 @@
-"""Bad input: one clear message with the value, the rule and the fix; exit code 2 or 1; nothing half-written."""
+"""Bad input: one clear message with value, rule and fix; exit code 2 or 1; no partial files."""
 
 import json
 import os
@@ -26,7 +26,7 @@ Command = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """Run the command line in this process; gives the exit code and what it wrote to standard error."""
+    """A function that runs the command line in this process, and returns the exit code and standard error."""
 
     def run(*arguments: str | Path) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["gptworks", *map(str, arguments)])
@@ -39,7 +39,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps, not to be changed."""
+    """A run of four steps. Tests must not change it."""
     folder = tmp_path_factory.mktemp("trained")
     train(parse_recipe(tiny.recipe_tree(folder, max_steps=4, evaluate_every=4)), display=Display())
     return folder
@@ -53,7 +53,7 @@ def copy_of(trained: Path, folder: Path) -> Path:
 
 
 def prepare_for(run_dir: Path) -> Path:
-    """The data of a copied run, prepared anew: its text lies elsewhere now."""
+    """Prepare the data of a copied run again, since its text is at another path now."""
     return prepare(load_recipe(run_dir)).folder
 
 
@@ -272,7 +272,7 @@ def test_options_that_do_not_exist(trained: Path, command: Command) -> None:
 
 
 def limited(n_bytes: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """The command where no file can be larger."""
+    """Run the command with a limit on the size of files."""
     limit = f"import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, ({n_bytes}, {n_bytes}))"
     return commands.run("-c", f"{limit}; runpy.run_module('gptworks', run_name='__main__')", *arguments)
 

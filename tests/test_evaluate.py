@@ -52,7 +52,7 @@ def windows(*lengths: int, ignore: float = 0.0) -> list[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def independent(model: GPT, pairs: list[tuple[Tensor, Tensor]]) -> tuple[float, int]:
-    """Nats and targets, by the definition: one window at a time, all in float64."""
+    """Return the nats and the number of targets by definition: one window at a time, all in float64."""
     exact = GPT(model.config).double().eval()
     exact.load_state_dict(model.state_dict())
     nats, count = 0.0, 0

@@ -1,4 +1,4 @@
-"""Any text, calibration, memorization and the command: against float64 arithmetic and plain Python."""
+"""Evaluating any text, calibration, memorization and the command, against float64 arithmetic and plain Python."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ def model_of(vocab_size: int, context_length: int = 32) -> GPT:
 
 @torch.no_grad()
 def nats_of(model: GPT, ids: list[int], stride: int) -> list[float]:
-    """What each token but the first costs, by the definition in float64: one window at a time, each token once."""
+    """Return the nats of each token but the first by definition, in float64: one window at a time, each token once."""
     exact = GPT(model.config).double().eval()
     exact.load_state_dict(model.state_dict())
     context, cost = model.config.context_length, []
@@ -117,7 +117,7 @@ def test_calibration_by_its_definition() -> None:
 
 
 class Given:
-    """Tokens in the place of a split."""
+    """Tokens in memory in place of a split."""
 
     split = "train"
 
@@ -169,7 +169,7 @@ def test_the_command_keeps_its_results_and_compares_runs(
     trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def command(*arguments: str | Path) -> tuple[int, str, str]:
-        """Exit code, standard output and standard error of the command line in this process."""
+        """Run the command line in this process; return the exit code, standard output and standard error."""
         monkeypatch.setattr(sys, "argv", ["gptworks", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             main()

@@ -1,4 +1,4 @@
-"""bench/experiments.py: its changes are valid, its runs resume, and its page says what the file of results holds."""
+"""bench/experiments.py: its changes are valid, its runs resume, and its page shows the contents of the results file."""
 
 import importlib
 import json
@@ -69,7 +69,8 @@ def test_a_change_that_is_none_or_compares_nothing_is_refused(
 
 @pytest.fixture
 def session(experiments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A session of two changes, two seeds and one regime, whose runs take no time; the second change fails."""
+    """A session of two changes, two seeds and one regime, whose runs are fake and take no time; the second change
+    fails."""
     trainer = tmp_path / "trainer.py"
     trainer.write_text(TRAINER, encoding="utf-8")
     monkeypatch.setattr("gptworks.runs.trials.TRAIN", (sys.executable, "-S", str(trainer)))
@@ -137,7 +138,7 @@ def test_steps_are_measured_in_turns_for_as_many_tokens(
 
 
 def _line(change: str, seed: int, loss: float | None, **more: Any) -> dict[str, Any]:
-    """A planted line: without a loss, a run that failed."""
+    """Return a result line; without a loss, one of a failed run."""
     ended: dict[str, Any] = {"failed": f"{change} burst"} if loss is None else {
         "steps": 480, "tokens": 983_040, "parameters": 860_000, "losses": {"480": loss}, "loss": loss, "data": "d",
     }  # fmt: skip

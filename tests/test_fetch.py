@@ -1,4 +1,4 @@
-"""What a recipe names is fetched by https from public addresses only, whatever its names resolve to and lead on to."""
+"""Sources of a recipe are fetched only by https from public addresses, also after redirects and changed DNS answers."""
 
 import hashlib
 import http.client
@@ -35,7 +35,7 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
-    """What each name resolves to: the answers to its questions, in order, the last one again and again."""
+    """The answers to successive DNS questions for each name; the last one is repeated."""
     table: dict[str, list[list[str]]] = {}
     real = socket.getaddrinfo
 
@@ -54,7 +54,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
 
 @pytest.fixture
 def connected(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The addresses that were connected to; no connection is made."""
+    """The addresses that would be connected to; no connection is made."""
     found: list[Any] = []
 
     def connect(address: Any, *_: Any, **__: Any) -> Any:
@@ -316,7 +316,7 @@ def test_an_unknown_reach_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def proxied(
     within: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes = b"HTTP/1.1 403 No\r\n\r\n"
 ) -> list[str]:
-    """What a proxy is asked for, in its words."""
+    """Return the requests that a proxy receives, as text."""
     asked: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
 

@@ -1,5 +1,5 @@
-"""One door to files: every call in the package that opens, reads, writes or copies a file by itself is in a list here,
-with the reason why it does not go through `gptworks.files`."""
+"""All file access goes through `gptworks.files`: every other call in the package that opens, reads, writes or copies a
+file is listed here, with the reason."""
 
 import ast
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ DOOR = "files/"
 
 
 def calls() -> Iterator[tuple[str, str, str]]:
-    """Each such call: the file, the function around it, and what is called."""
+    """Yield each such call: the file, the function around it, and the function called."""
     for path in sorted(ROOT.rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         if not name.startswith(DOOR):

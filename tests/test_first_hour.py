@@ -1,4 +1,4 @@
-"""The parts of bench/first_hour.py that take no hours: its folders and its recipes."""
+"""The fast parts of bench/first_hour.py: its folders and its recipes."""
 
 import gzip
 import re

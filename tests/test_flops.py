@@ -1,4 +1,4 @@
-"""FLOPs in closed form against torch's counter and against figures worked out by hand."""
+"""FLOPs in closed form, against torch's counter and figures computed by hand."""
 
 import time
 from typing import Any
@@ -22,7 +22,8 @@ from tiny import plain_model
 
 
 def counted_flops(config: ModelConfig, length: int, *, backward: bool = False) -> int:
-    """What torch counts on the meta device, which allocates nothing; MATH, since it counts products alone."""
+    """Return torch's count on the meta device, which allocates nothing; attention is MATH, so that only products
+    count."""
     with torch.device("meta"):
         model = GPT(config).eval()
         tokens = torch.zeros(1, length, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""A fork goes on from any checkpoint of a run, in a folder of its own: as the run did, or with something changed."""
+"""A fork continues from any checkpoint of a run in its own folder: identically, or with settings changed."""
 
 import errno
 import json
@@ -31,7 +31,8 @@ from halves import assert_same_end, without_timings
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints at 2, 4, 6 and 7, and the weights of step 3, the best before 4. Tests leave it as it is."""
+    """A run with checkpoints at steps 2, 4, 6 and 7, and the weights of step 3, the best before 4. Tests must not
+    change it."""
     folder = tmp_path_factory.mktemp("fork")
     every = {"checkpoint_every": 2, "evaluate_every": 3, "keep_checkpoints": 9}
     train(parse_recipe(tiny.recipe_tree(folder, max_steps=7, ema_decay=0.5, **every)))

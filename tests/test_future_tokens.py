@@ -1,4 +1,4 @@
-"""Prediction of several tokens (`model.n_future_tokens`), against the definition written out in float64."""
+"""Prediction of several tokens (`model.n_future_tokens`), against the definition in float64."""
 
 import math
 from pathlib import Path
@@ -42,12 +42,12 @@ WEIGHTS = (0.3, 0.7)
 
 
 def double(**more: Any) -> GPT:
-    """A model of three tokens in float64, whose every parameter is random."""
+    """Return a model that predicts three tokens, in float64, with random parameters."""
     return random_model(plain_model(**SHAPE, n_future_tokens=3, **more)).double()
 
 
 def by_definition(model: GPT, texts: list[list[int]], learned: set[tuple[int, int]]) -> list[Tensor]:
-    """The sum of the nats of each of the three tokens, text by text, token by token.
+    """Return the sum of the nats of each of the three tokens, text by text, token by token.
 
     Args:
         learned: text and place of the tokens that are learned.
@@ -71,7 +71,7 @@ def by_definition(model: GPT, texts: list[list[int]], learned: set[tuple[int, in
 
 
 def row_of(texts: list[list[int]], learned: set[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Texts one after the other: inputs, targets and positions, [1, T] each."""
+    """Return texts packed in one row: inputs, targets and positions, [1, T] each."""
     columns = [
         (token, text[place + 1] if (number, place + 1) in learned else -100, place)
         for number, text in enumerate(texts)

@@ -1,4 +1,4 @@
-"""The C++ products of float32 matrices against float64: values, gradients, layouts, memory; where they are taken."""
+"""The C++ products of float32 matrices against float64: values, gradients, layouts, memory, and when they are used."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +28,7 @@ TURNED = Tensor.contiguous, lambda x: x.T.contiguous().T
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """Every product that may be is computed in C++; the sizes M, N, K of each."""
+    """Force every possible product to run in C++; return the list of their sizes M, N, K."""
     torch.manual_seed(0)
     sizes: list[tuple[int, int, int]] = []
     call = gemm.call

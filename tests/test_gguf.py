@@ -1,4 +1,4 @@
-"""GGUF files: what is in them, read back by the gguf package, and what is refused. With llama.cpp: the same model.
+"""GGUF files: their contents, read back by the gguf package, and refused exports. With llama.cpp: the same logits.
 
 Tests marked `llama_cpp` need the `peers` extra and are run by `make test-gguf`.
 """
@@ -85,7 +85,7 @@ def config_of(name: str) -> ModelConfig:
 
 
 def export(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None = None, **options: Any) -> tuple[Any, Any]:
-    """A random model's run, written; our model and the file, read."""
+    """Write a random model's run and its export; return our model and the parsed file."""
     model = hf.random_model(config)
     run = hf.make_run(folder / "run", model, tokenizer)
     written = export_gguf(run, folder / "model.gguf", **{"tokenizer": tokenizer is not None, **options})
@@ -95,7 +95,7 @@ def export(folder: Path, config: ModelConfig, tokenizer: Tokenizer | None = None
 
 
 def values(tensor: Any) -> Tensor:
-    """A tensor of the file in float32, in our order of dimensions."""
+    """Return a tensor of the file in float32, with our order of dimensions."""
     shape = tuple(int(n) for n in reversed(tensor.shape))
     return torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shape).copy())
 
@@ -269,7 +269,7 @@ def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
 def bpe(
     patterns: Sequence[str], *, ignore_merges: bool = False, special: Sequence[str] = ("<|endoftext|>",)
 ) -> Tokenizer:
-    """A byte-level BPE that splits text by these patterns, as the tokenizers of today's models do."""
+    """Return a byte-level BPE that splits text by these patterns, as the tokenizers of current models do."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -284,7 +284,7 @@ def bpe(
 
 
 def gpt2_like() -> Tokenizer:
-    """Byte-level BPE with GPT-2's pattern inside the ByteLevel step, as GPT-2's own tokenizer.json has it."""
+    """Return a byte-level BPE with GPT-2's pattern inside the ByteLevel step, as in GPT-2's own tokenizer.json."""
     tokenizer = bpe(next(iter(PATTERNS)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return tokenizer
@@ -381,7 +381,7 @@ def smollm_steps(tokenizer: Tokenizer) -> None:
 
 
 def replaced(**settings: Any) -> Tokenizer:
-    """GPT-2's kind of BPE with other settings of the BPE itself."""
+    """Return GPT-2's kind of BPE with other settings of the BPE itself."""
     tree = json.loads(gpt2_like().to_str())
     tree["model"] |= settings
     return Tokenizer.from_str(json.dumps(tree))
@@ -547,7 +547,7 @@ GREEDY_TOKENS = 64
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Load a file in llama.cpp: float32 in its cache, all logits."""
+    """A function that loads a file in llama.cpp, with a float32 cache and all logits."""
     llama_cpp = pytest.importorskip("llama_cpp")
     opened = []
 
@@ -562,7 +562,7 @@ def llama(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 
 def theirs_and_ours(loaded: Any, model: Any, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Logits [T, V] of both."""
+    """Return the logits [T, V] of llama.cpp and of our model."""
     loaded.reset()
     loaded.eval(list(ids))
     with torch.no_grad():
@@ -597,7 +597,7 @@ def test_llama_cpp_computes_the_same(name: str, tmp_path: Path, llama: Callable[
 
 
 def rounded(model: Any, quantization: str) -> Any:
-    """Our model with the matrices that the file's numbers stand for."""
+    """Return our model with the dequantized matrices of the file."""
     copy = deepcopy(model)
     with torch.no_grad():
         for name, weights in copy.named_parameters():
@@ -645,7 +645,7 @@ ALIKE: dict[str, Callable[[], Tokenizer]] = {
 
 
 def piece(loaded: Any, index: int) -> bytes:
-    """The bytes of a token. (Llama.detokenize cuts it after 32 of them.)"""
+    """Return the bytes of a token. (Llama.detokenize truncates them to 32.)"""
     import llama_cpp
 
     buffer = ctypes.create_string_buffer(1000)

@@ -1,4 +1,4 @@
-"""Files that a user names: what a shell gives as one is read too, to its end and bounded."""
+"""Files named by a user: a shell's pipe is read like a file, to its end and with a limit."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from gptworks.runs.bands import read_band, shipped_bands
 
 @contextlib.contextmanager
 def piped(data: bytes) -> Iterator[Path]:
-    """A pipe as a shell gives one: a name below /dev/fd."""
+    """Make a pipe as a shell does; yield its name below /dev/fd."""
     reading, writing = os.pipe()
 
     def write() -> None:

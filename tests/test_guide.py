@@ -1,4 +1,4 @@
-"""The commands of the README, the guide and the topics run, in order, in an empty folder (`make test-guide`).
+"""Runs the commands of the README, the guide and the topics, in order, in an empty folder (`make test-guide`).
 
 A YAML or Python block that names its file in its first line is written there; `# B.yaml: A.yaml with these sections`
 is A.yaml with its sections replaced. Bash blocks and other Python blocks are run. A block after
@@ -53,7 +53,7 @@ SUBSTITUTIONS = {
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block, and where it stands."""
+    """A fenced block, and its position in a page."""
 
     place: str
     language: str
@@ -62,7 +62,7 @@ class Block:
 
 
 def blocks() -> Iterator[Block]:
-    """The blocks of all pages, in order."""
+    """Yield the blocks of all pages, in order."""
     for name in PAGES:
         page = (ROOT / name).read_text(encoding="utf-8")
         for match in BLOCK.finditer(page):
@@ -71,7 +71,7 @@ def blocks() -> Iterator[Block]:
 
 
 def write_data(folder: Path) -> None:
-    """Put texts and records where the guide says that the reader has them."""
+    """Write the texts and records that the guide assumes the reader has."""
     (folder / "my-texts").mkdir()
     library = Path(os.__file__).parent
     for path in sorted(library.glob("[a-c]*.py")):
@@ -121,7 +121,7 @@ def free_port() -> int:
 
 
 def as_run(block: Block, port: int) -> str:
-    """The block's text with the substitutions."""
+    """Return the block's text with its substitutions."""
     text = block.text.replace("\\\n", " ")
     for pattern, replacement in SUBSTITUTIONS.items():
         text = re.sub(pattern, replacement, text, flags=re.M)
@@ -129,7 +129,7 @@ def as_run(block: Block, port: int) -> str:
 
 
 def run_block(command: list[str], block: Block, folder: Path, environment: dict[str, str]) -> None:
-    """Run it with a word for `chat` on its standard input; fail with its output."""
+    """Run a block, with a line for `chat` on its standard input; on failure, show its output."""
     done = subprocess.run(
         command, cwd=folder, env=environment, input="Hello\n/quit\n", capture_output=True, text=True, check=False,
         timeout=600,

@@ -1,4 +1,4 @@
-"""The memory of hosts: whole models and whole checkpoints, planned and as processes hold it."""
+"""The memory of hosts: complete models and checkpoints, as planned and as measured in processes."""
 
 import json
 import sys
@@ -145,7 +145,7 @@ def test_what_hosts_do_not_hold_is_advised_to_have_fewer_ranks_a_host(
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A machine that says it has 8 GPUs of 80 GB."""
+    """A machine that reports 8 GPUs of 80 GB."""
     answers = {
         "is_available": True, "device_count": 8, "get_device_name": "a GPU", "is_bf16_supported": True,
         "get_device_properties": SimpleNamespace(total_memory=80 * 10**9),
@@ -161,7 +161,7 @@ def host_has(monkeypatch: pytest.MonkeyPatch, free_bytes: int, process_bytes: in
 
 
 def large(n_ranks: int) -> Recipe:
-    """A recipe that the GPUs hold in shares."""
+    """Return a recipe whose model the GPUs shard."""
     return preset_recipe("gpt3-1.3b", ["train.parallel.strategy=fsdp"], H100, n_ranks)[0]
 
 
@@ -229,7 +229,7 @@ def grown(folder: Path, n_ranks: int, recipe: dict[str, Any]) -> list[int]:
 
 
 def watched(folder: Path, n_ranks: int, d_model: int, **train: Any) -> tuple[list[int], list[int]]:
-    """The growth of each rank's process, and what is planned for it."""
+    """Return the growth of each rank's process, and the planned memory."""
     tree = tiny.recipe_tree(folder, max_steps=3, batch_size=2 * n_ranks, micro_batch_size=1, optimizer="adamw",
                             precision="fp32", evaluate_every=3, evaluate_sequences=2, checkpoint_every=2,
                             parallel={"strategy": "fsdp"}, **train)  # fmt: skip

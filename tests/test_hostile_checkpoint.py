@@ -1,4 +1,4 @@
-"""Checkpoints made to do harm, with manifests whose sums are right: each is refused in one message, or reads as it was.
+"""Hostile checkpoints whose manifests have valid checksums: each is refused in one message, or loads unchanged.
 
 The command line runs in this process, so that a crash of the interpreter would end the tests.
 """
@@ -48,7 +48,7 @@ def int4_dir(run_dir: Path) -> Path:
 
 
 def copied(run_dir: Path, to: Path) -> Checkpoint:
-    """A copy of the run, with its newest checkpoint alone."""
+    """Copy the run with only its newest checkpoint, and return the checkpoint."""
     shutil.copytree(run_dir, to / "run")
     newest, *older = checkpoints(to / "run")
     for checkpoint in older:
@@ -57,7 +57,7 @@ def copied(run_dir: Path, to: Path) -> Checkpoint:
 
 
 def seal(checkpoint: Checkpoint, **changes: Any) -> None:
-    """Write the manifest that the files as they are deserve."""
+    """Write a manifest that matches the files as they are."""
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         for path in sorted(checkpoint.folder.iterdir())
@@ -68,7 +68,7 @@ def seal(checkpoint: Checkpoint, **changes: Any) -> None:
 
 
 def header(tree: object, data: bytes = b"", n_bytes: int | None = None) -> bytes:
-    """A safetensors file by hand."""
+    """Return a handmade safetensors file."""
     text = tree if isinstance(tree, bytes) else json.dumps(tree).encode()
     return struct.pack("<Q", len(text) if n_bytes is None else n_bytes) + text + data
 

@@ -1,4 +1,4 @@
-"""Recipes, data folders and prompts that someone wrote to do harm, or by mistake: each has its message, and quickly."""
+"""Hostile or mistaken recipes, data folders and prompts: each gives its error message quickly."""
 
 import json
 import os
@@ -130,7 +130,7 @@ def shards(tmp_path: Path) -> Path:
 
 
 def resealed(folder: Path, **changes: Any) -> None:
-    """A manifest whose own sum is right, as someone would write it who means harm."""
+    """Change a manifest and update its own checksum, as an attacker would."""
     tree = json.loads((folder / "manifest.json").read_text()) | changes
     tree.pop("sha256", None)
     (folder / "manifest.json").write_text(sealed_json(tree))
@@ -188,7 +188,7 @@ def made_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def received(made_run: Path, tmp_path: Path) -> Iterator[Path]:
-    """A run folder as someone may send it. What is outside of it stays as it is."""
+    """A run folder as someone else may send it. Files outside it must stay unchanged."""
     shutil.copytree(made_run, tmp_path / "run")
     outside = tmp_path / "outside"
     (outside / "checkpoints" / "step-000004").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Requests and chat templates made to do harm: each is refused in words, soon, and costs the server next to nothing.
+"""Hostile requests and chat templates: each is refused quickly with a message, and costs the server almost nothing.
 
 The limits are a quarter of the real ones, so that what passes them does so sooner.
 """
@@ -67,13 +67,13 @@ def patterns(n: int) -> list[dict[str, str]]:
 
 
 def all_by_reference(n: int, first: int = 0) -> dict[str, Any]:
-    """n patterns at once, none of which stands inside the allOf: its compilation takes time that grows fast with n."""
+    """Return a schema with n patterns at once, none written inside the allOf; its compile time grows fast with n."""
     names = {f"p{i}": pattern for i, pattern in enumerate(patterns(first + n)[first:])}
     return {"type": "string", "$defs": names, "allOf": [{"$ref": f"#/$defs/{name}"} for name in names]}
 
 
 def doubling(n: int) -> dict[str, Any]:
-    """2 to the n copies of a pattern: its compilation takes memory."""
+    """Return a schema that expands to 2 to the n copies of a pattern; its compilation needs memory."""
     names: dict[str, Any] = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(n)}
     return {"$defs": names | {f"d{n}": {"type": "string", "pattern": "a"}}, "$ref": "#/$defs/d0"}
 
@@ -172,7 +172,7 @@ def test_a_schema_is_compiled_once_for_all_samples_and_requests(
 
 
 def children_of(server: Running) -> list[int]:
-    """The processes that compile for the server's engine, busy or not."""
+    """Return the processes that compile grammars for the server's engine, busy or not."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process may end at any time
@@ -184,7 +184,7 @@ def children_of(server: Running) -> list[int]:
 
 @pytest.fixture
 def patient() -> Iterator[Running]:
-    """A server that would let a compilation go on for minutes."""
+    """A server that allows a compilation to take minutes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constrain, "COMPILE_LIMITS", Limits(seconds=300, n_bytes=1 << 30))
         with running({"talk": tiny_engine(chat=True, n_slots=4)}, drain_seconds=0.3) as one, one.http() as http:
@@ -297,7 +297,8 @@ def test_a_conversation_that_the_template_cannot_render_is_a_400(http: httpx.Cli
 
 
 def catastrophic_tokenizer() -> Tokenizer:
-    """Its pattern backtracks without end on a run of a's: the library's matcher gives up, and panics."""
+    """Return a tokenizer whose pattern backtracks endlessly on a run of a's: the library's matcher gives up and
+    panics."""
     tokenizer = byte_tokenizer()
     split = pre_tokenizers.Split(Regex(r"(a|a|aa)+$"), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -316,7 +317,7 @@ def test_a_tokenizer_whose_pattern_gives_up_is_an_error_in_words(http: httpx.Cli
 
 
 class Panic(BaseException):
-    """As a Rust library raises it: no `Exception`."""
+    """A panic as a Rust library raises it: not an `Exception`."""
 
 
 def test_an_error_that_is_not_an_exception_is_answered_in_json(

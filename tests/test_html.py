@@ -1,4 +1,4 @@
-"""The page of a model: well-formed, self-contained, its numbers the sheet's, its text inside its boxes."""
+"""The page of a model: well-formed, self-contained, with the sheet's numbers, and with texts that fit their boxes."""
 
 import html
 import json
@@ -65,13 +65,13 @@ def page(name: str) -> str:
 
 
 def drawings(name: str) -> list[ElementTree.Element]:
-    """The page's SVGs: the shares."""
+    """Return the page's SVGs, which show the shares."""
     found = re.findall(r"<svg [^>]*role=.*?</svg>", page(name), re.DOTALL)
     return [ElementTree.fromstring(re.sub(r' xmlns="[^"]*"', "", svg)) for svg in found]
 
 
 class Reader(HTMLParser):
-    """Checks that elements nest, and keeps the exact values, the tables and the text."""
+    """Checks that elements nest, and collects the exact values, the tables and the text."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def numbers(text: str) -> set[float]:
 
 
 def quantity(text: str) -> float:
-    """`530.3 MB` or `265.2 million` as a number."""
+    """Parse `530.3 MB` or `265.2 million` as a number."""
     number, _, unit = text.partition(" ")
     powers = {
         "k": 1e3,
@@ -280,7 +280,7 @@ def test_a_model_of_the_laboratory_has_a_page_with_each_group() -> None:
 
 
 def operations(name: str) -> str:
-    """The text of the drawing of the architecture, a line for each operation."""
+    """Return the text of the architecture's drawing, a line for each operation."""
     [drawn] = re.findall(r'<div class="flow">.*?</section>', page(name), re.DOTALL)
     return html.unescape(re.sub(r"<[^>]*>", " ", drawn))
 
@@ -337,7 +337,7 @@ Box = tuple[float, float, float, float]
 
 @cache
 def advances(bold: bool) -> dict[int, float]:
-    """The width of each letter over the type's size, in DejaVu Sans, the widest of the usual types."""
+    """Return each letter's width relative to the font size, in DejaVu Sans, the widest of the usual fonts."""
     ttfont, matplotlib = pytest.importorskip("fontTools.ttLib"), pytest.importorskip("matplotlib")
     fonts = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     font = ttfont.TTFont(fonts / f"DejaVuSans{'-Bold' * bold}.ttf")
@@ -350,7 +350,7 @@ def set_width(text: str, size: float, bold: bool) -> float:
 
 
 def place(element: ElementTree.Element) -> Box:
-    """Left, top, right and bottom of a text as it is set."""
+    """Return the left, top, right and bottom of a rendered text."""
     at, text = element.attrib, element.text or ""
     x, y, size = (float(at[key]) for key in ("x", "y", "font-size"))
     width = set_width(text, size, bold=at["class"] == "name")
@@ -374,7 +374,7 @@ def within(a: Box, b: Box) -> bool:
 
 
 def spilled(svg: ElementTree.Element) -> list[str]:
-    """Texts that leave the drawing, cross an edge of a box, or meet one another."""
+    """Return the texts that leave the drawing, cross a box's edge, or overlap each other."""
     _, _, width, height = map(float, svg.attrib["viewBox"].split())
     placed = [(element.text or "", place(element)) for element in svg.iter("text")]
     faults = [text for text, at in placed if not within(at, (0, 0, width, height))]

@@ -1,4 +1,4 @@
-"""`gptworks import ORG/NAME` and `export --push`, against a stand-in of the hub (hub.py)."""
+"""`gptworks import ORG/NAME` and `export --push`, against a local substitute for the hub (hub.py)."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ SMALL = {"vocab_size": hf.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2,
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models by owner and name."""
+    """A folder of models by owner and name."""
     folder = tmp_path_factory.mktemp("models")
     plain = folder / "org" / "plain"
     hf.save_theirs(plain, t.LlamaConfig(**SMALL))
@@ -48,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub.Hub]:
-    """The hub that this test's imports and pushes find, with an empty cache and no token."""
+    """The hub that this test's imports and pushes use, with an empty cache and no token."""
     with hub.serving(models) as server:
         server.gated.add("org/gated")
         go_to(server.address, monkeypatch)
@@ -59,7 +59,7 @@ def server(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def go_to(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the library, which has read HF_ENDPOINT when it was loaded, take another address."""
+    """Make the library use another address; it has already read HF_ENDPOINT on import."""
     template = address + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
     monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

@@ -1,4 +1,4 @@
-"""Hugging Face folders: what stock transformers writes is read, what is written loads in it, and nothing is guessed."""
+"""Hugging Face folders: folders written by stock transformers are read, ours load in it, and nothing is guessed."""
 
 import json
 from collections.abc import Iterator
@@ -446,7 +446,7 @@ def test_16_bit_weights_are_read_without_loss(name: str, dtype: torch.dtype, tmp
 
 
 def shrunk(config: ModelConfig) -> ModelConfig:
-    """A preset with its settings kept and its sizes taken away."""
+    """Return a preset with its settings but with small sizes."""
     kept = {name: getattr(config, name) for name in config.model_fields_set}
     small = {"vocab_size": hf.VOCABULARY, "context_length": 96, "n_layers": 2, "d_model": 32, "n_heads": 4}
     small |= {"n_kv_heads": 4 if config.n_kv_heads == config.n_heads else 2}

@@ -1,4 +1,4 @@
-"""What cannot be exported or imported is refused by its name, and leaves nothing behind."""
+"""Exports and imports that are impossible are refused by name, and leave no files."""
 
 import json
 import shutil

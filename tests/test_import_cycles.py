@@ -1,4 +1,4 @@
-"""No file of the package imports another in a circle, inside functions either; imports for type checkers apart."""
+"""No file of the package imports another in a cycle, even inside functions; imports for type checkers are exempt."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -12,7 +12,7 @@ FILES = {
 
 
 def imported(node: ast.AST) -> set[str]:
-    """The files of the package that a part of one imports."""
+    """Return the files of the package that a part of a file imports."""
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
         return set()
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""`init: induction`: a model copies what followed before, and was trained for nothing."""
+"""`init: induction`: an untrained model copies text that occurred earlier."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 def copied(seed: int, **settings: Any) -> float:
-    """Of 100 different tokens said twice, the share that an untrained model says best the second time."""
+    """Return the accuracy of an untrained model on the second occurrence of 100 different tokens."""
     torch.manual_seed(seed)
     model = GPT(ModelConfig.model_validate(SIZES | settings)).eval()
     text = torch.randperm(model.config.vocab_size)[:100].repeat(1, 2)

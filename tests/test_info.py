@@ -1,4 +1,4 @@
-"""`gptworks data info`: figures about a dataset, compared with counts made here."""
+"""`gptworks data info`: figures of a dataset, compared with counts made here."""
 
 import io
 import json
@@ -44,7 +44,7 @@ CLEANING = {"filters": [{
 
 @pytest.fixture(params=[7, 10_000])
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Prepared:
-    """Texts as a mixture of two datasets, in shards of this many tokens."""
+    """Texts prepared as a mixture of two datasets, in shards of a given number of tokens."""
     tokenizer = train_tokenizer(CharTokenizer(type="char"), [text for split in TEXTS.values() for text in split])
     splits = {}
     for split, texts in TEXTS.items():

@@ -1,4 +1,4 @@
-"""Faults planted in conversations, in templates and in recipes: each stops a run by its name, and can be allowed."""
+"""Faults planted in conversations, templates and recipes: each stops a run with its name, and can be allowed."""
 
 import re
 from collections.abc import Callable
@@ -28,7 +28,7 @@ Tree = dict[str, Any]
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
-    """A recipe without faults; of its base run there is what the checks look at."""
+    """A recipe without faults; its base run has only the files that the checks read."""
     (tmp_path / "base" / "tokenizer").mkdir(parents=True)
     save_recipe(parse_recipe(chats.base_tree(tmp_path)), tmp_path / "base" / "recipe.yaml")
     tree = chats.tune_tree(tmp_path)
@@ -152,7 +152,7 @@ def names(tree: Tree) -> list[str]:
 
 
 def assert_stops(tree: Tree, fault: str) -> list[str]:
-    """The run stops before it begins and names the fault; returns all that was found."""
+    """Check that the run stops before it begins and names the fault; return all findings."""
     found = names(tree)
     assert fault in found
     with pytest.raises(UserError, match=rf"  {fault}: .*\n(.*\n)*.*objective\.allow=\[.*{fault}"):
@@ -232,7 +232,7 @@ def pair(row: dict[str, str]) -> dict[str, str]:
 
 @pytest.fixture
 def pairs(tree: Tree) -> Tree:
-    """The same recipe over pairs."""
+    """The same recipe on preference pairs."""
     given(tree, [pair(row) for row in chats.records()])
     tree["data"]["sources"] = [{"type": "preferences", "path": tree["data"]["sources"][0]["path"]}]
     return tree | {"objective": {"type": "preference"}}
@@ -303,7 +303,7 @@ def test_figures_are_counted(tree: Tree) -> None:
 
 
 class EveryToken(ObjectiveSettings):
-    """An objective that this package does not know by name."""
+    """An objective that the package does not contain."""
 
     learns_prompts = True
     type: Literal["every_token"] = "every_token"

@@ -1,4 +1,4 @@
-"""Instruction tuning end to end: its loss by other means, its data, its tokens, its template, and exact resume."""
+"""Instruction tuning end to end: its loss computed otherwise, its data, tokens and template, and exact resume."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ from gptworks.training.objectives.next_token import next_token
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a base run, and the same with a head of its own."""
+    """A folder with a base run, and with one whose head is untied."""
     folder = tmp_path_factory.mktemp("bases")
     for name, tied in (("base", True), ("untied", False)):
         tree = chats.base_tree(folder, max_steps=4, precision="fp32", optimizer="adamw")

@@ -1,4 +1,4 @@
-"""What a program or a notebook calls: `gptworks.train`, `plan`, `evaluate`, an engine that chats, and what is shown."""
+"""The Python interface: `gptworks.train`, `plan`, `evaluate`, an engine that chats, and notebook output."""
 
 import base64
 import inspect
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> TrainedRun:
-    """A run of nested dictionaries and settings by name."""
+    """A run given by nested dictionaries and named settings."""
     return gptworks.train(tiny.recipe_tree(folder), "train.max_steps=5", evaluate_sequences=4, sample_every=5)
 
 
@@ -243,7 +243,7 @@ def test_a_base_model_refuses_to_chat_and_says_what_to_do(run: TrainedRun) -> No
 
 
 class Output:
-    """What IPython shows: outputs by number, each with what replaced it."""
+    """IPython's output: outputs by number, each with the values that replaced it."""
 
     def __init__(self) -> None:
         self.outputs: list[list[str]] = []

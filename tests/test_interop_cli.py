@@ -1,4 +1,5 @@
-"""`gptworks export` and `gptworks import`: from a trained run to a Hugging Face folder, and back to one trained on."""
+"""`gptworks export` and `gptworks import`: from a trained run to a Hugging Face folder, and back to a run that is
+trained further."""
 
 import json
 import resource
@@ -24,7 +25,7 @@ from gptworks.training.loop import train
 
 
 def gptworks(*arguments: str | Path) -> str:
-    """Run a command here and return what it prints."""
+    """Run a command in this process and return its output."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout

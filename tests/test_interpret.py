@@ -1,4 +1,4 @@
-"""Looking into a model: against transformers' own attentions and hidden states, float64 sums, and plain Python."""
+"""Inspecting a model, against transformers' own attentions and hidden states, float64 sums, and plain Python."""
 
 import math
 import threading
@@ -96,7 +96,7 @@ def test_the_recorded_parts_make_what_the_model_computes(kind: str) -> None:
 
 
 def check_attention(model: GPT, found: Recording) -> None:
-    """Weights times the model's own values, through its own projection, are what its attention gave."""
+    """Check that attention weights times the model's own values, projected, equal the output of its attention."""
     config = model.config
     torch.testing.assert_close(found.weights.sum(-1), torch.ones_like(found.weights[..., 0]))
     everything = record(model, found.ids, range(len(found.ids)))

@@ -1,4 +1,4 @@
-"""The numbers in confined/jail.py against the headers of the Linux kernel that compilers bring.
+"""The system call numbers in confined/jail.py, against the Linux kernel headers that come with compilers.
 
 x86_64 has a table of system calls of its own. AArch64 and RISC-V have the generic one, which the cross compiler for
 AArch64 brings (Debian: g++-aarch64-linux-gnu). There a wrong number would refuse a harmless call, or let one pass.
@@ -30,7 +30,7 @@ HEADERS = {
 
 
 def macros(machine: str) -> dict[str, str]:
-    """What the kernel's headers define for it."""
+    """Return the macros that the kernel headers define for a machine."""
     compilers, table = HEADERS[machine]
     program = next(filter(None, map(shutil.which, compilers)), None)
     if program is None:
@@ -44,7 +44,7 @@ def macros(machine: str) -> dict[str, str]:
 
 
 def value(name: str, known: dict[str, str]) -> int | None:
-    """A macro that is a number, another macro, or several of these with | between them; None: it is not defined."""
+    """Return the value of a macro that is a number, another macro, or several joined by |; None: it is undefined."""
     if name in known:
         parts = [value(part, known) for part in known[name].strip("()").split("|")]
         return None if None in parts else sum({part for part in parts if part is not None})  # each has its own bits

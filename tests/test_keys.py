@@ -1,4 +1,4 @@
-"""Every key that training programs give a meaning is read as they mean it, or named before training."""
+"""Every key that has a meaning in training programs is read with that meaning, or reported before training."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def pair(folder: Path, record: Any) -> Pair:
 
 
 def learned(folder: Path, template: ChatTemplate, record: Any) -> list[str]:
-    """The texts that are learned of a record, by decoding the tokens that are marked."""
+    """Return the learned texts of a record, by decoding its learned tokens."""
     ((_, (example,)),) = encode_records(template, read(folder, record), 1)
     runs: list[list[int]] = [[]]
     for token, is_learned in zip(example.ids.tolist(), example.learned.tolist(), strict=True):

@@ -1,5 +1,5 @@
-"""Kills of a rank and of all ranks, in steps, in evaluations and in saves: each resume is from a complete
-checkpoint, on the same or another number of ranks, and changes no bit. `make test-kills KILLS=100 SEED=1`"""
+"""Kills of one rank and of all ranks, in steps, evaluations and saves: each resume starts from a complete checkpoint,
+on the same or another number of ranks, and changes no bit. `make test-kills KILLS=100 SEED=1`"""
 
 import os
 import random
@@ -54,7 +54,7 @@ CHAINS = {
 
 
 def phase(run_dir: Path) -> str:
-    """What the run is at, by its folder. A save goes on beside steps and evaluations, and counts before them."""
+    """Return the phase of the run, from its folder. A save, which runs during steps and evaluations, has priority."""
     if any((run_dir / "checkpoints").glob(".writing-*")):
         return "save"
     newest = next(reversed(list(read_metrics(run_dir / "metrics.jsonl"))), {"kind": "train", "step": 1})
@@ -73,7 +73,7 @@ def outputs(processes: list[Process]) -> str:
 
 
 def finish(n_ranks: int, recipe: Path, run_dir: Path, *settings: str) -> str:
-    """What a run says that nobody kills."""
+    """Run to the end without a kill, and return the output."""
     with begun(n_ranks, recipe, run_dir, *settings) as processes:
         output = outputs(processes)
         assert not any(process.returncode for process in processes), output
@@ -81,7 +81,7 @@ def finish(n_ranks: int, recipe: Path, run_dir: Path, *settings: str) -> str:
 
 
 def wait_for(processes: list[Process], run_dir: Path, step: int, wanted: str) -> None:
-    """Until the run is at the wanted phase, at some time after a step."""
+    """Wait until the run is in the wanted phase, at any time after a step."""
     deadline = time.monotonic() + 240
     while last_step(run_dir) < step or phase(run_dir) != wanted:
         assert all(process.poll() is None for process in processes), outputs(processes)
@@ -90,7 +90,7 @@ def wait_for(processes: list[Process], run_dir: Path, step: int, wanted: str) ->
 
 
 def kill(processes: list[Process], victims: list[int], grace_seconds: float, run_dir: Path) -> tuple[str, str]:
-    """Kill these ranks, and soon the others, as a launcher does; what the run was at, and all that it said."""
+    """Kill these ranks and then, as a launcher does, the others; return the run's phase and all of its output."""
     for victim in victims:
         os.kill(processes[victim].pid, signal.SIGKILL)
     at = phase(run_dir)

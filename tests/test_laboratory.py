@@ -1,4 +1,4 @@
-"""Settings of the laboratory in whole runs: trained, stopped, resumed and read."""
+"""Settings of model/lab in complete runs: trained, stopped, resumed and read."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,5 @@
-"""A head untied late (`train.untie_after_steps`), against two plain trainings in float64, one after the other."""
+"""A head that is untied late (`train.untie_after_steps`), against two plain trainings in float64, one after the
+other."""
 
 from pathlib import Path
 from typing import Any

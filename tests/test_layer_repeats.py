@@ -1,4 +1,5 @@
-"""Blocks that are run several times (`layer_repeats`), against a model with as many blocks whose weights are equal."""
+"""Blocks that run several times (`layer_repeats`), against a model with one block for each of these uses and equal
+weights."""
 
 from typing import Any
 
@@ -31,7 +32,7 @@ def settings(**more: Any) -> dict[str, Any]:
 
 
 def unrolled(model: GPT, order: list[int]) -> GPT:
-    """A model of as many blocks as the other runs, each with the weights of the block that is run."""
+    """Return a model with a block for each use in `order`, with the weights of the block used."""
     pattern = tuple("window" if layer == 1 else "full" for layer in order)
     other = GPT(plain_model(**settings(n_layers=len(order), window_pattern=pattern))).double()
     weights = model.state_dict()

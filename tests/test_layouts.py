@@ -1,4 +1,5 @@
-"""Tokenizer layouts of released families: an import reads, ends and chats as the folder says, and so do its exports."""
+"""Tokenizer layouts of released families: an import, and an export of it, reads, ends and chats as the folder
+specifies."""
 
 import json
 from collections.abc import Iterator
@@ -38,7 +39,8 @@ def _quiet() -> Iterator[None]:
 
 
 def their_tokenizer(folder: Path, layout: Layout) -> Any:
-    """The folder's tokenizer in stock transformers; its general class where another ignores parts of tokenizer.json."""
+    """Return the folder's tokenizer in stock transformers; in its generic class if the specific one ignores parts of
+    tokenizer.json."""
     return (t.PreTrainedTokenizerFast if layout.reads_otherwise else t.AutoTokenizer).from_pretrained(folder)
 
 

@@ -1,4 +1,4 @@
-"""bench/league.py: contenders keep to the rules, an entry is trained again to the same number, and the page ranks."""
+"""bench/league.py: contenders keep the rules, a replay gives the same score, and the page ranks the entries."""
 
 import hashlib
 import importlib

@@ -1,4 +1,4 @@
-"""Runs in lm-evaluation-harness: the same scores as its own `hf` model gives the exported folder."""
+"""Runs in lm-evaluation-harness: the same scores as from its own `hf` model with the exported folder."""
 
 import json
 import random
@@ -43,7 +43,8 @@ TASKS = {
 
 
 def write_tasks(folder: Path, written: list[str]) -> list[Path]:
-    """Four local tasks over one JSONL of lines as the run was trained on; some contexts are longer than the model's."""
+    """Write four tasks over one JSONL file of lines like the run's training text; some contexts are longer than the
+    model's."""
     chance = random.Random(0)
     items = []
     for text in written:
@@ -124,7 +125,7 @@ def test_scores_equal_those_of_the_harness_own_model_on_the_export(
 
 
 def numbers(tree: Any) -> list[float]:
-    """The numbers in nested lists, truths as 0 and 1."""
+    """Return the numbers in nested lists; booleans become 0 and 1."""
     if isinstance(tree, list | tuple):
         return [number for one in tree for number in numbers(one)]
     return [{"True": 1.0, "False": 0.0}[tree] if tree in ("True", "False") else float(tree)]

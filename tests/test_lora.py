@@ -1,4 +1,4 @@
-"""LoRA and frozen layers: what is trained, what is saved, and that the run is used like any other."""
+"""LoRA and frozen layers: the trained parameters, the saved files, and that such a run can be used like any other."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ SMALL: dict[str, Any] = {"vocab_size": 40, "context_length": 24, "n_layers": 2, 
 
 
 def shaken(model: GPT, seed: int = 0) -> GPT:
-    """B is moved away from zero, so that the adapter does something."""
+    """Change B from zero to random values, so that the adapter has an effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -122,7 +122,7 @@ def test_only_a_and_b_have_gradients_and_they_are_right() -> None:
 
 
 def learning(model: GPT, precision: str, checkpointing: str) -> dict[str, torch.Tensor]:
-    """Loss and gradients of two micro-batches."""
+    """Return loss and gradients of two micro-batches."""
     model.activation_checkpointing = checkpointing
     model.train()
     total = torch.zeros(())

@@ -1,4 +1,4 @@
-"""The chunked head-and-cross-entropy against the definition with whole logits."""
+"""The chunked cross-entropy of the head against the definition with all logits."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""What a container grants: memory and processors by control groups of both versions, in trees like those of Linux."""
+"""The resources that a container grants: memory and processors by control groups of both versions, in fake file
+trees."""
 
 import os
 from pathlib import Path
@@ -32,7 +33,7 @@ class Tree:
         self.put("proc/self/mountinfo", "\n".join(["22 27 0:21 / /proc rw - proc proc rw", *mounts]) + "\n")
 
     def memory(self, folder: str, limit: str, used_mib: int, inactive_mib: int) -> None:
-        """Of version 2."""
+        """Set the memory files of a control group of version 2."""
         self.put(f"{folder}/memory.max", limit + "\n")
         self.put(f"{folder}/memory.current", f"{used_mib * MIB}\n")
         self.put(f"{folder}/memory.stat", f"anon 1\nfile 9\ninactive_file {inactive_mib * MIB}\nactive_file 3\n")

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are learned, by rules that know the templates."""
+"""Which tokens of a conversation are learned, against rules written for each template."""
 
 import multiprocessing
 from dataclasses import dataclass

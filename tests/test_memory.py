@@ -1,4 +1,4 @@
-"""The formula for a step's memory against the step itself, traced on fake tensors; and what holds of any such sum."""
+"""The formula for a step's memory against the step traced on fake tensors, and properties of the formula."""
 
 import json
 import shutil
@@ -52,7 +52,8 @@ CHECKPOINTING = ("none", "selective", "block")
 
 
 def combinations(*axes: Sequence[Any]) -> list[Any]:
-    """All combinations: a third, in which each value occurs, for `make test`, and the others for `make test-memory`."""
+    """Return all combinations: a third of them, in which each value occurs, for `make test`, the rest for `make
+    test-memory`."""
     return [
         pytest.param(*values, marks=[] if sum(places) % 3 == 0 else [pytest.mark.grid])
         for places, values in zip(product(*map(range, map(len, axes))), product(*axes), strict=True)
@@ -60,7 +61,7 @@ def combinations(*axes: Sequence[Any]) -> list[Any]:
 
 
 def error(model: ModelConfig, device: str, precision: str, micro_batch_size: int = 1, **train: Any) -> float:
-    """How far the formula is off the trace, as a share."""
+    """Return the formula's relative deviation from the trace."""
     settings = {"batch_size": micro_batch_size, "micro_batch_size": micro_batch_size, **train}
     settings["future_weights"] = (0.3,) * (model.n_future_tokens - 1)
     config = plain_training(max_steps=1, **settings)
@@ -69,7 +70,7 @@ def error(model: ModelConfig, device: str, precision: str, micro_batch_size: int
 
 
 def shallow(name: str, n_layers: int = 2) -> ModelConfig:
-    """A preset at its full width and context, with fewer layers."""
+    """Return a preset at its full width and context, with fewer layers."""
     model = preset(name)
     return model.model_copy(update={"n_layers": min(n_layers, model.n_layers)})
 
@@ -275,7 +276,7 @@ def test_over_int4_of_an_imported_135m_the_loss_is_that_over_the_same_base_unpac
 
 
 def adapted_error(n_layers: int, base: Any, precision: str, checkpointing: str) -> float:
-    """How far the formula is off the trace, as a share, of SmolLM2-135M's shape with an adapter."""
+    """Return the formula's relative deviation from the trace for a model shaped like SmolLM2-135M with an adapter."""
     model = preset("smollm2-135m").model_copy(update={"n_layers": n_layers, "context_length": 512})
     config = plain_training(
         max_steps=1, batch_size=1, micro_batch_size=1, activation_checkpointing=checkpointing, optimizer="adamw"
@@ -313,7 +314,7 @@ def test_the_constants_are_the_models() -> None:
 
 
 class EfficientKernel:
-    """torch's functions, with attention by the kernel that CUDA has for masks: as a GPU's own, it takes no groups."""
+    """torch's functions with the attention kernel that CUDA uses for masks; as on a GPU, it does not accept groups."""
 
     pad = staticmethod(torch.nn.functional.pad)
 

@@ -1,4 +1,4 @@
-"""The formula for the memory of an adapter's step against the traced step, for models of the laboratory."""
+"""The formula for the memory of an adapter's step, against the traced step, for models of model/lab."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""The formula for a step's memory against the traced step where several settings of the laboratory meet, beside an
-adapter, frozen blocks, and rows of several texts."""
+"""The formula for a step's memory against the traced step, for several settings of model/lab together with an adapter,
+frozen blocks, or rows of several texts."""
 
 from dataclasses import replace
 from typing import Any

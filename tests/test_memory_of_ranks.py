@@ -1,4 +1,4 @@
-"""The planned memory of sharded and tensor-parallel training against what the tensors of real ranks hold."""
+"""The planned memory of sharded and tensor-parallel training, against the tensors of real ranks."""
 
 import json
 from dataclasses import replace

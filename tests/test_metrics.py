@@ -1,4 +1,4 @@
-"""The log of a run, and what is made from it, whatever the figures are."""
+"""The log of a run and everything made from it, for any values of its figures."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Mixtures: what a recipe may say, the folder of several datasets, and a run on it."""
+"""Mixtures: their settings in a recipe, the folder of several datasets, and a run on it."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ SOURCES = [{"type": "text", "path": "x"}]
 
 
 def tree(folder: Path, *members: dict[str, Any], **data: Any) -> dict[str, Any]:
-    """A recipe of a mixture; `anneal` and other settings of data as given."""
+    """Return a recipe of a mixture; `anneal` and other settings of data as given."""
     whole = recipe_tree(folder)
     del whole["data"]["sources"]
     whole["data"] |= {"mixture": list(members), **data}
@@ -140,7 +140,7 @@ TEXTS = {
 
 
 def built(folder: Path, name: str, tokenizer: dict[str, Any] | None = None) -> Prepared:
-    """A dataset of one text by itself."""
+    """Build a dataset of one text alone."""
     (folder / f"{name}.txt").write_text(TEXTS.get(name, TEXTS["web"] + name), encoding="utf-8")
     whole = recipe_tree(folder)
     whole["data"]["sources"][0]["path"] = str(folder / f"{name}.txt")
@@ -148,7 +148,7 @@ def built(folder: Path, name: str, tokenizer: dict[str, Any] | None = None) -> P
 
 
 def letters(folder: Path) -> dict[str, Any]:
-    """A tokenizer of all characters of the texts."""
+    """Return the settings of a tokenizer with all characters of the texts."""
     if not (folder / "letters").exists():
         save_tokenizer(train_tokenizer(CharTokenizer(type="char"), TEXTS.values()), folder / "letters")
     return {"type": "file", "path": str(folder / "letters")}

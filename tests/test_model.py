@@ -1,4 +1,4 @@
-"""The model against Hugging Face's with the same weights, and against the mistakes that such models are prone to."""
+"""The model against Hugging Face's with the same weights, and against typical mistakes in such models."""
 
 import math
 import re
@@ -25,7 +25,7 @@ def build(seed: int = 0, **settings: Any) -> GPT:
 
 
 def shake(model: torch.nn.Module) -> None:
-    """Move every parameter, so that norms are not 1, biases not 0, and the logits are of size 1."""
+    """Change every parameter randomly, so that norms are not 1, biases not 0, and logits of size 1."""
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

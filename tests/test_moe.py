@@ -1,4 +1,4 @@
-"""Mixture of experts against its definition, token by token; its losses against figures worked out by hand."""
+"""Mixture of experts against its definition, token by token; its losses against figures computed by hand."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The native step against the model's own forward pass: every variant, every kind of weights, texts side by side.
+"""The native step against the model's own forward pass: every variant, every kind of weights, texts in one batch.
 
 Without a C++ compiler these tests are skipped; what is said then, is tested nonetheless.
 """
@@ -80,12 +80,12 @@ def text(length: int, seed: int = 0) -> list[int]:
 
 @torch.inference_mode()
 def expected(model: GPT, ids: Sequence[int], n_logits: int) -> Tensor:
-    """By the model's forward pass without a cache, in float64."""
+    """Return the logits of the model's forward pass without a cache, in float64."""
     return model.double()(torch.tensor([list(ids)]))[0, len(ids) - n_logits :].float()
 
 
 def check(model: GPT, backend: native.NativeBackend, near: float, rounded: bool = False) -> None:
-    """Three texts of different lengths: begun together, gone on with one token, and with several.
+    """Check three texts of different lengths: started together, continued by one token, and by several.
 
     rounded: what is multiplied by a matrix is rounded to bf16. A number on the border of two may come out as the other
     one, and changes what follows: texts are near then, half of the rows to a thousandth, and one has met none.
@@ -150,7 +150,7 @@ def test_a_cache_in_int8_is_torchs(name: str) -> None:
 
 
 class Packed(nn.Module):
-    """A matrix in fewer bits, as gptworks.quantize has it."""
+    """A matrix in fewer bits, as in gptworks.quantize."""
 
     def __init__(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Packed(nn.Module):
 
 
 def packed(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Weight, scale, and the values that they stand for by the definition of the format."""
+    """Return weight, scale, and the values that they represent by the definition of the format."""
     if kind in ("bf16", "fp16"):
         weight = matrix.to(torch.bfloat16 if kind == "bf16" else torch.float16)
         return weight, None, weight.float()
@@ -174,7 +174,7 @@ def packed(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor | None, Tensor]:
 
 
 def pack(model: GPT, kind: str) -> GPT:
-    """The model with packed matrices. `model` itself gets the values that they stand for."""
+    """Return the model with packed matrices; `model` itself gets the values that they represent."""
     twin = copy_of(model)
     with torch.no_grad():
         for name, module in list(model.named_modules()):
@@ -192,7 +192,8 @@ def test_packed_weights_compute_with_their_values(kind: str, name: str) -> None:
 
 
 def check_packed(model: GPT, kind: str) -> None:
-    """Weights of 8 and 4 bits meet activations of 16 bits, an error of some 2⁻¹⁶; those in bf16 meet bf16."""
+    """Check a model with packed weights: 8-bit and 4-bit weights are multiplied by 16-bit activations (error about
+    2⁻¹⁶), bf16 weights by bf16."""
     twin = pack(model, kind)
     rounded = kind == "bf16" and library().has_bf16_products
     near = {"bf16": 0.03 if rounded else 3e-6, "fp16": 3e-6, "int8": 3e-4, "int4": 3e-4}[kind]
@@ -460,7 +461,7 @@ def test_weights_are_in_large_pages_if_the_kernel_grants_them() -> None:
 
 
 def large_page_bytes(address: int) -> int:
-    """AnonHugePages of the mapping that holds an address."""
+    """Return AnonHugePages of the mapping that contains an address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):

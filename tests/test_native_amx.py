@@ -1,4 +1,4 @@
-"""AMX in the native kernels: where the processor has none, an emulator computes its instructions.
+"""AMX in the native kernels; on a processor without AMX, an emulator computes its instructions.
 
 `make test-processors` runs the numeric tests with it.
 """
@@ -31,7 +31,7 @@ Runs = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs Python lines in a process with AMX; what they put into `found`."""
+    """A function that runs Python lines in a process with AMX, and returns the values that they put into `found`."""
     if os.environ.get(MARCH):
         pytest.skip("the kernels stand for another processor")
     try:

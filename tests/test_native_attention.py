@@ -1,4 +1,4 @@
-"""Attention in C++ for training: values and gradients against the definition and the torch twin, in float64."""
+"""Attention in C++ for training: values and gradients against the definition and the torch code, in float64."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ NEAR = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
 
 
 def inputs(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """q, k, v of (batch, heads, groups, queries, keys, width), as a projection lays them out."""
+    """Return q, k, v of shape (batch, heads, groups, queries, keys, width), with the memory layout of a projection."""
     batch, heads, groups, n_queries, n_keys, width = shape
     generator = torch.Generator().manual_seed(sum(shape))
     return [

@@ -1,4 +1,5 @@
-"""Where compiled kernels are kept: by one compilation for all processes, in no other user's folder, not for ever."""
+"""The cache of compiled kernels: one compilation for all processes, never another user's folder, and old files
+removed."""
 
 import hashlib
 import os
@@ -47,7 +48,7 @@ LOADS = "from gptworks.kernels.library import library; print(library().functions
 
 @pytest.fixture
 def compiler(built: bytes, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The only compiler on the path; the file that it notes in."""
+    """The only compiler on the path; yields the file in which it logs its calls."""
     yield fake_compiler(built, tmp_path_factory.mktemp("compiler"), monkeypatch, 0.5)
 
 
@@ -64,13 +65,13 @@ def fake_compiler(built: bytes, folder: Path, monkeypatch: pytest.MonkeyPatch, s
 
 
 def started(n: int, **environment: str) -> list[Process]:
-    """So many processes that load the kernels, at once."""
+    """Start n processes that load the kernels at the same time."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return [commands.start("-c", LOADS, env=environment, **streams) for _ in range(n)]
 
 
 def folders(processes: list[Process]) -> set[Path]:
-    """Where processes have loaded them from."""
+    """Return the folders from which processes have loaded the kernels."""
     found = set()
     for process in processes:
         out, errors = process.communicate(timeout=120)

@@ -1,4 +1,4 @@
-"""Nothing that a function of the kernels is given is taken on trust, and nothing that fails in one ends the process.
+"""Every argument of the kernels' functions is checked, and no failure in one of them ends the process.
 
 A function that is added to `entries.ENTRIES` is tested here as soon as kernel_calls.py has a right call of it.
 """
@@ -49,7 +49,7 @@ def calls() -> Iterator[list[Call]]:
 
 
 def names(kind: str) -> list[tuple[str, str]]:
-    """Every function with each of its tensors, or of its numbers that are integers."""
+    """Return every function with each of its tensors, or with each of its integer arguments."""
     if kind == "tensors":
         return [(name, tensor.rstrip("?")) for name, entry in ENTRIES.items() for tensor in entry.tensors]
     return [(name, n) for name, entry in ENTRIES.items() for n, type_of in entry.numbers if type_of is INTEGER]
@@ -81,7 +81,7 @@ def test_right_calls_succeed(calls: list[Call]) -> None:
 
 
 def wrong(x: Tensor, name: str, tensor: str) -> Iterator[tuple[str, Tensor]]:
-    """Tensors that differ from x in one thing."""
+    """Yield tensors that differ from x in one property."""
     for dimension in range(x.dim()):
         if (name, tensor, dimension) not in FREE:
             yield f"one less in dimension {dimension}", x.narrow(dimension, 0, x.size(dimension) - 1).contiguous()
@@ -202,7 +202,7 @@ def test_nothing_is_computed_of_nothing(shape: tuple[int, ...]) -> None:
 
 
 def fields(structure: Any, where: str = "") -> Iterator[tuple[str, Any, str, Any]]:
-    """Every integer and address in a structure: where it is, the structure with it, its name, its type."""
+    """Yield every integer and address in a structure: its path, the structure that holds it, its name, its type."""
     for name, kind in structure._fields_:
         if isinstance(kind, type) and issubclass(kind, ctypes.Structure):
             yield from fields(getattr(structure, name), f"{where}{name}.")
@@ -283,7 +283,7 @@ def test_every_exported_function_throws_nothing_and_is_in_the_list() -> None:
 
 @pytest.fixture(scope="module")
 def failing_new(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that has the kernels' allocations fail, one after the other."""
+    """A library that makes the kernels' allocations fail, one after the other."""
     compiler = shutil.which("g++")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("needs g++ under Linux")

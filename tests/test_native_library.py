@@ -1,4 +1,4 @@
-"""How the kernels are built, kept, verified and chosen: on broken machines, beside hostile users, on slow processors.
+"""Building, caching, verifying and choosing the kernels: on broken machines, next to hostile users, on slow processors.
 
 Without a C++ compiler these tests are skipped; what is said then, is tested nonetheless.
 """
@@ -51,7 +51,7 @@ assert VARIANTS
 
 @pytest.fixture(scope="module")
 def built() -> bytes:
-    """A library for this processor, compiled once for all tests here."""
+    """A library for this processor, compiled once for all tests in this file."""
     try:
         library()
     except Unavailable as error:
@@ -65,7 +65,7 @@ def loaded_file() -> Path:
 
 @pytest.fixture
 def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for temporary files that holds nothing yet."""
+    """An empty folder for temporary files."""
     folder = tmp_path_factory.mktemp("temporary")
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
@@ -74,7 +74,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def fresh(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache that holds no kernels yet."""
+    """An empty cache of kernels."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native_library, "BUILT", tmp_path / "nothing built")
     native_library.forget()
@@ -84,7 +84,7 @@ def fresh(tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture
 def builds(built: bytes, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The builds that were asked for; each gives at once what was compiled before."""
+    """A list of the builds requested; each returns at once the library compiled before."""
     asked: list[str] = []
 
     def build(compiler: str) -> bytes:
@@ -159,7 +159,8 @@ def test_a_processor_of_another_name_is_built_for(fresh: Path, monkeypatch: pyte
 
 @pytest.fixture
 def carried(builds: list[str], built: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """What the package brings for each level; bytes behind a library's end change nothing but its checksum."""
+    """The package's libraries for each level, made different by bytes after their end, which change only the
+    checksum."""
     monkeypatch.delenv("GPTWORKS_NATIVE_MARCH", raising=False)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(native_library, "BUILT", tmp_path / "built")
@@ -301,7 +302,7 @@ def test_kept_libraries_belong_to_this_user_only(builds: list[str], fresh: Path)
 
 
 def planted(fresh: Path, builds: list[str], mode: int = 0o700) -> Path:
-    """A library by the right name with the right sum, which is not what is built here."""
+    """Plant a library with the right name and checksum that was not built here."""
     assert works()
     [file] = fresh.glob("kernels-*.so")
     key, content = file.stem.split("-")[1], file.read_bytes() + b"planted"
@@ -481,7 +482,7 @@ def test_clang_builds_it_with_its_own_threads(fresh: Path, monkeypatch: pytest.M
 
 
 def check_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's own threads: as many as are asked for, the same numbers with each, and none left behind."""
+    """Check the library's own threads: as many as requested, the same numbers with any count, and none left behind."""
     backend, tasks = native.NativeBackend(variant("qwen3"), 1, CONTEXT), Path("/proc/self/task")
     found: list[tuple[torch.Tensor, int]] = []
 

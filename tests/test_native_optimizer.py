@@ -1,5 +1,5 @@
-"""Muon's updates in C++ beside their torch twin and float64: any shape, number of threads, and gradients that are no
-numbers; and a run that goes from one to the other."""
+"""Muon's updates in C++ against the torch code and float64, for any shape, number of threads and non-finite gradients;
+and a run that switches between the two."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -43,7 +43,7 @@ def by_torch(given: list[Tensor], momenta: list[Tensor], sequence: Any) -> Tenso
 
 
 def exact(given: Tensor, momentum: Tensor, sequence: Any) -> Tensor:
-    """Of one matrix, in float64."""
+    """Return the update of one matrix in float64."""
     x = given.double().lerp(momentum.double(), MOMENTUM)
     x /= x.norm().clamp(min=EPS)
     for a, b, c in polynomials(*sequence):

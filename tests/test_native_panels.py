@@ -1,4 +1,4 @@
-"""Matrices in panels: the layout itself, and a model some of whose matrices lie so."""
+"""Matrices in panels: the layout itself, and a model with some matrices in it."""
 
 import weakref
 from typing import Any

@@ -1,4 +1,4 @@
-"""The native kernels as other processors run them: each built for one of them, AArch64 under an emulator.
+"""The native kernels on other processors: each library is built for one of them; AArch64 runs in an emulator.
 
 Python writes models, tokens and the logits of the model's own forward pass in float64; native_cases.cpp computes them
 with step.cpp and compares. Debian's packages for AArch64: g++-aarch64-linux-gnu, qemu-user.
@@ -50,7 +50,7 @@ X86 = {
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    """A file of them all, with matrices in panels of at most so many rows, by the number of their kind."""
+    """A function that writes all cases to a file, given the maximum rows of a panel for each dtype number."""
     try:
         library()
     except Unavailable as error:
@@ -71,8 +71,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
 
 
 def all_cases() -> Iterator[tuple[str, GPT, GPT, str, torch.dtype, float, float]]:
-    """Name, model, model with the same values in float32, kind of weights, dtype of the cache, allowed differences as
-    shares of the largest logit."""
+    """Yield name, model, model with the same values in float32, kind of weights, dtype of the cache, and allowed
+    differences relative to the largest logit."""
     for name in VARIANTS:
         model = variant(name)
         yield name, model, copy_of(model), "fp32", torch.float32, 3e-6, 3e-6
@@ -95,7 +95,8 @@ def all_cases() -> Iterator[tuple[str, GPT, GPT, str, torch.dtype, float, float]
 def case_bytes(
     name: str, model: GPT, plain: GPT, kind: str, cache: torch.dtype, near: float, near_rounded: float
 ) -> bytes:
-    """A case as native_cases.cpp reads it: an image of memory in which pointers are positions, and where those lie."""
+    """Return a case as native_cases.cpp reads it: a memory image in which pointers are positions, and the list of these
+    pointers."""
     texts = [text(length, seed=length) for length in LENGTHS]
     if name.startswith("NaN"):
         wanted = torch.full((sum(LENGTHS), plain.config.vocab_size), float("nan"))
@@ -134,7 +135,7 @@ def described(x: torch.Tensor) -> entries.Tensor:
 
 
 class Image:
-    """Memory that can be moved to another machine."""
+    """A memory image that can be loaded on another machine."""
 
     def __init__(self) -> None:
         self.data = bytearray(64)  # no pointer is 0 but the null pointer
@@ -142,11 +143,11 @@ class Image:
         self._positions: dict[int, int] = {}
 
     def add(self, address: int, tensor: torch.Tensor) -> int:
-        """Take in a tensor's bytes; returns their position."""
+        """Add a tensor's bytes; return their position."""
         return self._add(address, tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
     def add_structure(self, address: int, structure: Any) -> int:
-        """Take in a structure or an array of them, whose pointers lead to what was taken in before."""
+        """Add a structure or an array of them, whose pointers point to parts added before; return its position."""
         content = bytearray(bytes(structure))
         pointers = list(_pointers(type(structure), 0))
         for at in pointers:
@@ -165,7 +166,7 @@ class Image:
 
 
 def _pointers(kind: Any, start: int) -> Iterator[int]:
-    """Where a structure, or an array of structures, has its pointers."""
+    """Yield the positions of pointers in a structure or an array of structures."""
     if issubclass(kind, ctypes.Array):
         for i in range(kind._length_):
             yield from _pointers(kind._type_, start + i * ctypes.sizeof(kind._type_))

@@ -1,4 +1,4 @@
-"""What ranks send one another: the planned bytes against real collectives, and the time that they take."""
+"""Communication between ranks: planned bytes against real collectives, and the time that they take."""
 
 import json
 from collections import Counter

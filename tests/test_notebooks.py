@@ -1,4 +1,5 @@
-"""docs/*.ipynb: the code calls what exists, outputs are whole, and a kernel runs it all (`make test-notebooks`)."""
+"""docs/*.ipynb: the code calls existing functions, outputs are complete, and a kernel runs them all (`make
+test-notebooks`)."""
 
 import ast
 import builtins
@@ -29,7 +30,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def kinds(cell: dict[str, Any]) -> set[str]:
-    """What a cell shows: the types of its displays, and streams by name."""
+    """Return the kinds of a cell's outputs: the types of displays, and the names of streams."""
     return {
         kind
         for output in cell["outputs"]

@@ -1,4 +1,4 @@
-"""A new objective needs its settings and the class that has them: no other room knows it."""
+"""A new objective needs only its settings and its class; no other package knows it."""
 
 from pathlib import Path
 from typing import Literal
@@ -28,7 +28,7 @@ from gptworks.training.setup import check_train
 
 
 class EverySecond(ObjectiveSettings):
-    """Every second token is learned."""
+    """An objective that learns every second token."""
 
     sources = ("text",)
     scores_targets = True

@@ -1,4 +1,4 @@
-"""Which parameter gets which optimizer, rate and decay; the arithmetic against torch; the state's round trip."""
+"""The optimizer, rate and decay of each parameter; the arithmetic against torch; and saving and restoring the state."""
 
 import weakref
 from collections.abc import Callable
@@ -185,7 +185,7 @@ def test_moments_in_8_bits_are_near_what_they_stand_for() -> None:
 
 
 def learned(n_steps: int, **settings: Any) -> tuple[list[float], Optimizer]:
-    """Losses of a model that learns a text of ten digits that follow one another."""
+    """Return the losses of a model that learns a text of ten repeating digits, and its optimizer."""
     torch.manual_seed(0)
     model = GPT(WIDER)
     optimizer = Optimizer(model, plain_training(max_steps=n_steps, optimizer="adamw", learning_rate=0.003, **settings))
@@ -369,7 +369,8 @@ def test_normuon_gives_each_row_its_own_rate(native: bool, monkeypatch: pytest.M
 
 
 def soap_twin(state: dict[str, Any], weight: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Vyas et al. (2024), algorithms 3 and 4, with the bases refreshed at every second step; rate 0.1, decay 0.2."""
+    """Compute SOAP's updates (Vyas et al., 2024, algorithms 3 and 4), with bases refreshed every second step, rate 0.1,
+    decay 0.2."""
     left, right, q, p = (state[name].clone() for name in ("left", "right", "left_basis", "right_basis"))
     first, second = (torch.zeros_like(weight) for _ in range(2))
     for step, g in enumerate(gradients, 1):

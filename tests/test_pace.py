@@ -1,4 +1,5 @@
-"""Tokens per second: decoded tokens by the engine's own seconds, one figure wherever it is shown. The clock is fake."""
+"""Tokens per second: decoded tokens per second of the engine's own time, the same figure wherever shown. The clock is
+fake."""
 
 import json
 from typing import Any
@@ -22,7 +23,7 @@ PROMPT = list(range(65, 105))
 
 
 class Clock:
-    """Says what the steps of an engine take, whatever they took."""
+    """A fake clock that sets the duration of an engine's steps."""
 
     def __init__(self, engine: Engine) -> None:
         self.now = 0.0

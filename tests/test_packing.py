@@ -1,4 +1,4 @@
-"""Rows of several examples: nothing is lost, nothing leaks from one to the next."""
+"""Rows of several examples: no token is lost, and no example affects another."""
 
 from collections import Counter
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Pages show what files say and never run it: hostile strings in every field that a page reads stay text."""
+"""Pages show text from files and never run it: hostile strings in every field that a page reads stay text."""
 
 import base64
 import hashlib
@@ -48,7 +48,7 @@ PAYLOADS = {
 
 
 class Structure(HTMLParser):
-    """The elements of a page with the names of their attributes, in order; and its text."""
+    """A page's elements with the names of their attributes, in order, and its text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Structure(HTMLParser):
 
 
 def poisoned(value: Any, payload: str) -> Any:
-    """A JSON value with the payload at the end of every string and every key."""
+    """Return a JSON value with the payload at the end of every string and every key."""
     if isinstance(value, dict):
         return {f"{key}{payload}": poisoned(item, payload) for key, item in value.items()}
     if isinstance(value, list):
@@ -98,7 +98,7 @@ def string_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, 
 
 
 def with_payload(tree: dict[str, Any], payload: str, accepts: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    """A tree with the payload in every string where the result is still accepted."""
+    """Return a tree with the payload in every string for which the result is still accepted."""
     for path in list(string_paths(tree)):
         changed = json.loads(json.dumps(tree))
         place = changed
@@ -123,7 +123,7 @@ def hostile_recipe(folder: Path, payload: str) -> Recipe:
 
 
 def hostile_run(folder: Path, payload: str) -> History:
-    """A run folder whose every string is hostile: what a person may have copied from anywhere."""
+    """Write a run folder in which every string is hostile, as in one copied from an unknown source."""
     folder.mkdir(parents=True)
     save_recipe(hostile_recipe(folder, payload), folder / "recipe.yaml")
     parts = {"seconds_by_part": {f"forward{payload}": 1.0, f"b{payload}": 2.0}, f"x{payload}_bytes": 123}

@@ -1,4 +1,4 @@
-"""Many devices, one recipe: the same gradients, the same samples, the same loss, however many ranks share the work."""
+"""One recipe on many devices: the same gradients, samples and loss for any number of ranks."""
 
 import json
 import os
@@ -50,7 +50,7 @@ NO_DROPOUT = ["model.dropout_attention=0", "model.dropout_residual=0"]
 
 
 def torchrun(n_ranks: int, *arguments: str | Path, fails: bool = False) -> str:
-    """The worker in so many processes; what they say on stderr."""
+    """Run the worker in n processes; return their standard error."""
     command = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}", WORKER, *arguments)
     result = commands.run(*command)
     assert (result.returncode != 0) == fails, result.stderr[-6000:]
@@ -96,7 +96,7 @@ def launch(n_ranks: int, recipe: Path, *arguments: str) -> Process:
 
 
 def process_of(launcher: Process, rank: int) -> int:
-    """The id of a rank's process."""
+    """Return the id of a rank's process."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text(encoding="ascii").split()
     for child in map(int, children):
         if f"RANK={rank}\0" in Path(f"/proc/{child}/environ").read_text().replace("LOCAL_RANK", "LOCAL"):
@@ -548,7 +548,7 @@ def test_a_killed_rank_ends_the_run_which_resumes_bit_for_bit(tmp_path: Path) ->
 
 @pytest.fixture
 def two_nodes() -> Iterator[list[list[str]]]:
-    """The beginnings of commands that run in two network namespaces, joined by a pair of virtual interfaces."""
+    """Two network namespaces joined by a pair of virtual interfaces; yields the prefix of commands that run in each."""
     names = [f"gptworks{os.getpid()}{side}" for side in "ab"]
     ends = [f"gw{os.getpid() % 100000}{side}" for side in "ab"]
     setup = [["ip", "netns", "add", name] for name in names]
@@ -685,7 +685,7 @@ def test_a_run_folder_that_all_see_is_left_as_it_was_and_other_characters_are_an
 
 
 class InThreads(Ranks):
-    """One of two ranks, each a thread of this process."""
+    """One of two ranks that are threads of this process."""
 
     def __init__(self, rank: int, meeting: threading.Barrier, board: dict[str, Any]) -> None:
         self.rank, self.size, self._meeting, self._board = rank, 2, meeting, board

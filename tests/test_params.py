@@ -1,4 +1,4 @@
-"""Closed-form parameter counts against the built model and against figures worked out by hand."""
+"""Closed-form parameter counts against the built model and figures computed by hand."""
 
 import random
 from typing import Any
@@ -43,7 +43,7 @@ def random_config(seed: int) -> ModelConfig:
 
 
 def random_laboratory(choose: random.Random, n_layers: int, d_model: int) -> dict[str, Any]:
-    """None of the laboratory's settings, some or all."""
+    """Return a random choice of model/lab's settings: none, some or all."""
     share, deep = choose.choice([0.0, 0.3, 1.0]), n_layers > 1
     names = ("attention_gate", "smear", *(("unet_skips", "value_residual") if deep else ()))
     settings: dict[str, Any] = {name: choose.random() < share for name in names}

@@ -1,4 +1,4 @@
-"""The parts of an architecture: what they take adds up to what describe and plan say of the whole."""
+"""The parts of an architecture: their figures add up to the totals of describe and plan."""
 
 from math import prod
 from typing import Any
@@ -29,7 +29,7 @@ def recipe_of(model: ModelConfig, train: dict[str, Any] | None = None, **more: A
 
 
 def check_parts(config: ModelConfig, figures: dict[str, Figures]) -> None:
-    """Each module is one part's, in each layer."""
+    """Check that each module belongs to exactly one part, in each layer."""
     named = [name for part in parts(config) if not part.in_block for name in part.in_layer(part.modules, 0)]
     for layer in range(config.n_layers):
         inside = [part for part in parts(config, layer) if part.in_block]

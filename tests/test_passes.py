@@ -1,4 +1,4 @@
-"""The passes of training in C++ against the same in torch in float64: values and gradients."""
+"""The C++ passes of training against torch in float64: values and gradients."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,7 +34,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def gradients(outputs: Tensor | tuple[Tensor, ...], inputs: list[Tensor]) -> list[Tensor]:
-    """Of outputs, weighed by numbers that are the same in each dtype."""
+    """Return the gradients of the outputs' sum, weighted by numbers that are the same in each dtype."""
     outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
     weights = [torch.linspace(-1, 1, y.numel()).bfloat16().to(y.dtype).view(y.shape) for y in outputs]
     return list(torch.autograd.grad(outputs, inputs, weights))
@@ -47,7 +47,8 @@ def with_gradients(function: Callable[..., Any], inputs: Sequence[Tensor]) -> li
 
 
 def check(ours: Callable[..., Any], exact: Callable[..., Any], *inputs: Tensor) -> None:
-    """Values and gradients of C++ are those of torch in float64, as near as their dtypes allow; the same twice over."""
+    """Check that values and gradients in C++ equal torch's in float64 within the dtype's rounding, and repeat
+    exactly."""
     assert passes.serve(*inputs)
     wide = [x.detach().double().requires_grad_() for x in inputs]
     first, again, wanted = (with_gradients(*call) for call in ((ours, inputs), (ours, inputs), (exact, wide)))

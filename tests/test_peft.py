@@ -1,4 +1,4 @@
-"""PEFT's file format: an adapter of ours loads in peft with equal logits, and one of peft's loads here."""
+"""PEFT's file format: our adapter loads in peft with equal logits, and peft's loads here."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def adapted_run(folder: Path, settings: dict[str, Any], adapter: dict[str, Any], seed: int = 0) -> Path:
-    """A run folder with random weights and a random adapter, as training leaves one."""
+    """Write a run folder with random weights and a random adapter, as training leaves one."""
     model = random_model(plain_model(**SMALL, **settings), seed)
     make_run(folder, model)
     lora = LoRAConfig.model_validate(adapter)
@@ -77,7 +77,8 @@ def test_an_adapter_over_a_packed_base_is_exported_beside_the_base_unpacked(tmp_
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A folder with the `run` of a random model of a family, and its `base` for transformers; not to be changed."""
+    """A folder with the `run` of a random model of a family, and its `base` for transformers. Tests must not change
+    it."""
 
     @cache
     def made(family: str) -> Path:
@@ -91,7 +92,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An exported adapter, not to be changed."""
+    """An exported adapter. Tests must not change it."""
     folder = tmp_path_factory.mktemp("exported")
     run = adapted_run(folder / "run", FAMILIES["llama"], {"rank": 2})
     export_adapter(run, folder / "out", verify=False)

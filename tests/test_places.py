@@ -1,4 +1,4 @@
-"""Every setting that names a place outside of its recipe is marked as one, so that no fence forgets it."""
+"""Every setting that names a path or address outside the recipe is marked as one, so that all access checks find it."""
 
 from collections.abc import Iterator
 from enum import Enum
@@ -22,7 +22,7 @@ NO_PLACES = {
 
 
 def parts(kind: Any) -> Iterator[Any]:
-    """The types that a type is made of; of a Literal none."""
+    """Yield the types inside a type; none for a Literal."""
     yield kind
     if get_origin(kind) is not Literal:
         for one in get_args(kind):

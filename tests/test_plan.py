@@ -1,4 +1,4 @@
-"""The plan of a run: what fits where, what to change, how long it takes; and the check before the first step."""
+"""The plan of a run: its memory, changes that make it fit, its time; and the check before the first step."""
 
 import io
 import json

@@ -1,5 +1,5 @@
-"""Drawn recipes of every objective: what `plan` says that a step holds, against the traced step, and against what a
-process allocates."""
+"""Random recipes of every objective: the memory that `plan` predicts for a step, against the traced step and a
+process's allocations."""
 
 import random
 from dataclasses import replace
@@ -26,7 +26,7 @@ from tiny import plain_model
 
 
 def drawn(seed: int, teacher: Path, widths: tuple[int, ...]) -> tuple[str, Recipe]:
-    """A recipe, and what kind it is."""
+    """Return a name for the kind of a random recipe, and the recipe."""
     recipe = drawn_recipe(random.Random(seed), teacher, widths)
     part = "adapter" if recipe.adapter else "freeze" if recipe.freeze else "whole"
     experts = ", experts" if recipe.model.n_experts else ""
@@ -39,7 +39,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def step_of(recipe: Recipe) -> tuple[int, Rehearsal]:
-    """What is planned for a step without checkpoints, and the same step to be followed."""
+    """Return the planned bytes of a step without a checkpoint, and the rehearsal of the same step."""
     setting = replace(rank_setting(recipe, recipe.train.precision, on_cpu=True), saves=False, averages=False)
     rows = recipe.objective.rows_per_sample
     size = setting.micro_batch_size * rows * (2 if setting.accumulates else 1)
@@ -61,7 +61,7 @@ def off_by(seeds: range, teacher: Path) -> dict[str, float]:
 
 
 def hold(found: dict[str, float]) -> None:
-    """Each within 3%."""
+    """Check that each figure is within 3%."""
     shares = sorted(map(abs, found.values()))
     print(f"{len(shares)} recipes: half within {shares[len(shares) // 2]:.2%}, the furthest {shares[-1]:.2%}")
     assert {name: share for name, share in found.items() if abs(share) > 0.03} == {}

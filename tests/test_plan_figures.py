@@ -1,4 +1,5 @@
-"""The figures of a plan: they add up, whatever is learned; keys are identifiers; what is unknown or missing is said."""
+"""The figures of a plan for any objective: they add up, keys are identifiers, and unknown or missing figures are
+reported."""
 
 import json
 import re
@@ -55,7 +56,7 @@ def planned(kind: str, folder: Path, **train: Any) -> Plan:
 
 
 def size(cell: str) -> float:
-    """`12.3 MB` as a number."""
+    """Parse `12.3 MB` as a number."""
     found = re.fullmatch(r"([\d.,]+) ([kMGTP]?)(?:B|FLOP)", cell)
     assert found, cell
     return float(found[1].replace(",", "")) * UNITS[found[2]]

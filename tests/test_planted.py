@@ -31,13 +31,14 @@ def vocabulary(rng: random.Random) -> list[str]:
 
 
 def article(rng: random.Random, words: list[str]) -> str:
-    """Prose of 100 to 400 words, whose frequencies fall as in a language."""
+    """Return prose of 100 to 400 words with the word frequencies of a language."""
     drawn = [words[int(len(words) ** rng.random()) - 1] for _ in range(rng.randint(100, 400))]
     return " ".join(drawn).capitalize() + "."
 
 
 def edited(rng: random.Random, text: str, words: list[str]) -> str:
-    """The same with every hundredth word replaced, in capitals or with other white space; sometimes an end is cut."""
+    """Return the text with every hundredth word replaced, or in capitals or with other white space; sometimes an end is
+    cut."""
     parts = text.split(" ")
     for _ in range(1 + len(parts) // 100):
         parts[rng.randrange(len(parts))] = rng.choice(words)
@@ -46,7 +47,8 @@ def edited(rng: random.Random, text: str, words: list[str]) -> str:
 
 
 def hold_near_duplicates(documents: int, planted: int) -> None:
-    """At least 95% of the planted ones are found, and at most 1% of the others are taken for one."""
+    """Check that at least 95% of the planted duplicates are found, and at most 1% of other documents are taken for
+    one."""
     rng = random.Random(f"near {documents}")
     words = vocabulary(rng)
     originals = [article(rng, words) for _ in range(documents)]
@@ -63,7 +65,7 @@ def hold_near_duplicates(documents: int, planted: int) -> None:
 
 
 def hold_contamination(planted: int, folder: Path) -> None:
-    """Every document with 13 words of an item is found, and no other one is."""
+    """Check that exactly the documents with 13 words of a task item are found."""
     rng = random.Random(f"task {planted}")
     words = vocabulary(rng)
     items = [{"question": article(rng, words), "answer": "no"} for _ in range(planted)]
@@ -81,7 +83,7 @@ def hold_contamination(planted: int, folder: Path) -> None:
 
 
 def hold_encodings(planted: int) -> None:
-    """Each broken text is repaired, and where bytes are lost it is dropped."""
+    """Check that each broken text is repaired, or dropped if bytes are lost."""
     rng = random.Random(f"encodings {planted}")
     good = [
         "Le café où l’élève déjeune ferme à midi ; « désolé », dit-il.",

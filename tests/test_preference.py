@@ -1,5 +1,4 @@
-"""Preference tuning, by DPO and by ORPO: the losses against independent ones, the data, the reference, and that margins
-rise."""
+"""Preference tuning by DPO and ORPO: losses against independent ones, data, reference, and rising margins."""
 
 import json
 import math
@@ -46,7 +45,7 @@ SMALL: dict[str, Any] = {"vocab_size": 50, "context_length": 24, "n_layers": 2, 
 
 
 def rows(n_pairs: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets [2P, T]: a prompt in common, then answers of unequal lengths."""
+    """Return inputs and targets [2P, T]: each pair has a common prompt and answers of unequal lengths."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(50, (2 * n_pairs, 21), generator=generator)
     ids[n_pairs:, :8] = ids[:n_pairs, :8]
@@ -61,7 +60,7 @@ def rows(n_pairs: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def by_the_papers(objective: PreferenceObjective, logratios: np.ndarray, lengths: np.ndarray) -> float:
-    """The sum of the losses in float64, written as the papers have them."""
+    """Return the sum of the losses in float64, computed as the papers write them."""
     n = len(logratios) // 2
     total = 0.0
     for w, r, n_w, n_r in zip(logratios[:n], logratios[n:], lengths[:n], lengths[n:], strict=True):
@@ -222,7 +221,7 @@ def tree_of(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a base run and pairs whose preferred answers are in words that the others do not have."""
+    """A folder with a base run, and pairs whose chosen answers use words that the rejected ones lack."""
     folder = tmp_path_factory.mktemp("preference")
     records = [
         {"instruction": f"line {i}:", "input": "", "chosen": "the quick fox", "rejected": "over the lazy dog"}
@@ -278,7 +277,7 @@ def test_the_odds_ratio_learns_what_is_chosen_without_a_reference_and_resumes_ex
 
 @pytest.fixture(scope="module")
 def one_step(base: Path) -> Path:
-    """The folder with a run of one step next to the base."""
+    """The folder with a run of one step next to the base run."""
     train(parse_recipe(tree_of(base, "reference", train={"max_steps": 1, "precision": "fp32"})))
     return base
 
@@ -304,7 +303,7 @@ def test_the_reference_is_what_the_start_gives(one_step: Path) -> None:
 
 
 class Half:
-    """One of two processes, as the other sees it: every second batch, and sums that the test makes."""
+    """One of two simulated processes: it gets every second batch, and the test makes its sums."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.n_batches = rank, 0

@@ -39,7 +39,7 @@ Make = Callable[..., Recipe]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """A recipe over tmp_path/text; keywords go to its data section."""
+    """A function that makes a recipe on tmp_path/text; keywords go to its data section."""
 
     def make(tokenizer: dict[str, Any] | None = None, path: Path = tmp_path / "text", **data: Any) -> Recipe:
         return Recipe(
@@ -72,7 +72,7 @@ def tokens(prepared: Prepared, split: Any) -> list[int]:
 
 
 def decoded(prepared: Prepared, split: Any) -> list[str]:
-    """The text of each document, special tokens left out."""
+    """Return the text of each document, without special tokens."""
     shards = TokenShards(prepared.folder, split)
     parts = np.split(shards.read(0, shards.n_tokens), shards.document_starts()[1:])
     return [prepared.tokenizer.decode(part.tolist()) for part in parts]

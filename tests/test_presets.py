@@ -1,4 +1,4 @@
-"""Every preset against a table of the reference architectures that was typed in by hand."""
+"""Every preset against a table of the reference architectures, typed by hand."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Quantized matrices, models and runs: what is stored, what it stands for, what it costs, and what is refused."""
+"""Quantized matrices, models and runs: storage, values, accuracy, and refused inputs."""
 
 import json
 import re
@@ -49,7 +49,7 @@ MODELS = {
 
 
 def random_model(config: ModelConfig) -> GPT:
-    """Weights of size one tenth, biases and norms moved, so that every part counts."""
+    """Return a model with weights of size 0.1 and random biases and norms, so that every part has an effect."""
     torch.manual_seed(3)
     model = GPT(config).eval()
     with torch.no_grad():
@@ -59,12 +59,12 @@ def random_model(config: ModelConfig) -> GPT:
 
 
 def quantized_tensors(model: QuantizedGPT) -> dict[str, Tensor]:
-    """`weight` and `scale` of each packed matrix, by the names they have on disk."""
+    """Return `weight` and `scale` of each packed matrix, by their names on disk."""
     return {f"{name}.{part}": x for name, matrix in packed_matrices(model) for part, x in matrix.named_buffers()}
 
 
 def unpacked(model: QuantizedGPT) -> GPT:
-    """A plain GPT with the values that the packed matrices stand for."""
+    """Return a plain GPT with the values that the packed matrices represent."""
     tensors = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(".scale")}
     for name, matrix in packed_matrices(model):
         tensors[f"{name}.weight"] = slow_values(matrix.weight, matrix.scale)
@@ -74,7 +74,7 @@ def unpacked(model: QuantizedGPT) -> GPT:
 
 
 def slow_values(weight: Tensor, scale: Tensor | None) -> Tensor:
-    """What a packed matrix stands for, element by element, by the description of the formats."""
+    """Return the values of a packed matrix, computed element by element from the formats' description."""
     if scale is None:
         return weight.float()
     if weight.dtype == torch.int8:
@@ -163,7 +163,8 @@ def correlated(n_tokens: int, width: int) -> Tensor:
 
 
 def gptq_reference(matrix: Tensor, hessian: Tensor, scale: Tensor, damping: float = 0.01) -> Tensor:
-    """The levels by the definition: after each column, the others are solved for anew, so that the outputs stay."""
+    """Return the levels by the definition: after each column, solve again for the others, so that the outputs stay
+    close."""
     matrix, h = matrix.double(), hessian.double()
     h = h + damping * h.diagonal().mean() * torch.eye(len(h), dtype=torch.double)
     order = hessian.diagonal().argsort(descending=True).tolist()
@@ -345,20 +346,20 @@ def test_the_divergence_is_its_definition() -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a hundred steps, which has learned something. Not to be changed."""
+    """A run of a hundred steps, which has learned something. Tests must not change it."""
     folder = tmp_path_factory.mktemp("quantize")
     train(parse_recipe(tiny.recipe_tree(folder, max_steps=100, evaluate_every=50, learning_rate=0.01)))
     return folder / "run"
 
 
 def refuse(_: Recipe) -> Prepared:
-    """In the place of `prepare`, where a run's shards are there already."""
+    """Replaces `prepare`, which must not be called, since the run's shards exist."""
     raise UserError("they are prepared too")
 
 
 @pytest.fixture(scope="module")
 def quantized(trained: Path) -> Path:
-    """The same in int4."""
+    """The trained run in int4."""
     quantize_run(trained, trained.parent / "int4", "int4", calibration_tokens=2048, prepare=refuse)
     return trained.parent / "int4"
 
@@ -457,7 +458,7 @@ def test_the_report_says_what_it_is(trained: Path, quantized: Path) -> None:
 
 
 def command(*arguments: str | Path) -> int:
-    """Run the command line in this process; gives the exit code."""
+    """Run the command line in this process; return the exit code."""
     before, sys.argv = sys.argv, ["gptworks", *map(str, arguments)]
     try:
         main()

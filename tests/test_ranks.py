@@ -1,4 +1,5 @@
-"""Ranks: what they agree on, and the watch, which names who is waited for and leaves long work alone."""
+"""Ranks: their agreement, and the watch, which names the rank that others wait for and tolerates announced long
+work."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ TIMEOUT = 600.0
 
 
 class Store:
-    """The launcher's, as far as a watch uses it."""
+    """A fake of the launcher's store, with the methods that a watch uses."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -39,7 +40,7 @@ class Store:
 
 
 class World:
-    """Two ranks' watches on one store, and a clock that the test moves."""
+    """Two ranks' watches on one store, and a clock that the test advances."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -52,7 +53,7 @@ class World:
         self.pass_time(1)
 
     def pass_time(self, seconds: float) -> None:
-        """Beats go on meanwhile."""
+        """Advance the clock; heartbeats continue."""
         self.now += seconds
         for rank, watch in enumerate(self.watches):
             self.beating = rank

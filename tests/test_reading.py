@@ -1,4 +1,4 @@
-"""Reading through the one door to files: what a folder that someone sends may hold in place of a file."""
+"""Reading through `gptworks.files`: the objects that a received folder may contain instead of a file."""
 
 import os
 import socket

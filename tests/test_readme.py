@@ -1,4 +1,4 @@
-"""What the README and the shipped recipes claim is so."""
+"""The claims of the README and the shipped recipes are true."""
 
 import ast
 import contextlib

@@ -1,4 +1,4 @@
-"""docs/reference/ is what the settings and the commands say now."""
+"""docs/reference/ matches the present settings and commands."""
 
 from docs.generate_reference import FOLDER, pages
 

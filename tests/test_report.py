@@ -1,4 +1,4 @@
-"""The page of a run: its numbers are those of metrics.jsonl, whatever a run has left so far."""
+"""The page of a run: its numbers equal those of metrics.jsonl, for complete and incomplete runs."""
 
 import json
 import math
@@ -22,13 +22,13 @@ from test_html import Reader
 
 
 def drawing(page: str, name: str) -> ElementTree.Element:
-    """The drawing whose title has this id."""
+    """Return the drawing whose title has this id."""
     svg = next(svg for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL) if f'id="{name}-title"' in svg)
     return ElementTree.fromstring(re.sub(r' xmlns="[^"]*"', "", svg))
 
 
 def values_by_height(svg: ElementTree.Element) -> dict[float, float]:
-    """Each number that stands at a line across, by the line's height."""
+    """Return the number at each horizontal line, by the line's height."""
     ticks = [text for text in svg.iter("text") if text.get("text-anchor") == "end" and text.get("class") == "shape"]
     heights = {float(path.get("d", "").split()[1]) for path in svg.iter("path") if path.get("class") == "grid"}
     return {

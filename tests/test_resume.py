@@ -1,4 +1,4 @@
-"""Killed at any moment and resumed, a run ends bit for bit as if it had never stopped."""
+"""A run that is killed at any moment and resumed ends bit for bit like an uninterrupted one."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Texts that share what others computed get the text that each gets alone, whoever comes, ends or leaves meanwhile."""
+"""Texts that reuse another text's prefix equal those computed alone, whichever texts come, end or leave meanwhile."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def test_a_second_sample_never_reuses_a_slot_that_is_being_overwritten(backend: 
 
 
 def count_computed(one: Engine, counts: list[int]) -> None:
-    """Note how many tokens each step of the engine's backend computes."""
+    """Record the number of tokens that each step of the engine's backend computes."""
     assert one._room.backend is not None
     compute = one._room.backend.compute
 

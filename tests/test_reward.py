@@ -138,7 +138,7 @@ def test_the_mean_reward_rises_clearly(folder: Path, settings: dict[str, Any], m
     assert held_out["reward"] == pytest.approx(-held_out["loss"])
 
     def share(run: str) -> float:
-        """Of digits, in forty answers."""
+        """Return the fraction of digits in forty answers."""
         answers = load(folder / run).complete("User: number 7\nAssistant:", max_tokens=10, seed=3, n_samples=40)
         return float(np.mean([sum(c.isdigit() for c in answer.text) / len(answer.text) for answer in answers]))
 

@@ -1,4 +1,4 @@
-"""The rotary embedding and its scalings for longer contexts, against transformers and against their definitions."""
+"""The rotary embedding and its scalings for longer contexts, against transformers and their definitions."""
 
 import subprocess
 import sys

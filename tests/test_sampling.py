@@ -1,4 +1,4 @@
-"""Sampling: the filters against Hugging Face's, the draw against its distribution, the settings against nonsense."""
+"""Sampling: the filters against Hugging Face's, draws against their distribution, and invalid settings."""
 
 import math
 from typing import Any
@@ -33,13 +33,13 @@ def random_logits(seed: int, rows: int = 4, vocabulary: int = 300, scale: float 
 
 
 def draw(logits: Tensor, settings: SamplingSettings, history: list[list[int]] | None = None) -> list[int]:
-    """A token for each row; with a seed, row i is sample i."""
+    """Draw a token for each row; with a seed, row i is sample i."""
     rows = logits.size(0)
     return sample(logits, [Sampler(settings, text, i) for i, text in enumerate(history or [[]] * rows)])
 
 
 def adjusted(logits: Tensor, settings: SamplingSettings, prompt: list[int], generated: list[int], eos: int) -> Tensor:
-    """One row of logits as it is after bias, penalties and bans."""
+    """Return one row of logits after bias, penalties and bans."""
     sampler = Sampler(settings, prompt, ends=(eos,))
     for token in generated:
         sampler.push(token)
@@ -154,7 +154,7 @@ def test_the_order_of_the_filters_is_hugging_faces() -> None:
 
 
 def assert_drawn_from(probabilities: Tensor, drawn: list[int]) -> None:
-    """Pearson's chi-square stays within 4 standard deviations of its mean, and nothing impossible is drawn."""
+    """Check that Pearson's chi-square is within 4 standard deviations of its mean, and nothing impossible is drawn."""
     counts = torch.bincount(torch.tensor(drawn), minlength=len(probabilities)).double()
     assert not counts[probabilities == 0].any()
     possible = probabilities > 0
@@ -313,7 +313,7 @@ def test_the_rank_of_a_token_counts_those_that_are_likelier() -> None:
 def processed(
     logits: Tensor, samplers: list[Sampler], allowed: list[Tensor | None] | None = None
 ) -> list[TokenLogprob]:
-    """What the next token of each row is drawn from."""
+    """Return the distribution from which each row's next token is drawn."""
     told: dict[int, TokenLogprob] = {}
     tokens = sample(logits, samplers, allowed, told)
     assert [told[row].token_id for row in range(len(logits))] == tokens
@@ -323,7 +323,7 @@ def processed(
 def in_float64(
     logits: Tensor, settings: SamplingSettings, prompt: list[int], generated: list[int], allowed: Tensor, eos: int
 ) -> list[float]:
-    """The probabilities of a row after everything, by the definitions, token by token."""
+    """Return a row's probabilities after all filters, computed token by token from the definitions."""
     scores = {i: float(x) + settings.logit_bias.get(i, 0.0) for i, x in enumerate(logits.tolist()) if allowed[i]}
     for i in {*prompt, *generated} & scores.keys():
         penalty = settings.repetition_penalty

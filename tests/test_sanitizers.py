@@ -83,7 +83,7 @@ def compiler(name: str) -> str:
 
 
 def library_of(program: str, name: str) -> str | None:
-    """Where a compiler's library of this name is."""
+    """Return the path of a compiler's library with this name."""
     command = [compiler(program), f"-print-file-name={name}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = Path(done.stdout.strip())
@@ -91,7 +91,7 @@ def library_of(program: str, name: str) -> str | None:
 
 
 def tools(sanitizer: str) -> tuple[str, tuple[str, ...], list[str | None]]:
-    """Compiler, options, and the runtimes to preload."""
+    """Return the compiler, its options, and the runtimes to preload."""
     options = OPTIONS[sanitizer]
     if sanitizer != "thread" and shutil.which("clang++"):
         if sanitizer == "undefined":  # it traps, without a text: to compile the reports takes longer than all the rest
@@ -105,7 +105,7 @@ def tools(sanitizer: str) -> tuple[str, tuple[str, ...], list[str | None]]:
 
 
 def built(program: str, options: tuple[str, ...], level: Level, folder: Path) -> Path:
-    """The library for a level, if this processor runs it."""
+    """Build the library for a level; skip the test if this processor cannot run it."""
     if missing := level.flags - cpu_flags():
         pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
     with pytest.MonkeyPatch.context() as patch:

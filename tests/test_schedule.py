@@ -1,4 +1,4 @@
-"""The learning rate against torch's own schedulers and hand-computed points."""
+"""The learning rate against torch's own schedulers and points computed by hand."""
 
 import math
 from itertools import pairwise

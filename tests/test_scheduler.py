@@ -1,4 +1,4 @@
-"""The scheduler by its invariants, on random arrivals, and what it decides in plain cases."""
+"""The scheduler: its invariants on random arrivals, and its decisions in simple cases."""
 
 import random
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ PREFILL = 8
 
 @dataclass
 class Backend:
-    """What a backend's slots hold, and how each token came there: the place where its chunk began."""
+    """A fake backend that records each slot's tokens, and the position at which each token's chunk began."""
 
     n_slots: int
     slots: list[list[tuple[int, int]]] = field(init=False)
@@ -37,7 +37,7 @@ class Backend:
 
 @dataclass
 class Text:
-    """A job, with what a lone run would do."""
+    """A job, and the text that it would produce alone."""
 
     job: Job
     n_prompt: int
@@ -45,7 +45,7 @@ class Text:
     seed: int
 
     def following(self) -> int:
-        """A function of the text alone."""
+        """The next token, as a function of the text alone."""
         return hash((self.seed, tuple(self.job.tokens))) % 5
 
     @property
@@ -56,7 +56,7 @@ class Text:
 def run(
     scheduler: Scheduler, backend: Backend, arrivals: list[list[Text]], cancels: random.Random | None = None
 ) -> list[Text]:
-    """Steps until nothing is left, each checked; the texts that ended by themselves, in order."""
+    """Step until nothing is left, and check each step; return the texts that ended by themselves, in order."""
     alive: list[Text] = []
     ended, admitted_order, arrived = [], [], []
     for _ in range(10_000):
@@ -167,7 +167,8 @@ def test_exact_reuse_shares_only_what_would_be_computed_in_the_same_chunks(
 
 
 def step(scheduler: Scheduler, *, grow: bool = True) -> list[tuple[int, int]]:
-    """One step in which every text that is read goes on with token 0; (start, tokens) of each work."""
+    """Do one step in which every text that has been read continues with token 0; return (start, tokens) of each
+    chunk."""
     scheduler.admit()
     work = scheduler.plan()
     for one in work:

@@ -1,4 +1,4 @@
-"""Searching the training tokens: every place of a phrase in the text, however it was tokenized."""
+"""Searching the training tokens: every occurrence of a phrase in the text, however it was tokenized."""
 
 import json
 import random
@@ -32,7 +32,7 @@ DOCUMENTS = [
 
 
 def prepared(folder: Path, documents: Sequence[str] = DOCUMENTS, **tokenizer: Any) -> Prepared:
-    """Documents as tokens, in many small shards."""
+    """Return documents prepared as tokens, in many small shards."""
     folder.mkdir(parents=True, exist_ok=True)
     chats.write_jsonl(folder / "text.jsonl", [{"text": text} for text in documents])
     tree = tiny.recipe_tree(folder)
@@ -45,14 +45,14 @@ def prepared(folder: Path, documents: Sequence[str] = DOCUMENTS, **tokenizer: An
 
 
 def texts_of(made: Prepared) -> list[str]:
-    """The training documents, by the tokenizer."""
+    """Return the training documents, decoded by the tokenizer."""
     shards = TokenShards(made.folder, "train")
     bounds = [*shards.document_starts().tolist(), shards.n_tokens]
     return [made.tokenizer.decode(shards.read(a, b - a).tolist()) for a, b in pairwise(bounds)]
 
 
 def scanned(texts: Sequence[str], phrase: str) -> list[tuple[int, int]]:
-    """Every place of a phrase, by document and character."""
+    """Return every occurrence of a phrase as (document, character)."""
     return [(number, at) for number, text in enumerate(texts) for at in range(len(text)) if text.startswith(phrase, at)]
 
 
@@ -69,7 +69,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 @pytest.fixture(scope="module", params=[1 << 24, 300, 7])
 def index(request: pytest.FixtureRequest, made: Prepared, tmp_path_factory: pytest.TempPathFactory) -> SearchIndex:
-    """In files of one size and another: phrases go over their borders."""
+    """An index in blocks of a given number of tokens, so that phrases cross the blocks' borders."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "BLOCK_TOKENS", request.param)
         patch.setattr(search, "FOLDER", f"search-{request.param}")
@@ -222,7 +222,7 @@ def test_another_datasets_index_is_not_used(made: Prepared, tmp_path: Path, monk
 
 
 def asked(*arguments: object) -> Any:
-    """What `gptworks data` prints."""
+    """Return the JSON that `gptworks data` prints."""
     result = CliRunner().invoke(app, ["data", *map(str, arguments)], catch_exceptions=False)
     assert result.exit_code == 0
     return result.stdout

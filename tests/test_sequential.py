@@ -1,4 +1,4 @@
-"""The sequential test of paired differences: how often it errs, and what it finds."""
+"""The sequential test of paired differences: its error rate and its power."""
 
 import math
 import random
@@ -13,7 +13,7 @@ TRIES = 200
 
 
 def one_try(differences: list[float], most_pairs: int, worth: float = 0.0) -> tuple[Verdict, int]:
-    """Look after each pair and stop where the verdict is clear; how many pairs it took."""
+    """Test after each pair and stop at a clear verdict; return it and the number of pairs."""
     for n in range(1, most_pairs + 1):
         found = verdict(differences[:n], most_pairs, worth)
         if found.answer != "open":

@@ -1,4 +1,4 @@
-"""The figures of runs as arrays: read on as the log grows, whole whatever it holds, decimated with every spike."""
+"""Figures of runs as arrays: they continue as the log grows, accept any contents, and keep spikes when thinned."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from histories import curve, training, validation, write_run
 
 
 def read(series: Series) -> Series:
-    """All that there is."""
+    """Read the whole log."""
     series.read()
     while not series.at_end:
         series.read()
@@ -51,7 +51,8 @@ LOG = b"\n".join(
 
 
 def records_of(log: bytes, longest: int) -> list[str]:
-    """What a naive reader finds: every whole line, and the last one if it is whole without its end."""
+    """Return the lines that a naive reader accepts: every complete line, and a last line that is complete without a
+    newline."""
     found = []
     for line in log.split(b"\n"):
         try:

@@ -1,4 +1,4 @@
-"""The official client against the server: each feature gives what the engine alone gives, in the shape of its types."""
+"""The official client against the server: each feature gives the engine's results, with the types of the API."""
 
 import asyncio
 import base64
@@ -40,7 +40,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def base() -> Engine:
-    """The same model, alone."""
+    """An engine with the same model, without a server."""
     return tiny_engine()
 
 
@@ -50,7 +50,7 @@ def talk() -> Engine:
 
 
 def check(kind: Any, raw: bytes | str | dict[str, Any]) -> Any:
-    """A raw body as one of OpenAI's types, validated, with nothing that the type does not know."""
+    """Validate a raw body as one of OpenAI's types, without unknown keys, and return it."""
     tree = raw if isinstance(raw, dict) else json.loads(raw)
     made = TypeAdapter(kind).validate_python(tree)
     refuse_unknown(made)
@@ -68,7 +68,7 @@ def refuse_unknown(value: Any) -> None:
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The chunks of a stream, which ends as OpenAI's do."""
+    """Return the chunks of a stream, which must end as OpenAI's do."""
     assert response.headers["content-type"].startswith("text/event-stream")
     lines = [line for line in response.text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"

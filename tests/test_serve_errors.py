@@ -1,4 +1,4 @@
-"""What is refused, and how: OpenAI's shape, the status, and the field's name."""
+"""Refused requests: OpenAI's error shape, the status, and the name of the field."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +32,7 @@ def http(server: Running) -> Iterator[httpx.Client]:
 
 
 def error(response: httpx.Response, status: int) -> dict[str, Any]:
-    """The error of a response that has OpenAI's shape."""
+    """Return the error of a response that has OpenAI's shape."""
     assert response.status_code == status, response.text
     tree = response.json()
     assert tree.keys() == {"error"} and tree["error"].keys() == {"message", "type", "param", "code"}

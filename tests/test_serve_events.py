@@ -1,4 +1,4 @@
-"""Events of a stream equal, byte for byte, what the interface's types make of each chunk."""
+"""Events of a stream equal, byte for byte, the serialized chunks of the API's types."""
 
 import asyncio
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}], "logprobs"
 
 
 class Texts:
-    """Stands for a generation: gives the deltas, several at a time."""
+    """A fake generation that gives several deltas at a time."""
 
     model = SimpleNamespace(name="@text@")
 

@@ -1,4 +1,5 @@
-"""Clients that are slow, go away, or are too many; and the end: what they may hold, and that they give it back."""
+"""Clients that are slow, disconnect or are too many, and shutdown: the limits on what clients hold, and that they
+release it."""
 
 import asyncio
 import os
@@ -52,7 +53,7 @@ def connected(server: Running) -> Iterator[socket.socket]:
 
 
 def read_all(one: socket.socket) -> bytes:
-    """Until the server closes the connection."""
+    """Read until the server closes the connection."""
     received = b""
     while True:
         try:

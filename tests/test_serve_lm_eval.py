@@ -1,4 +1,4 @@
-"""lm-evaluation-harness asks the server: `make test-harness`. What it measures is what the engine gives by itself."""
+"""lm-evaluation-harness through the server (`make test-harness`): its scores equal those of the engine alone."""
 
 import json
 import math
@@ -36,7 +36,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 def samples(folder: Path, task: str) -> list[dict[str, Any]]:
-    """What the harness asked and was answered, in the order of the documents."""
+    """Return the harness's questions and answers, in the order of the documents."""
     (file,) = folder.glob(f"**/samples_{task}_*.jsonl")
     return sorted(map(json.loads, file.read_text().splitlines()), key=lambda sample: sample["doc_id"])
 

@@ -1,4 +1,4 @@
-"""A server in a process of its own, with too many clients, slow ones, and ones that leave: `make test-overload`.
+"""A server in its own process with too many clients, slow ones, and ones that disconnect: `make test-overload`.
 
 Throughout, /health answers within a second and memory stays bounded; afterwards no slot is held, and a request is
 answered within ten seconds.
@@ -30,7 +30,7 @@ SHORT = LONG | {"max_tokens": 100}
 
 
 class Watch(threading.Thread):
-    """Looks after the server's health and memory while the others are at it."""
+    """Watches the server's health and memory during an attack."""
 
     def __init__(self, target: "Target") -> None:
         super().__init__(daemon=True)
@@ -58,7 +58,7 @@ class Target:
         self.address = ("127.0.0.1", http.base_url.port)
 
     def memory(self) -> int:
-        """Resident bytes."""
+        """Return the server's resident bytes."""
         return int((self.process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def metric(self, name: str) -> float:
@@ -67,7 +67,7 @@ class Target:
 
     @contextmanager
     def watched(self, what: str) -> Iterator[Counter[Any]]:
-        """Assert what holds during and after an attack; the counter is for what clients were answered."""
+        """Check the server during and after an attack; yield a counter for the clients' answers."""
         before, watch, answers = self.memory(), Watch(self), Counter[Any]()
         watch.start()
         began = time.monotonic()

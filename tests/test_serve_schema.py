@@ -1,4 +1,4 @@
-"""Requests made from the server's own OpenAPI document, right and wrong ones: no 5xx, and answers as documented."""
+"""Requests made from the server's own OpenAPI document, valid and invalid: no 5xx, and answers as documented."""
 
 import collections
 from collections.abc import Iterator
@@ -48,7 +48,7 @@ def test_five_thousand_requests_made_from_the_schema(server: Running) -> None:
 
 
 def try_operation(operation: Any, mode: GenerationMode, server: Running, counts: Any) -> None:
-    """Call one operation many times. A request's model is mostly one that there is, so that more of it is looked at."""
+    """Call one operation many times; most requests name an existing model, so that more of each request is checked."""
 
     @settings(max_examples=N_CASES, deadline=None, database=None, derandomize=True,
               suppress_health_check=list(HealthCheck))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which dataset each sample comes from: exact shares, at any position, as a function of the seed and the position."""
+"""The dataset of each sample in a mixture: exact shares, at any position, as a function of seed and position."""
 
 from fractions import Fraction
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ def shares(*weights: float, seed: int = 0, anneal: tuple[int, tuple[float, ...]]
 
 
 def of_rank(rank: int, ranks: int, batch_size: int) -> ManyDevices:
-    """How a rank divides the batch with the others; there is none to talk to."""
+    """Return a rank's `ManyDevices`, without communication, to see how it divides the batch."""
     data = SimpleNamespace(size=lambda: ranks, get_local_rank=lambda: rank)
     mesh = {"data": data, "tensor": SimpleNamespace(size=lambda: 1)}
     layout = SimpleNamespace(sharding="none", sums_in_backward=False)
@@ -34,7 +34,7 @@ def of_rank(rank: int, ranks: int, batch_size: int) -> ManyDevices:
 
 
 def mixed(seed: int = 0, anneal: tuple[int, tuple[float, ...]] | None = None) -> Batches:
-    """Three datasets of 1,000, 300 and 150 tokens, whose token at position i is i."""
+    """Return batches from three datasets of 1,000, 300 and 150 tokens; the token at position i is i."""
     stretches = [Stretch("a", 0, 1000), Stretch("b", 1000, 300), Stretch("c", 1300, 150)]
     phases = [Weights(0, WEIGHTS)] + ([] if anneal is None else [Weights(*anneal)])
     return Batches(Counting(1450), 8, seed, stretches, phases)

@@ -1,4 +1,4 @@
-"""`describe` and `plan`: figures against the built objects and hand arithmetic; renderings; the generated page."""
+"""`describe` and `plan`: figures against the built objects and arithmetic by hand, text output, and the page."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""`gptworks data show`: documents, windows and steps as the model sees them, with the borders of tokens."""
+"""`gptworks data show`: documents, windows and steps as the model sees them, with token borders."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Commands that are shown for copying into a shell: a name in them is one word, whatever it holds."""
+"""Commands shown for copying into a shell: any name in them is quoted as one word."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Compressed files, JSON lists and damaged Parquet: what is read of them, and the errors of broken and hostile ones."""
+"""Compressed files, JSON lists and damaged Parquet: the texts read, and the errors of broken and hostile files."""
 
 import bz2
 import gzip

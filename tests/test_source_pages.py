@@ -1,4 +1,4 @@
-"""HTML, crawls, PDF and folders of code: the text that is taken out of them, and the errors of broken ones."""
+"""HTML, crawls, PDF and folders of code: the text extracted, and the errors of broken ones."""
 
 import gzip
 import io
@@ -69,7 +69,7 @@ def test_a_page_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 def crawl(records: list[tuple[str, str, str, bytes]]) -> bytes:
-    """A WARC file, written by warcio: kind of record, address, type of content, content."""
+    """Return a WARC file written by warcio, given kind, address, content type and content of each record."""
     writer = pytest.importorskip("warcio.warcwriter")
     from warcio.statusandheaders import StatusAndHeaders
 
@@ -122,7 +122,7 @@ def test_wet_files_give_their_texts_and_damage_is_named(tmp_path: Path, monkeypa
 
 
 def make_pdf(lines: list[str]) -> bytes:
-    """A page for each line, as the format's reference shows."""
+    """Return a PDF with one page per line, written as in the format's reference."""
     kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(lines)))
     bodies = [
         "<< /Type /Catalog /Pages 2 0 R >>",

@@ -573,7 +573,7 @@ class ReversedSource(FileSource):
 
 
 class Reversed(Source):
-    """Text files, each line written from right to left."""
+    """A source of text files in which each line is read from right to left."""
 
     endings = (".rtl",)
 

@@ -1,4 +1,4 @@
-"""Draft tokens change how fast a text comes and nothing else: not a token, not a probability."""
+"""Draft tokens change only how fast a text is generated, not its tokens or their probabilities."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +25,7 @@ def engine(model: Any, **options: Any) -> Engine:
 
 
 def noisy_twin(model: Any, noise: float) -> Any:
-    """A model that nearly agrees with another."""
+    """Return a model that mostly agrees with another."""
     twin = random_model(TOKENIZER, seed=0).double().eval()
     twin.load_state_dict(model.state_dict())
     generator = torch.Generator().manual_seed(7)
@@ -41,7 +41,7 @@ MODEL = random_model(TOKENIZER, init_std=0.2).double().eval()
 
 @torch.no_grad()
 def model_with_heads(**settings: Any) -> GPT:
-    """The same with random heads of two tokens beyond the next."""
+    """Return the model with random heads for two tokens beyond the next."""
     model = random_model(TOKENIZER, init_std=0.2, n_future_tokens=3, **settings).eval()
     for head in model.future_heads:
         head.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(3))
@@ -182,7 +182,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused() -> None:
 
 
 class Noted(HeadsDraft):
-    """Notes the texts and their drafts."""
+    """Records the texts and their drafts."""
 
     def __init__(self, n_tokens: int) -> None:
         super().__init__(n_tokens)

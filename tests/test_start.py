@@ -28,7 +28,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def following(source: Path, folder: Path, **model: Any) -> dict[str, Any]:
-    """A recipe that goes on from `source` on other text, in steps too small to matter."""
+    """Return a recipe that continues from `source` on other text, with steps too small to matter."""
     tree = tiny.recipe_tree(folder, **NO_STEP)
     tree["tokenizer"] = {"type": "file", "path": str(source / "tokenizer")}
     tree["model"] |= model

@@ -1,4 +1,4 @@
-"""What a folder's files state of its tokens and templates is followed, or named in a note or a refusal."""
+"""Everything that a folder's files specify about tokens and templates is followed, or named in a note or a refusal."""
 
 import json
 import os
@@ -68,14 +68,14 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 
 def change(folder: Path, file: str, **values: Any) -> None:
-    """Set keys of a JSON file, or take them out (`...`)."""
+    """Set keys of a JSON file, or remove them (`...`)."""
     path = folder / file
     tree = (json.loads(path.read_text()) if path.exists() else {}) | values
     path.write_text(json.dumps({key: value for key, value in tree.items() if value is not ...}))
 
 
 def imported(folder: Path) -> tuple[Import, Tokenizer]:
-    """An import without transformers, and the run's tokenizer."""
+    """Import a folder without transformers; return the import and the run's tokenizer."""
     run = folder.parent / "run"
     shutil.rmtree(run, ignore_errors=True)
     found = import_huggingface(folder, run, verify=False)
@@ -161,7 +161,7 @@ HONOURED: dict[str, Any] = {
 
 
 def facts(folder: Path) -> tuple[Any, ...]:
-    """All that is read of the files next to config.json."""
+    """Return everything read from the files next to config.json."""
     stated = stated_of(load_tokenizer(folder))
     assert stated is not None
     return stated.names, stated.ends, stated.bos, stated.pad, stated.notes, read_templates(folder).named

@@ -1,4 +1,4 @@
-"""With keep_every, a run keeps the weights that it began with, which are used where step 0 is asked for."""
+"""With keep_every, a run keeps its initial weights, which are used if step 0 is requested."""
 
 import shutil
 from pathlib import Path
@@ -37,7 +37,7 @@ def names(run_dir: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tests leave it as it is."""
+    """A complete run. Tests must not change it."""
     return run(tmp_path_factory.mktemp("whole"), ema_decay=0.5)
 
 

@@ -1,4 +1,4 @@
-"""Settings of the laboratory: each against its definition in float64, and what every model owes whatever is on."""
+"""Settings of model/lab: each against its definition in float64, and properties that hold with any of them."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ WHOLE: dict[str, Any] = {name: value for settings in ON.values() for name, value
 
 
 def double(settings: dict[str, Any], **more: Any) -> GPT:
-    """A model in float64 in which every parameter is random."""
+    """Return a model in float64 with random parameters."""
     return random_model(plain_model(**SHAPE | settings | more)).double()
 
 
@@ -62,7 +62,8 @@ def test_the_model_is_its_definition(name: str, n_layers: int) -> None:
 
 
 def by_definition(model: GPT, tokens: Tensor) -> Tensor:
-    """Logits of a model with RMSNorm before each part, SwiGLU, QK-norm and no positions, from its weights by name."""
+    """Return the logits of a model with RMSNorm before each part, SwiGLU, QK-norm and no positions, computed from its
+    weights by name."""
     c, w = model.config, {name: tensor.detach() for name, tensor in model.state_dict().items()}
     embedding = w["token_embedding.weight"][tokens]
     if c.smear:

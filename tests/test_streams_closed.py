@@ -1,4 +1,4 @@
-"""Commands whose standard streams are closed: they work, or fail with their own code."""
+"""Commands with closed standard streams: they work, or fail with their own exit code."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The studio's interface over real run folders: each text and each number is the engine's own."""
+"""The studio's interface over real run folders: each text and number equals the engine's."""
 
 import json
 import math
@@ -40,7 +40,7 @@ SETTINGS = ServerSettings(api_keys=(KEY,), client_share=1.0)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two checkpoints, one below another folder that answers, and three that cannot be used."""
+    """A run with two checkpoints, one in a subfolder that works, and three that cannot be used."""
     home = tmp_path_factory.mktemp("studio")
     folder, other = home / "runs", home / "other"
     other.mkdir()
@@ -74,12 +74,12 @@ def http(server: Running) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def demo(runs: Path) -> Engine:
-    """The run's last checkpoint, alone."""
+    """An engine with the run's last checkpoint."""
     return load(runs / "demo", 8, device="cpu", backend="torch")
 
 
 def events(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
-    """The events of a text."""
+    """Return the events of a generated text."""
     response = http.post("/studio/generate", json={"model": "demo"} | body)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -87,7 +87,7 @@ def events(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
 
 
 def made(http: httpx.Client, **body: Any) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
-    """The start, the tokens and the end."""
+    """Return a generation's start, its tokens and its end."""
     start, *tokens, end = (event for event in events(http, **body) if event["type"] != "loading")
     assert (start["type"], end["type"]) == ("start", "end"), end
     assert {token["type"] for token in tokens} <= {"token"}
@@ -514,7 +514,7 @@ def test_a_server_shows_the_page_and_plays_its_models(demo: Engine, runs: Path) 
 
 
 def started_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[Any, str]:
-    """The app that the command would serve, and the address that it prints."""
+    """Return the app that the command would serve, and the address that it prints."""
     apps: list[Any] = []
 
     class Server:

@@ -1,4 +1,4 @@
-"""The part Data of the studio: what it shows of a run's data is what the loop trained on, token by token."""
+"""The studio's part Data: it shows the data that the training loop used, token by token."""
 
 import json
 import math
@@ -101,7 +101,7 @@ def refused(http: httpx.Client, status: int, part: str, what: str, **body: Any) 
 
 
 def texts_of_loop(batch: Batch) -> list[list[tuple[list[int], list[bool]]]]:
-    """Of each row, the texts that the loop's tensors hold: what is read of each, and which of that is learned."""
+    """Return the texts in each row of the loop's tensors: the tokens read, and which of them are learned."""
     inputs, targets, *positions = batch
     found = []
     for row in range(len(inputs)):
@@ -117,7 +117,7 @@ def texts_of_loop(batch: Batch) -> list[list[tuple[list[int], list[bool]]]]:
 
 
 def texts_shown(row: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
-    """The same of a row as the studio shows it."""
+    """Return the texts of a row as the studio shows it, like `texts_of_loop`."""
     texts: list[tuple[list[int], list[bool]]] = []
     for token in row["tokens"]:
         if token["begins"] and token["begins"]["alone"]:
@@ -128,7 +128,7 @@ def texts_shown(row: dict[str, Any]) -> list[tuple[list[int], list[bool]]]:
 
 
 def rows_of_step(http: httpx.Client, model: str, step: int, **more: Any) -> list[Any]:
-    """All rows of a step, some at a time."""
+    """Return all rows of a step, requested in parts."""
     rows: list[Any] = []
     while True:
         found = asked(http, "step", model=model, step=step, sample=len(rows), n_samples=5, n=4096, **more)

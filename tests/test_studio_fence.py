@@ -1,4 +1,4 @@
-"""Attacks on the studio's sign-in and on its fence, as bytes on the wire: no answer holds anything of a run."""
+"""Attacks on the studio's sign-in and access checks, as raw bytes: no answer contains anything of a run."""
 
 import json
 import socket
@@ -34,7 +34,7 @@ def port(server: Running) -> int:
 def asked(
     port: int, request: str, *headers: str, host: str | None = None, body: str = "", kind: str = "application/json"
 ) -> tuple[int, str]:
-    """The status and the whole answer to a request that is sent as it is; 0: the connection was closed."""
+    """Send a request as it is; return the status and the whole answer; status 0: the connection was closed."""
     lines = [f"{request} HTTP/1.1", f"host: {host or f'127.0.0.1:{port}'}", *headers, "connection: close"]
     lines += [f"content-length: {len(body.encode())}", f"content-type: {kind}"] if body else []
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
@@ -47,7 +47,7 @@ def asked(
 
 
 def sign_in(server: Running, port: int, *headers: str, host: str | None = None) -> tuple[str, str]:
-    """The `Cookie` and `Authorization` headers of a new session."""
+    """Return the `Cookie` and `Authorization` headers of a new session."""
     code = server.service.sign_in.code()  # type: ignore[union-attr]
     status, answer = asked(port, "POST /studio/sign-in", *headers, host=host, body=json.dumps({"code": code}))
     assert status == 200, answer

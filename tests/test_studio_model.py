@@ -1,4 +1,5 @@
-"""The studio's part Model: each figure is that of `describe --json`, of the plan, or of the room that reads weights."""
+"""The studio's part Model: each figure equals that of `describe --json`, of the plan, or of the package that reads
+weights."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The studio's static files: what is vendored, how large they are, what they may not contain."""
+"""The studio's static files: vendored ones, their sizes, and forbidden contents."""
 
 import gzip
 import hashlib

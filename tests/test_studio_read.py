@@ -1,4 +1,4 @@
-"""Reading a text in the studio: each number is that of `evaluate`, of the engine, or of the room that computes it."""
+"""The studio's part Read: each number equals that of `evaluate`, of the engine, or of the package that computes it."""
 
 import base64
 import json
@@ -34,7 +34,7 @@ TEXT = tiny.TEXT[:150]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run by characters with two checkpoints, and an imported one by bytes."""
+    """A run with a character tokenizer and two checkpoints, and an imported one with a byte tokenizer."""
     home = tmp_path_factory.mktemp("read")
     tree = tiny.recipe_tree(home, max_steps=8, checkpoint_every=4, evaluate_every=4, evaluate_sequences=2)
     train(parse_recipe(tree | {"run_dir": str(home / "runs" / "demo")}))

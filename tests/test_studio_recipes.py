@@ -1,4 +1,4 @@
-"""Recipes of the listed runs are read in a process with limits: a bad one is named and holds up no other."""
+"""Recipes of the listed runs are read in a process with limits: a bad one is reported and does not delay others."""
 
 import os
 from pathlib import Path

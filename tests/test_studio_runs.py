@@ -1,4 +1,4 @@
-"""The studio's routes for runs: the figures of `compare`, live, bounded, and nothing but what the folder holds."""
+"""The studio's routes for runs: the figures of `compare`, live and bounded, and only contents of the folder."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The studio knows who asks: other users of the machine reach its port, and get nothing."""
+"""The studio authenticates its user: other users of the machine reach its port, but get nothing."""
 
 import http.client
 import json
@@ -44,7 +44,7 @@ def port_of(server: Running) -> int:
 
 
 def signed_in(server: Running) -> tuple[dict[str, str], str]:
-    """The headers of a session, and the `Set-Cookie` that began it."""
+    """Return the headers of a session, and the `Set-Cookie` that started it."""
     code = server.service.sign_in.code()  # type: ignore[union-attr]
     with server.http(headers={}) as http:
         answer = http.post("/studio/sign-in", json={"code": code})
@@ -54,7 +54,7 @@ def signed_in(server: Running) -> tuple[dict[str, str], str]:
 
 
 def asked(server: Running, method: str, path: str, headers: dict[str, str]) -> int:
-    """The status of the answer; of a stream, without waiting for its end."""
+    """Return the status of the answer, without waiting for the end of a stream."""
     one = http.client.HTTPConnection("127.0.0.1", port_of(server), timeout=60)
     try:
         body = b"{}" if method == "POST" else None
@@ -65,7 +65,7 @@ def asked(server: Running, method: str, path: str, headers: dict[str, str]) -> i
 
 
 def routes() -> list[tuple[str, str]]:
-    """Every route of the app that needs a session, and a name that is no route."""
+    """Return every route of the app that needs a session, and one that does not exist."""
     routers: list[Any] = [served, page.router, *ROUTERS, start.actions]
     found = [(method, route.path) for router in routers for route in router.routes for method in route.methods]
     assert len(found) > 30 and {path for _, path in found} >= OPEN - {"/openapi.json"}

@@ -1,4 +1,4 @@
-"""The studio's routes to start runs: the form is the schema, the plan is the command's, and what runs is a process."""
+"""The studio's routes to start runs: the form matches the schema, the plan the command's, and a run is a process."""
 
 import json
 import time
@@ -33,7 +33,7 @@ from serving import until
 
 
 def paths(schema: dict[str, Any], section: dict[str, Any], path: str = "") -> set[str]:
-    """Every setting that a JSON schema knows, with sections inside one another, whatever their `type`."""
+    """Return every setting in a JSON schema, including nested sections of any `type`."""
     found = set()
     for name, one in section.get("properties", {}).items():
         where = f"{path}.{name}" if path else name
@@ -87,7 +87,7 @@ def test_an_edit_of_the_form_changes_one_line_of_the_text(path: str, value: str,
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the runs `old` and `files`, the latter of a recipe that the studio has not written."""
+    """A folder with the runs `old` and `files`; the recipe of `files` was not written by the studio."""
     root: Path = tmp_path_factory.mktemp("studio") / "runs"
     write_run(root / "old", curve([3.0, 2.0]), train={"max_steps": 20})
     return root

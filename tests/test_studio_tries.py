@@ -1,4 +1,4 @@
-"""Tries in the studio: their verdicts and runs, and nothing of what lies elsewhere."""
+"""Tries in the studio: their verdicts and runs, and no files from elsewhere."""
 
 from pathlib import Path
 from shutil import copyfile
@@ -11,7 +11,7 @@ from histories import curve, write_run
 
 
 def make_try(folder: Path) -> None:
-    """A try of three pairs, which helps."""
+    """Write a try of three pairs whose change helps."""
     pairs = []
     for number, (without, with_it) in enumerate([(2.0, 1.9), (2.1, 2.0), (2.2, 2.11)]):
         for arm, loss in (("before", without), ("after", with_it)):

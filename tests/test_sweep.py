@@ -1,4 +1,5 @@
-"""Sweeps: ranges refused before work, trials that are runs, pruning that stops a process, and going on after a kill."""
+"""Sweeps: ranges refused before work, trials that are runs, pruning that stops a process, and continuing after a
+kill."""
 
 import json
 import os
@@ -58,7 +59,7 @@ RATES = {"train.learning_rate": {"low": 0.001, "high": 0.1, "log": True}}
 
 @pytest.fixture
 def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Trials that take no time; returns the trainer's file."""
+    """Make trials fake, so that they take no time; return the trainer's file."""
     trainer = tmp_path / "trainer.py"
     trainer.write_text(TRAINER, encoding="utf-8")
     monkeypatch.setattr("gptworks.runs.trials.TRAIN", (sys.executable, str(trainer)))
@@ -317,7 +318,7 @@ def test_a_process_that_is_still_at_work_in_a_trial_is_waited_for(tmp_path: Path
 
 
 def begin(trainer: Path, path: Path, held: str) -> commands.Process:
-    """A sweep in a process of its own, one of whose trials waits after its third step for a file `NUMBER.go`."""
+    """Start a sweep in a process of its own; one of its trials waits after its third step for a file `NUMBER.go`."""
     code = (
         "import sys\nfrom gptworks.runs import sweep, trials\n"
         f"trials.TRAIN = (sys.executable, {str(trainer)!r})\nsweep.run_sweep({str(path)!r})\n"

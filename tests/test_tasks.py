@@ -1,4 +1,4 @@
-"""Tasks from JSONL files: what is asked, how answers are judged, and the sandbox for programs."""
+"""Tasks from JSONL files: their questions, the judging of answers, and the sandbox for programs."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Whatever models, files and names hold: no command drives the terminal with it."""
+"""Text of models, files and names: no command lets it control the terminal."""
 
 import ast
 import os
@@ -124,7 +124,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_terminal(*arguments: str, cwd: Path, typed: str = "") -> str:
-    """What a command writes where standard output and error are a terminal."""
+    """Return what a command writes if standard output and error are a terminal."""
     leader, follower = pty.openpty()
     process = commands.start("-m", "gptworks", *arguments, cwd=cwd, stdin=_Of(follower), stdout=_Of(follower),
                              stderr=_Of(follower))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Threads of the CPU: how they wait, how many compute, and what is said where other programs take their cores."""
+"""CPU threads: how they wait, how many compute, and the advice if other programs use their cores."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Rates, utilization, norms by layer and compiled blocks: what a run tells of itself while it goes on."""
+"""Rates, utilization, norms by layer and compiled blocks: the figures that a run reports."""
 
 import math
 import shutil

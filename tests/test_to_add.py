@@ -1,5 +1,5 @@
-"""To add an optimizer or an objective is a change to two files, documents and tests apart: all that names one of those
-there are lies in two."""
+"""Adding an optimizer or an objective changes two files, besides documents and tests: the names of the present ones
+occur in two files only."""
 
 import re
 from pathlib import Path

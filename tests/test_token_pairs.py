@@ -1,4 +1,4 @@
-"""Embeddings of token pairs (`bigram_vocab_size`), against the definition written out in float64."""
+"""Embeddings of token pairs (`bigram_vocab_size`), against the definition in float64."""
 
 from typing import Any
 
@@ -22,12 +22,13 @@ def settings(**more: Any) -> dict[str, Any]:
 
 
 def row_by_definition(token: int, previous: int | None) -> int:
-    """modded-nanogpt's hash: two factors, exclusive or, modulo; a row of its own where nothing stands before."""
+    """Return a pair's row by modded-nanogpt's hash (two factors, exclusive or, modulo); a token without a previous one
+    has its own row."""
     return ROWS - 1 if previous is None else ((36_313 * token) ^ (27_191 * previous)) % (ROWS - 1)
 
 
 def first_block_input(model: GPT, tokens: Tensor, **given: Any) -> Tensor:
-    """What enters the first block, [B, T, C]."""
+    """Return the input of the first block, [B, T, C]."""
     seen: list[Tensor] = []
     hook = model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     with torch.no_grad():
@@ -37,7 +38,7 @@ def first_block_input(model: GPT, tokens: Tensor, **given: Any) -> Tensor:
 
 
 def twin(model: GPT, texts: list[list[int]]) -> Tensor:
-    """The embedding of texts one after the other, [1, T, C], token by token."""
+    """Return the embedding of concatenated texts, [1, T, C], computed token by token."""
     weights = {name: tensor.detach().double() for name, tensor in model.named_parameters()}
     table, scale = weights["bigram_embedding.table.weight"], weights["bigram_embedding.scale"]
     return torch.stack([

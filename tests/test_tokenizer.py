@@ -359,7 +359,7 @@ def test_words_have_no_fixed_bytes() -> None:
 
 
 def gives_up() -> Tokenizer:
-    """Its pattern backtracks without end on a run of a's."""
+    """Return a tokenizer whose pattern backtracks endlessly on a run of a's."""
     tokenizer = bpe()
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a|a|aa)+$"), "isolated")
     return tokenizer

@@ -1,4 +1,4 @@
-"""The tracer: against torch's own memory tracker, against real steps, and against the training loop's."""
+"""The tracer against torch's own memory tracker, real steps, and the training loop's steps."""
 
 import subprocess
 import sys

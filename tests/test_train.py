@@ -1,4 +1,4 @@
-"""What a training run does, seen from its run folder."""
+"""The effects of a training run, seen in its run folder."""
 
 import itertools
 import math
@@ -150,7 +150,7 @@ def test_epochs_set_the_number_of_steps(tmp_path: Path) -> None:
 
 @pytest.fixture
 def steps_of_an_eighth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step reads the clock twice, and so takes 0.125 seconds."""
+    """Make each step, which reads the clock twice, take 0.125 seconds."""
     clock = itertools.count()
     monkeypatch.setattr(
         loop, "time", SimpleNamespace(perf_counter=lambda: 0.125 * next(clock), monotonic=time.monotonic)

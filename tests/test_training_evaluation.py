@@ -1,4 +1,5 @@
-"""Evaluation inside a run: what part of the held-out text it reads, that it hears a stop, and that ranks agree."""
+"""Evaluation during a run: the part of the held-out text that it reads, its reaction to a stop, and agreement of
+ranks."""
 
 import os
 import signal

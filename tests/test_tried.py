@@ -1,4 +1,4 @@
-"""When a try gives its pairs third runs, in equal time: simulated tries on machines whose step times are noisy."""
+"""Third runs in equal time: when a try adds them to its pairs, in simulations with noisy step times."""
 
 import math
 import random
@@ -19,7 +19,7 @@ STEPS = 1000
 
 
 def simulated(seed: int, noise: float, ratio: float = 1.0, most_pairs: int = 8, worth: float = 0.005) -> Try:
-    """A try of a change that leaves the loss at equal tokens as it is; longer runs have lower losses.
+    """Return a try of a change that does not affect the loss at equal tokens; longer runs have lower losses.
 
     Args:
         noise: deviation of the logarithm of a run's step time. ratio: how long a step takes with the change.
@@ -104,7 +104,7 @@ def test_a_runs_step_time_is_that_of_its_undisturbed_steps() -> None:
 
 
 def tried(differences: list[float], step_times: list[float], worth: float = 0.005) -> Try:
-    """A try whose pairs have these differences and step times with the change."""
+    """Return a try whose pairs have these differences and these step times with the change."""
     recipe = Recipe(**tiny.recipe_tree(Path("/tmp")))
     pairs = tuple(
         Pair(i, i, {"before": 3.0, "after": 3.0 + one}, {"before": 9.0, "after": 9.0 * taken},

@@ -1,4 +1,4 @@
-"""`gptworks try`: pairs of runs, their seeds and lengths, the verdict, and going on after a stop."""
+"""`gptworks try`: pairs of runs, their seeds and lengths, the verdict, and continuing after a stop."""
 
 import json
 import os
@@ -54,7 +54,7 @@ with (folder / "metrics.jsonl").open("w") as file:
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe whose runs take no time, and whose steps count as a tenth of a second."""
+    """A recipe whose runs are fake and take no time; each step counts as a tenth of a second."""
     trainer = tmp_path / "trainer.py"
     trainer.write_text(TRAINER, encoding="utf-8")
     monkeypatch.setattr("gptworks.runs.trials.TRAIN", (sys.executable, str(trainer)))

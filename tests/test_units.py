@@ -1,4 +1,4 @@
-"""Parts of sources that are read by themselves give what the whole gives, wherever they begin."""
+"""Sources read in separate parts give the same as the whole, wherever the parts begin."""
 
 import json
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def whole(source: Source) -> list[Piece]:
-    """As one reads the files without units."""
+    """Read the files without units."""
     return [piece for file in source.files() for piece in source.read(file)]
 
 

@@ -1,4 +1,4 @@
-"""Histograms, moments and singular values of stored weights, against numpy's in float64 over the loaded model."""
+"""Histograms, moments and singular values of stored weights, against numpy in float64 on the loaded model."""
 
 import math
 from dataclasses import asdict
@@ -51,7 +51,7 @@ def saved(folder: Path, tensors: dict[str, Tensor], step: int = 7) -> Checkpoint
 
 
 def kept(folder: Path, kind: str) -> tuple[Checkpoint, Recipe, dict[str, Tensor]]:
-    """A checkpoint whose weights are kept so, its recipe, and the weights that the loaded model computes with."""
+    """Return a checkpoint with weights stored in this kind, its recipe, and the weights of the loaded model."""
     model, recipe = hf.random_model(MODEL), recipe_of()
     if kind == "adapter over int4":
         recipe = recipe_of(adapter={"rank": 3, "base": "int4"})

@@ -1,4 +1,5 @@
-"""Weights rounded as a run is loaded: those that `gptworks quantize` writes, bit for bit, and what is refused."""
+"""Weights rounded when a run is loaded equal, bit for bit, those that `gptworks quantize` writes; and refused
+inputs."""
 
 import contextlib
 import json
@@ -58,7 +59,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 
 
 def make_run(folder: Path, name: str = "tied head") -> Path:
-    """A run folder with random weights, and a random adapter where the run has one."""
+    """Write a run folder with random weights, and a random adapter if the run has one."""
     settings, adapter = RUNS[name]
     model = hf.random_model(tiny.plain_model(**SMALL | settings))
     hf.make_run(folder, model)
@@ -91,12 +92,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in fp32. Not to be changed."""
+    """A run in fp32. Tests must not change it."""
     return make_run(tmp_path_factory.mktemp("runs") / "run")
 
 
 def written(run: Path, weights: Weights, text: Path) -> Path:
-    """The run that `gptworks quantize` makes of it, with nearest rounding."""
+    """Return the run that `gptworks quantize` makes of it, with nearest rounding."""
     out = run.parent / f"{run.name}-{weights}"
     if not out.exists():
         quantize_run(run, out, weights, rounding="nearest", texts=[text])

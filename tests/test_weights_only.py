@@ -1,4 +1,4 @@
-"""A best between two saves is written as weights only: to be used, and never to be trained on."""
+"""A best checkpoint between two saves has only weights: it can be used, but training never resumes from it."""
 
 import json
 import shutil
@@ -42,12 +42,12 @@ LOSSES = {3: 9.0, 6: 8.0, 9: 7.0, 12: 7.5, 14: 7.2}
 
 
 class BrokenOff(Exception):
-    """What ends a run in the middle of a step."""
+    """Raised to end a run in the middle of a step."""
 
 
 @contextmanager
 def told(losses: dict[int, float], end_before: int | None = None) -> Iterator[None]:
-    """Runs whose evaluations find the loss of each step that is told; step `end_before` breaks off."""
+    """A context in which evaluations give the loss set for each step; step `end_before` raises BrokenOff."""
     evaluate, take, step = Objective.evaluate, Run.training_step, 0
 
     def training_step(run: Run) -> None:
@@ -73,7 +73,7 @@ def names(run_dir: Path) -> list[str]:
 
 
 def contents(run_dir: Path) -> dict[str, Any]:
-    """The bytes of all tensors, and the states without what a clock says."""
+    """Return the bytes of all tensors, and the states without clock times."""
     found: dict[str, Any] = {}
     for path in sorted((run_dir / "checkpoints").glob("*/*")):
         if path.suffix == ".safetensors":
@@ -85,7 +85,7 @@ def contents(run_dir: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was killed after step 10: its best is of step 9, and what it goes on from of step 8."""
+    """A run killed after step 10: its best checkpoint is of step 9, and it resumes from step 8."""
     folder = tmp_path_factory.mktemp("live")
     tree = tiny.recipe_tree(folder, **SETTINGS)
     tree["model"] |= {"mlp": "swiglu", "qk_norm": False}  # what other formats know

@@ -1,4 +1,4 @@
-"""The wheel in dist/ with the C++ built (make wheel): installed alone, on a machine without a compiler."""
+"""The wheel in dist/ with compiled C++ (make wheel): installed alone, on a machine without a compiler."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Other programs are shown what metrics.jsonl holds, each step once, however often a run goes on."""
+"""Other programs receive the records of metrics.jsonl, each step once, however often a run is resumed."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def init(**settings):
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that stands for the server of a wandb that is none."""
+    """A folder in place of a wandb server."""
     module = tmp_path / "modules"
     module.mkdir()
     (module / "wandb.py").write_text(FAKE_WANDB, encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Writing through the one door to files: no planted link, FIFO, device or leftover harms what is outside or inside."""
+"""Writing through `gptworks.files`: no planted link, FIFO, device or leftover causes damage outside or inside the
+folder."""
 
 import os
 import resource
@@ -29,7 +30,7 @@ from gptworks.files import (
 
 @pytest.fixture
 def precious(tmp_path: Path) -> Iterator[Path]:
-    """A file outside the folder that is written to, which must stay as it is."""
+    """A file outside the target folder, which must stay unchanged."""
     (tmp_path / "run").mkdir()
     path = tmp_path / "authorized_keys"
     path.write_text("precious")

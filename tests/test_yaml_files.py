@@ -1,4 +1,4 @@
-"""YAML from strangers: what is counted, what is refused, and that there is one reader."""
+"""YAML from strangers: the limits, the refusals, and that there is only one reader."""
 
 import ast
 import itertools
@@ -16,7 +16,8 @@ LETTERS = "abcdefghijklmnop"
 
 
 def nested_merges(width: int, levels: int) -> str:
-    """Each level merges the one before it `width` times: width ** levels keys are copied if nothing counts them."""
+    """Return YAML in which each level merges the one before it `width` times: without a limit, width ** levels keys are
+    copied."""
     lines = ["a: &a {x: 1}"]
     for before, letter in itertools.pairwise(LETTERS[:levels]):
         lines.append(f"{letter}: &{letter} {{<<: [{','.join([f'*{before}'] * width)}]}}")
