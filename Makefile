@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-random test-browser test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-kills test-tries test-crashes test-schema test-overload test-engine test-planted test-guide test-processors test-sanitizers test-margins wheel lint format reference docs bench first-hour experiments league clean
+.PHONY: help demo pipeline bands test test-random test-browser test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-slurm test-job-files test-kills test-tries test-crashes test-schema test-overload test-engine test-planted test-guide test-processors test-sanitizers test-margins wheel lint format reference docs bench first-hour experiments league clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
@@ -18,6 +18,8 @@ help:
 	@echo "make test-trl  compare preference tuning with trl, which it installs (about a minute)"
 	@echo "make test-memory  hold planned memory against traced steps, of every preset and of 1,500 drawn models (about 25 minutes on 2 cores)"
 	@echo "make test-arrangements  500 drawn recipes, twice: what is planned and advised, training accepts; what a step is planned to hold, its trace and processes hold (about 6 minutes on 2 cores)"
+	@echo "make test-slurm  jobs of gptworks launch in a Slurm of this machine, preempted and requeued (about 5 minutes; needs slurm-wlm and root)"
+	@echo "make test-job-files  job files in SkyPilot's parser and Kubeflow's models, which it installs (about 2 minutes)"
 	@echo "make test-tries  ten tries of a change that does nothing, with real runs (about 8 minutes on 2 cores)"
 	@echo "make test-kills  kill runs of 1, 2 and 4 ranks fifty times and a build twenty, and resume them; KILLS=100 SEED=1 draws others (about 20 minutes on 2 cores)"
 	@echo "make test-crashes  every state that a crash or a failing disk can leave (takes long; needs strace)"
@@ -78,7 +80,16 @@ test-arrangements: .venv/.installed-dev
 	$(BIN)/python -m pytest -m arrangements -rP tests/test_arrangements.py tests/test_plan_claims.py
 
 test-ranks: .venv/.installed-dev
-	$(BIN)/python -m pytest -m ranks tests/test_parallel.py tests/test_ranks.py tests/test_memory_of_ranks.py tests/test_network.py tests/test_host.py
+	$(BIN)/python -m pytest -m ranks tests/test_parallel.py tests/test_ranks.py tests/test_machines.py tests/test_memory_of_ranks.py tests/test_network.py tests/test_host.py
+
+test-slurm: .venv/.installed-dev
+	$(BIN)/python -m pytest -m slurm -rs tests/test_slurm.py
+
+SCHEDULERS := .venv/schedulers
+test-job-files: .venv/.installed-dev
+	test -d $(SCHEDULERS) || { $(PYTHON) -m venv $(SCHEDULERS) && \
+	  $(SCHEDULERS)/bin/pip install --quiet skypilot==0.14.1 kubeflow-trainer-api==2.3.0; }
+	GPTWORKS_SCHEDULERS=$(SCHEDULERS) $(BIN)/python -m pytest -m job_files tests/test_job_files.py
 
 test-margins: .venv/.installed-dev
 	for seed in 0 1 2 3 4 5 6 7 8 9; do for precision in fp32 bf16; do \

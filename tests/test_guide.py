@@ -28,8 +28,8 @@ FLAGS = re.MULTILINE | re.DOTALL
 PAGES = [
     "README.md",
     "docs/guide.md",
-    *(f"docs/topics/{topic}.md" for topic in ("models", "planning", "data", "training", "export", "tuning")),
-    *(f"docs/topics/{topic}.md" for topic in ("generating", "serving", "studio", "evaluating")),
+    *(f"docs/topics/{topic}.md" for topic in ("models", "planning", "data", "training", "launching", "export")),
+    *(f"docs/topics/{topic}.md" for topic in ("tuning", "generating", "serving", "studio", "evaluating")),
     "docs/python.md",
 ]
 """In the order in which they run: later pages use the runs of earlier ones."""

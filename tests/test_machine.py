@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from gptworks import device, machine
-from gptworks.training.distributed import launch
+from gptworks.training.distributed import agent
+from gptworks.training.distributed.rendezvous import ThisMachine
 
 MIB = 2**20
 V2 = "30 24 0:26 {root} {folder} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
@@ -193,7 +194,7 @@ def test_ranks_divide_the_processors_of_the_quota(monkeypatch: pytest.MonkeyPatc
             return 0
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(launch, "usable_cpus", lambda: 4)
-    monkeypatch.setattr(launch.subprocess, "Popen", Ended)
-    assert launch.launch(2, ["train", "demo"]) == 0
+    monkeypatch.setattr(agent, "usable_cpus", lambda: 4)
+    monkeypatch.setattr(agent.subprocess, "Popen", Ended)
+    assert agent.Agent(2, ["train", "demo"], ThisMachine()).run() == 0
     assert [env["OMP_NUM_THREADS"] for env in started] == ["2", "2"]

@@ -147,7 +147,8 @@ def test_each_extra_that_an_error_names_exists_and_holds_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {name: packages_of(name) for name in project["optional-dependencies"]}
     sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")}
-    assert [path.name for path, text in sources.items() if "pip install" in text] == ["errors.py"]
+    installing = {path.name for path, text in sources.items() if "pip install" in text}
+    assert installing == {"errors.py", "skypilot.py"}  # a message, and what a job does on its machines
     calls = [
         node
         for text in sources.values()

@@ -95,9 +95,9 @@ def test_five_kills_change_nothing(uninterrupted: tuple[Path, Path], tmp_path: P
     assert not list((run_dir / "checkpoints").glob(".writing-*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 0)])
 def test_a_stop_signal_saves_and_the_resumed_run_is_the_same(
-    uninterrupted: tuple[Path, Path], tmp_path: Path, number: signal.Signals
+    uninterrupted: tuple[Path, Path], tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     recipe, whole = uninterrupted
     run_dir = tmp_path / "stopped"
@@ -105,7 +105,7 @@ def test_a_stop_signal_saves_and_the_resumed_run_is_the_same(
     wait_for_step(process, run_dir, 6)
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
+    assert process.returncode == code, output
     assert f"stopped by {number.name}" in output
     assert "Traceback" not in output
     stopped_at = checkpoints(run_dir)[0].step

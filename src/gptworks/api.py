@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gptworks.planning.devices import Device
     from gptworks.recipe import RecipeLike
     from gptworks.runs.trained_run import TrainedRun
+    from gptworks.training.loop import Outcome
 
 Files = str | PathLike[str] | Sequence[str | PathLike[str]]
 
@@ -55,6 +56,23 @@ def train(
         UserError: the recipe, its data or the run folder cannot be used, or the run does not fit in memory.
         RunError: loss or gradients stayed non-finite, or a checkpoint could not be written.
     """
+    outcome = train_here(
+        recipe, *overrides, *overrides_of(settings), resume=resume, change=change, force=force, report=report,
+        prepare=prepare,
+    )  # fmt: skip
+    return read_run(outcome.run_dir)
+
+
+def train_here(
+    recipe: RecipeLike,
+    *overrides: str,
+    resume: bool = False,
+    change: Collection[str] = (),
+    force: bool = False,
+    report: Callable[[str], None] | None = None,
+    prepare: Callable[[Recipe], Prepared] | None = None,
+) -> Outcome:
+    """Train as this process's rank, without reading the run's folder afterwards; see `train`."""
     from gptworks.data.prepare import prepare as prepare_data
     from gptworks.device import choose_device
     from gptworks.training.distributed.ranks import join
@@ -62,17 +80,16 @@ def train(
     from gptworks.training.record.display import Display
     from gptworks.training.record.notebook import NotebookDisplay, in_notebook
 
-    given, change = with_changes([*overrides, *overrides_of(settings)], change, resume)
+    given, change = with_changes(list(overrides), change, resume)
     display = NotebookDisplay() if in_notebook() else None
     loaded = settings_of(recipe, given, resume, report or (display or Display()).message)
     if prepare is None:
         prepare = prepare_data if display is None else partial(prepare_data, report=display.preparing)
     with join(loaded.train.parallel.timeout_seconds, choose_device(loaded.train.device)) as ranks:
-        train_model(
+        return train_model(
             loaded, resume=resume, change=change, force=force, ranks=ranks, overrides=given, prepare=prepare,
             display=display if ranks.is_rank_zero else None,
         )  # fmt: skip
-    return read_run(loaded.run_dir)
 
 
 def read_run(folder: str | PathLike[str]) -> TrainedRun:

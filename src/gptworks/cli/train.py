@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from typer import Argument, Option
@@ -12,6 +12,9 @@ from typer import Argument, Option
 from gptworks.cli import options
 from gptworks.cli.prepare import prepare_with_progress
 from gptworks.cli.printing import notice, working
+from gptworks.errors import refuse_unused
+
+Target = Literal["local", "slurm", "skypilot", "kubeflow"]
 
 Change = Annotated[
     list[str] | None,
@@ -33,12 +36,14 @@ def train(
     Processes that torchrun or `gptworks launch` starts train the model together.
     """
     with working("starting"):
-        from gptworks.api import train as train_recipe
+        from gptworks.api import train_here
+        from gptworks.training.signals import exit_code_of
 
-    train_recipe(
+    outcome = train_here(
         recipe, *overrides or [], resume=resume, change=change or [], force=force, report=_first_rank_notice,
         prepare=prepare_with_progress,
     )  # fmt: skip
+    raise typer.Exit(exit_code_of(outcome.stop))
 
 
 def fork(
@@ -65,23 +70,101 @@ def fork(
 def launch(
     recipe: options.RecipeFile,
     overrides: options.Overrides = None,
-    nproc: Annotated[int, Option(min=1, help="Processes; one for each GPU.")] = 1,
+    on: Annotated[
+        Target, Option(help="Where to train: this machine, or a job for a scheduler, which is submitted if it is here.")
+    ] = "local",
+    nproc: Annotated[
+        int | None, Option(min=1, help="Processes on each machine. Left out: one for each GPU of --gpus, or 1.")
+    ] = None,
+    nodes: Annotated[
+        str, Option(metavar="N|MIN:MAX", help="Machines. MIN:MAX: machines may leave and come while the run trains.")
+    ] = "1",
+    rendezvous: Annotated[
+        str | None,
+        Option(metavar="HOST[:PORT]", help="With --on local and several machines: the address of the first, on each."),
+    ] = None,
+    restarts: Annotated[
+        int | None,
+        Option(min=0, help="Restarts from the last checkpoint after a rank has failed. Left out: 3 in a job, else 0."),
+    ] = None,
+    gpus: Annotated[str | None, Option(metavar="[TYPE:]N", help="In a job: GPUs of each machine.")] = None,
+    time: Annotated[str | None, Option(help="In a job: the time limit, as its scheduler writes it.")] = None,
+    partition: Annotated[str | None, Option(help="With --on slurm: the partition.")] = None,
+    option: Annotated[
+        list[str] | None,
+        Option(
+            metavar="KEY=VALUE",
+            help="In a job: another request in its scheduler's words, repeatable: a line `#SBATCH --KEY=VALUE`, or one "
+            "of the resources of SkyPilot or a TrainJob.",
+        ),
+    ] = None,
+    grace: Annotated[
+        int, Option(min=1, max=65535, help="In a job: seconds to save, from the signal to the end.")
+    ] = 120,
+    image: Annotated[str | None, Option(help="With --on kubeflow: a container image that has gptworks.")] = None,
+    volume: Annotated[
+        list[str] | None,
+        Option(metavar="NAME:PATH", help="With --on kubeflow or skypilot: a volume and where to mount it; repeatable."),
+    ] = None,
+    setup: Annotated[
+        str | None, Option(help="With --on skypilot: the command that installs gptworks on each machine.")
+    ] = None,
+    file: Annotated[Path | None, Option(help="The job file. Left out: the run's name, in this folder.")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Check the run and print the job file; start nothing.")] = False,
     resume: options.Resume = False,
     change: Change = None,
     force: options.Force = False,
 ) -> None:
-    """Train in several processes on this machine.
+    """Train in several processes, on this machine, on several, or in a job of a scheduler.
 
-    train.parallel sets how the processes divide the work.
+    train.parallel sets how the processes divide the work. A job continues the run's last checkpoint when it starts
+    again: after a failure, after the signal before its time limit, and after preemption.
     """
     from gptworks.api import settings_of, with_changes
-    from gptworks.training.distributed.launch import launch as start
-    from gptworks.training.setup import check_train
+    from gptworks.launch.job import Job, check_job, parse_gpus, parse_nodes, parse_pairs
+    from gptworks.launch.local import check_local, run_local
+    from gptworks.launch.submit import TARGETS, submit, write_job
 
     overrides, change = with_changes(overrides or [], change or [], resume)
-    check_train(settings_of(recipe, overrides, resume, _first_rank_notice), resume, nproc, change)
-    flags = [name for name, given in (("--resume", resume), ("--force", force)) if given]
-    sys.exit(start(nproc, ["train", str(recipe), *overrides, *flags, *(f"--change={key}" for key in change)]))
+    gpu_type, n_gpus = ("", 0) if gpus is None else parse_gpus(gpus)
+    least, most = parse_nodes(nodes)
+    asked = parse_pairs("--option", option or [])
+    if partition is not None:
+        asked = {"partition": partition} | asked
+    loaded = settings_of(recipe, overrides, resume, _first_rank_notice)
+    job = Job(
+        str(recipe), loaded.name, overrides, change, force, least, most, nproc or n_gpus or 1, n_gpus, gpu_type,
+        (0 if on == "local" else 3) if restarts is None else restarts, grace, time or "", asked, image or "",
+        {path: name for name, path in parse_pairs("--volume", volume or [], ":").items()}, setup or "",
+    )  # fmt: skip
+    if on == "local":
+        refuse_unused(
+            "is for a job", gpus=gpus, time=time, partition=partition, option=asked or None, image=image,
+            volume=volume or None, setup=setup, file=file,
+        )  # fmt: skip
+        host, port = check_local(job, rendezvous)
+    else:
+        refuse_unused(f"does nothing with --on {on}, whose job chooses it", rendezvous=rendezvous)
+        if on != "slurm":
+            refuse_unused("is for --on slurm", partition=partition)
+        else:
+            refuse_unused(
+                "is for containers: it does nothing with --on slurm", image=image, volume=volume or None, setup=setup
+            )
+    check_job(job, loaded, resume)
+    if on == "local":
+        if not dry_run:
+            sys.exit(run_local(job, str(loaded.run_dir), host, port, resume))
+        return
+    if dry_run:
+        typer.echo(TARGETS[on].job_file(job), nl=False)
+        return
+    path = write_job(on, job, file)
+    answer = submit(on, path)
+    typer.echo(answer if answer is not None else str(path))
+    if answer is None:
+        words = [*TARGETS[on].SUBMIT, str(path)]
+        notice(f"{words[0]} is not installed here. Submit the job with: {shlex.join(words)}")
 
 
 def _first_rank_notice(text: str) -> None:

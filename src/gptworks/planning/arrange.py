@@ -78,8 +78,8 @@ def refusal(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Refusal | 
     if n_ranks % tensor:
         return Refusal(
             f"{n_ranks} ranks are not a multiple of train.parallel.tensor_parallel={tensor}",
-            f"start a multiple of {tensor} processes with torchrun or `gptworks launch`, or set tensor_parallel to a "
-            f"divisor of {n_ranks}.",
+            f"start a multiple of {tensor} processes with `gptworks launch`, or set tensor_parallel to a divisor of "
+            f"{n_ranks}.",
         )
     n_data = n_ranks // tensor
     if (refused := _batch_refusal(recipe, n_data)) is not None:

@@ -34,6 +34,8 @@ class Outcome:
     """The result of a training run: why it ended, what it did, and its best loss."""
 
     reason: str
+    stop: str | None
+    """Name of the signal that stopped it; None if no signal did."""
     step: int
     tokens: int
     seconds: float
@@ -80,7 +82,10 @@ def train(
         run.begin()
         with stop_signals() as stop_asked, display:
             run.parallel.stop_asked = stop_asked
-            while (reason := run.length.end_reason(run.progress, ranks.agree_to_stop(stop_asked()))) is None:
+            while True:
+                stop = ranks.agree_to_stop(stop_asked())
+                if (reason := run.length.end_reason(run.progress, stop)) is not None:
+                    return run.finish(reason, stop)
                 again = run.progress.evaluation_cut  # a signal interrupted the evaluation: repeat it first
                 if not again:
                     run.training_step()
@@ -93,7 +98,6 @@ def train(
                     run.state.save()
                 elif run.progress.best_step == run.progress.step:
                     run.state.save(weights_only=True)
-            return run.finish(reason)
 
 
 class Run(Session):
@@ -222,12 +226,12 @@ class Run(Session):
             self.reporter.sample(self.progress, prompt, text)
         self.reporter.sampled()
 
-    def finish(self, reason: str) -> Outcome:
+    def finish(self, reason: str, stop: str | None) -> Outcome:
         """Save a checkpoint, write the run's summary to its folder, and return the outcome."""
         self.state.save()
         self.ranks.from_rank_zero(lambda: self._describe(reason))
         p = self.progress
-        return Outcome(reason, p.step, p.tokens, p.seconds, p.best_loss, self.recipe.run_dir)
+        return Outcome(reason, stop, p.step, p.tokens, p.seconds, p.best_loss, self.recipe.run_dir)
 
     def _describe(self, reason: str) -> None:
         self.state.writer.wait()

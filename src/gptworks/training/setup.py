@@ -158,9 +158,9 @@ def _advised(change: Change) -> str:
     """Return a change as arguments of `gptworks train`, and the memory that the run would need with it, as text."""
     what = list(change.overrides)
     if change.n_ranks != change.n_ranks_before:
-        what += [f"on {change.n_ranks} devices (`gptworks launch --nproc`, or torchrun)"]
+        what += [f"on {change.n_ranks} devices (`gptworks launch --nproc`)"]
     if change.ranks_per_node is not None:
-        what += [f"with {change.ranks_per_node} of {change.n_ranks} ranks on each machine (`torchrun --nnodes`)"]
+        what += [f"with {change.ranks_per_node} of {change.n_ranks} ranks on each machine (`gptworks launch --nodes`)"]
     host = change.need.host
     and_host = "" if host is None or host.limit_bytes is None else f", and a host {readable(host.total_bytes, 'B')}"
     would = "would hold" if change.fits else "would still hold"

@@ -1,5 +1,6 @@
 """Catches signals, so that work can stop at a good point."""
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -7,18 +8,33 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that stop a run after its step, with a checkpoint. SIGUSR1 is a notice: a scheduler sends SIGTERM later."""
+
+UNFINISHED = os.EX_TEMPFAIL
+"""Exit code of a run that SIGTERM or SIGUSR1 has stopped: with --resume it continues, so a scheduler may requeue it."""
+
+
+def exit_code_of(stop: str | None) -> int:
+    """Return the exit code of a run that the signal `stop` has stopped; 0 after SIGINT (Ctrl-C), or if None did."""
+    return 0 if stop in (None, signal.SIGINT.name) else UNFINISHED
+
 
 @contextmanager
-def stop_signals(
-    wanted: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
-) -> Iterator[Callable[[], str | None]]:
-    """Catch signals; yield a function that returns the name of the first, or None. A repeated signal acts as usual."""
+def stop_signals(wanted: Sequence[signal.Signals] = STOPS) -> Iterator[Callable[[], str | None]]:
+    """Catch signals; yield a function that returns the name of the first, or None.
+
+    After the first SIGINT or SIGTERM, the next of either kind acts as usual and ends the process. SIGUSR1 never does: a
+    scheduler sends it first, and SIGTERM when the time is over.
+    """
     asked: list[str] = []
     previous: dict[signal.Signals, Any] = {}
 
     def ask(number: int, _: FrameType | None) -> None:
         asked.append(signal.Signals(number).name)
-        signal.signal(number, previous[signal.Signals(number)])
+        if number != signal.SIGUSR1:
+            for each in previous.keys() - {signal.SIGUSR1}:
+                signal.signal(each, previous[each])
 
     if threading.current_thread() is threading.main_thread():  # only the main thread can set handlers
         previous = {number: signal.signal(number, ask) for number in wanted}

@@ -30,6 +30,7 @@ from torch import distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from gptworks.errors import RunError, UserError
+from gptworks.training.distributed.rendezvous import start_name
 from gptworks.training.distributed.writers import ONE_WRITER, RankWriters, Writers
 
 T = TypeVar("T")
@@ -140,14 +141,14 @@ class _Joined(Ranks):
             self.local_rank, self.local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         except KeyError as error:
-            raise UserError(f"WORLD_SIZE is set and {error} is not: start several processes with torchrun.") from None
+            raise UserError(f"WORLD_SIZE is set and {error} is not: start several processes with `gptworks launch`.") from None
         _take_device(device, self.local_rank)
         hosts_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        attempt = f"gptworks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        stores = [  # one connection for each thread, so that none waits for a long call of another
-            PrefixStore(attempt, TCPStore(host, port, is_master=hosts_store and own, wait_for_workers=False))
-            for own in (True, False, False)
+        connections = [  # one for each thread, so that none waits for a long call of another
+            TCPStore(host, port, is_master=hosts_store and own, wait_for_workers=False) for own in (True, False, False)
         ]
+        name = start_name(connections[0], self.rank, self.size, 2 * timeout_seconds + 60)
+        stores = [PrefixStore(f"gptworks/{name}", each) for each in connections]
         self._store, self._turn = stores[0], 0
         self.watch = _Watch(stores[1], self.rank, self.size, timeout_seconds)
         self.writers = RankWriters(stores[2], self.rank, self.size)
@@ -274,6 +275,7 @@ class _Watch(threading.Thread):
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout_seconds
         self._interval = min(timeout_seconds / 5, 5.0)
         self._over = threading.Event()
+        self._agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._beats = self._marks = self._moves = 0
         self._moved_at = time.monotonic()  # the last time that any rank made progress
         self._patient = self._busy = False
@@ -310,6 +312,8 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         while not self._over.wait(self._interval):
+            if self._agent not in (None, os.getppid()):
+                self._end("the launcher of this rank has died. Go on with --resume.")
             try:
                 self._beat()
                 self._listen()

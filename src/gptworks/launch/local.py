@@ -1,0 +1,37 @@
+"""Starts the ranks of this machine: the only way in which jobs and users start them."""
+
+from gptworks.errors import UserError, refuse_unused
+from gptworks.launch.job import Job
+from gptworks.training.distributed.agent import Agent
+from gptworks.training.distributed.rendezvous import DEFAULT_PORT, Machines, ThisMachine, check_host
+
+
+def check_local(job: Job, rendezvous: str | None) -> tuple[str, int]:
+    """Return the host and the port at which the machines meet; ("", 0) if there is one machine.
+
+    Raises:
+        UserError: the address is missing, has another form, or each machine takes it for itself.
+    """
+    if job.most_nodes == 1:
+        refuse_unused("is for several machines: give --nodes N, or", rendezvous=rendezvous)
+        return "", 0
+    if rendezvous is None:
+        raise UserError(
+            f"--nodes {job.most_nodes} needs --rendezvous HOST:PORT, the address of the first machine: run the same "
+            f"command on each. --on slurm, skypilot and kubeflow write jobs that do so."
+        )
+    host, _, port = rendezvous.rpartition(":") if ":" in rendezvous else (rendezvous, "", str(DEFAULT_PORT))
+    host = host.strip("[]")
+    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise UserError(f"--rendezvous {rendezvous} is not HOST:PORT with a port from 1 to 65535.")
+    check_host(host)
+    return host, int(port)
+
+
+def run_local(job: Job, run_id: str, host: str, port: int, resume: bool) -> int:
+    """Start the job's ranks of this machine and wait for them; return the exit code, see `Agent.run`."""
+    flags = ["--resume"] if resume or job.restarts or host else []
+    flags += ["--force"] if job.force else []
+    flags += [f"--change={key}" for key in job.change]
+    place = Machines(host, port, job.least_nodes, job.most_nodes, run_id) if host else ThisMachine()
+    return Agent(job.nproc, ["train", *flags, "--", job.recipe, *job.overrides], place, job.restarts).run()

@@ -1,0 +1,162 @@
+"""Starts a run's ranks on this machine and watches over them, as torchrun's agent does.
+
+Unlike torchrun, the agent passes each signal to its ranks and lets them save, exits with a code that says whether the
+run is unfinished, and prints only the ranks' own messages. In a run on several machines, each has an agent.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from gptworks.errors import UserError
+from gptworks.machine import usable_cpus
+from gptworks.training.distributed.rendezvous import Round, ThisMachine
+from gptworks.training.signals import STOPS, UNFINISHED, exit_code_of
+
+GRACE_SECONDS = 5.0
+"""Seconds that other ranks have to exit on their own after one has failed."""
+
+SAVE_SECONDS = 120.0
+"""Seconds that ranks have to save and exit when another machine comes or leaves."""
+
+_POLL_SECONDS, _OTHERS_SECONDS = 0.05, 1.0
+
+
+class Agent:
+    """Runs `gptworks` with the same arguments in several processes of this machine, the ranks."""
+
+    def __init__(self, n_ranks: int, arguments: Sequence[str], rendezvous: ThisMachine, restarts: int = 0) -> None:
+        """
+        Args:
+            restarts: how often ranks are started again after one of them has failed.
+        """
+        self._n_ranks, self._arguments, self._rendezvous, self._restarts = n_ranks, arguments, rendezvous, restarts
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._stop: str | None = None
+        """The first signal that asked this agent to stop."""
+        self._meets = False
+
+    def run(self) -> int:
+        """Start the ranks, and again after a failure or with other machines; return the exit code.
+
+        0: the run has ended. `UNFINISHED`: a signal has stopped it. Otherwise the code of the first rank that failed.
+
+        Raises:
+            RunError: the other machines do not arrive.
+        """
+        before = {number: signal.signal(number, self._pass_on) for number in STOPS}
+        over = False
+        try:
+            while True:
+                self._start(self._next_round())
+                code, changed = self._wait()
+                self._rendezvous.end_round()
+                if self._stop is not None:
+                    return code
+                if over := self._is_last(code, changed):
+                    return code
+        except _Stopped:
+            return exit_code_of(self._stop)
+        finally:
+            self._kill()
+            self._rendezvous.leave(over)
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+    def _next_round(self) -> Round:
+        self._meets = True
+        found = self._rendezvous.next_round()
+        self._meets = False
+        return found
+
+    def _is_last(self, code: int, changed: bool) -> bool:
+        """Return whether no round follows one that ended with this code; otherwise report why one does."""
+        if code == 0:
+            return True
+        if changed or (code == UNFINISHED and self._rendezvous.is_shared):
+            why = "machines have come or left"
+        elif code in (UNFINISHED, UserError.exit_code) or not self._restarts:
+            return True
+        else:
+            self._restarts -= 1
+            why = f"restarts left: {self._restarts}"
+        sys.stderr.write(f"The ranks start again from the last checkpoint ({why}).\n")
+        return False
+
+    def _start(self, found: Round) -> None:
+        common = {
+            "WORLD_SIZE": str(found.n_nodes * self._n_ranks),
+            "LOCAL_WORLD_SIZE": str(self._n_ranks),
+            "MASTER_ADDR": found.host,
+            "MASTER_PORT": str(found.port),
+            "TORCHELASTIC_RUN_ID": "gptworks",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank hosts the store, so that it outlives any rank
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cpus() // self._n_ranks))),
+        }
+        if self._rendezvous.interface is not None:
+            common["GLOO_SOCKET_IFNAME"] = self._rendezvous.interface
+        self._ranks = []  # a signal that comes meanwhile reaches those that have been started
+        for i in range(self._n_ranks):
+            environment = os.environ | common | {"RANK": str(found.node * self._n_ranks + i), "LOCAL_RANK": str(i)}
+            command = [sys.executable, "-m", "gptworks", *self._arguments]
+            self._ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        if self._stop is not None:  # the signal came while they were started
+            self._signal(signal.Signals[self._stop])
+
+    def _pass_on(self, number: int, _: FrameType | None) -> None:
+        self._stop = self._stop or signal.Signals(number).name
+        if self._meets:
+            raise _Stopped
+        self._signal(number)
+
+    def _signal(self, number: int) -> None:
+        for rank in self._ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
+
+    def _wait(self) -> tuple[int, bool]:
+        """Wait for all ranks; return the exit code, and whether they were stopped because other machines wait.
+
+        After one has failed, the others have `GRACE_SECONDS`.
+        """
+        code, changed, deadline, look_at = 0, False, float("inf"), time.monotonic()
+        while True:
+            running = any(rank.poll() is None for rank in self._ranks)
+            ended = [(i, rank.returncode) for i, rank in enumerate(self._ranks) if rank.returncode]
+            failed = [each for each in ended if each[1] != UNFINISHED]
+            if failed and code in (0, UNFINISHED):
+                code = self._code_of(*failed[0])
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            elif ended and not code:
+                code = UNFINISHED
+            if not running or time.monotonic() > deadline:
+                break
+            if not changed and time.monotonic() > look_at:
+                changed, look_at = self._rendezvous.others_wait(), time.monotonic() + _OTHERS_SECONDS
+                if changed:
+                    self._signal(signal.SIGTERM)
+                    deadline = min(deadline, time.monotonic() + SAVE_SECONDS)
+            time.sleep(_POLL_SECONDS)
+        self._kill()
+        return code, changed
+
+    def _code_of(self, number: int, ended: int) -> int:
+        """Return the agent's exit code for a rank that failed; report a rank that a signal has ended."""
+        if ended > 0:
+            return ended
+        name = signal.Signals(-ended).name
+        sys.stderr.write(f"error: rank {number} was ended by {name}.\n")
+        return UNFINISHED if self._stop is not None and name in ("SIGTERM", "SIGUSR1") else 128 - ended
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+            rank.wait()
+
+
+class _Stopped(Exception):
+    """A signal came while no ranks ran."""

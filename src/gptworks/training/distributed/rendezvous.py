@@ -1,0 +1,261 @@
+"""How the machines of a run find one another, by torch's c10d rendezvous, and how the ranks of one start find theirs.
+
+The first machine hosts the rendezvous' store, and the ranks of all machines use it too. Whoever can reach its port can
+change the run: the network of the machines must be trusted, as it must be for torchrun, gloo and NCCL.
+"""
+
+import contextlib
+import ipaddress
+import os
+import secrets
+import socket
+import struct
+import time
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from torch import distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from gptworks.errors import RunError, UserError
+
+DEFAULT_PORT = 29400
+
+JOIN_SECONDS = 600
+"""Time in which the machines of a round must arrive, and in which one that lost the first machine looks for it."""
+
+_STORE_SECONDS = 10
+_PART_SECONDS = 20.0
+_POLL_SECONDS, _ASK_SECONDS = 0.02, 2.0
+
+
+class Round(NamedTuple):
+    """The machines that train together until one of them comes, leaves or fails."""
+
+    node: int
+    """This machine's number, from 0."""
+    n_nodes: int
+    host: str
+    port: int
+    """Where the ranks find their store."""
+
+
+class ThisMachine:
+    """The rendezvous of a run on one machine: there is nobody to wait for."""
+
+    is_shared = False
+    interface: str | None = None
+    """Network interface that gloo must use; None: its own choice."""
+
+    def __init__(self) -> None:
+        self._store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def next_round(self) -> Round:
+        """Return the machines that train together next, once they have arrived.
+
+        Raises:
+            RunError: too few arrive, or the run has ended on another machine.
+        """
+        return Round(0, 1, "127.0.0.1", self._store.port)
+
+    def others_wait(self) -> bool:
+        """Whether another machine waits to take part, so that the present round must end."""
+        return False
+
+    def end_round(self) -> None:
+        """Count this machine's ranks of the round as ended."""
+
+    def leave(self, over: bool) -> None:
+        """Wait a while until the ranks of all machines have ended, since they may use this machine's store.
+
+        Args:
+            over: the run has ended for all machines, and none may join any more.
+        """
+
+
+class Machines(ThisMachine):
+    """The rendezvous of several machines."""
+
+    is_shared = True
+
+    def __init__(self, host: str, port: int, least: int, most: int, run_id: str) -> None:
+        """
+        Args:
+            host, port: address of the first machine.
+            least, most: numbers of machines with which the run may train.
+            run_id: what distinguishes the run from another one at this address.
+
+        Raises:
+            UserError: the host has only loopback addresses.
+        """
+        check_host(host)
+        self._host, self._port, self._least, self._most, self._run_id = host, port, least, most, run_id
+        self._handler: Any = None
+        self._round: Any = None
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # ranks use the rendezvous' own store
+
+    def next_round(self) -> Round:
+        from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+        from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError as Late
+
+        until = time.monotonic() + JOIN_SECONDS
+        while True:
+            try:
+                self._handler = self._handler or self._connected()
+                self._round = self._handler.next_rendezvous()
+                return Round(self._round.rank, self._round.world_size, self._host, self._port)
+            except RendezvousClosedError:
+                raise RunError(f"the run at {self._host}:{self._port} has ended on another machine.") from None
+            except (RendezvousError, RuntimeError) as error:
+                if isinstance(error, Late) or time.monotonic() > until:
+                    raise RunError(
+                        f"fewer than {self._least} machines have met at {self._host}:{self._port} within "
+                        f"{JOIN_SECONDS} s: start the same command on each, and see that this address can be reached."
+                    ) from error
+                self._handler = None
+                time.sleep(1)
+
+    def _connected(self) -> Any:
+        from torch.distributed.elastic.rendezvous import RendezvousParameters
+        from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+        addresses = _addresses(self._host)
+        if not addresses:
+            raise RendezvousConnectionError(f"{self._host} has no address")
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            self.interface = _interface_towards(addresses[0])
+        for hosts in (True, False) if any(map(_is_own, addresses)) else (False,):
+            settings = RendezvousParameters(
+                "c10d", f"{self._host}:{self._port}", self._run_id, self._least, self._most,
+                is_host=hosts, read_timeout=_STORE_SECONDS, join_timeout=JOIN_SECONDS,
+            )  # fmt: skip
+            try:
+                backend, store = create_backend(settings)
+            except RendezvousConnectionError:
+                if hosts:  # another process of this machine may host it
+                    continue
+                raise
+            return create_handler(store, backend, settings)
+        raise AssertionError
+
+    def others_wait(self) -> bool:
+        from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+        try:
+            return bool(self._handler.num_nodes_waiting())
+        except RendezvousError:  # the first machine does not answer: the ranks notice it too, and end
+            return False
+
+    def end_round(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._round.store.add("gptworks/ended", 1)
+
+    def leave(self, over: bool) -> None:
+        from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+        if self._round is None:
+            return
+        until = time.monotonic() + _PART_SECONDS
+        with contextlib.suppress(RuntimeError, RendezvousError):
+            if over:
+                self._handler.set_closed()
+            while self._round.store.add("gptworks/ended", 0) < self._round.world_size and time.monotonic() < until:
+                time.sleep(0.1)
+
+
+def check_host(host: str) -> None:
+    """Check that the first machine's name is not one that each machine takes for itself. It may be unknown as yet.
+
+    Raises:
+        UserError: the name has only loopback addresses.
+    """
+    found = _addresses(host)
+    if found and all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found):
+        raise UserError(
+            f"--rendezvous {host} is {', '.join(found)}, a loopback address: each machine would wait for the others at "
+            f"itself. Give the first machine's address in the network of all; /etc/hosts may say what {host} is here."
+        )
+
+
+def _addresses(host: str) -> list[str]:
+    """Return the addresses of a machine; none if its name is unknown, as that of one which has not started yet."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(each[4][0]) for each in found))
+
+
+def _is_own(address: str) -> bool:
+    """Whether an address is this machine's."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _interface_towards(address: str) -> str | None:
+    """Return the name of the network interface that leads to an IPv4 address; None if unknown.
+
+    Gloo takes the interface that the machine's own name leads to, which is the loopback device on many machines.
+    """
+    try:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, DEFAULT_PORT))  # sends nothing
+            own = probe.getsockname()[0]
+            if _is_own(address):
+                own = address
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):
+                    found = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                    if socket.inet_ntoa(found[20:24]) == own:
+                        return name
+    except (OSError, ImportError):
+        pass
+    return None
+
+
+def start_name(store: Any, rank: int, size: int, timeout_seconds: float) -> str:
+    """Return a random name that the ranks of this start share; keys that begin with it are theirs only.
+
+    The launcher's store may keep what the ranks of an earlier start wrote, under the same restart count too: torchrun
+    does not count a restart for a machine that comes or leaves. So each rank sends random characters until rank 0
+    answers them with the name, and rank 0 answers until all have confirmed it.
+
+    Raises:
+        RunError: not all ranks answer within `timeout_seconds`.
+    """
+    own, until = secrets.token_hex(16), time.monotonic() + timeout_seconds
+    if rank == 0:
+        while store.add(f"gptworks/{own}/met", 0) < size - 1:
+            _check_time(until)
+            with contextlib.suppress(distributed.QueueEmptyError):
+                while True:
+                    asking = store.queue_pop("gptworks/asking", block=False).decode()
+                    store.set(f"gptworks/name/{asking}", own)
+            time.sleep(_POLL_SECONDS)
+        return own
+    answer = f"gptworks/name/{own}"
+    while True:
+        store.queue_push("gptworks/asking", own)
+        try:
+            store.wait([answer], timedelta(seconds=_ASK_SECONDS))
+            break
+        except distributed.DistStoreError:  # rank 0 has not started yet
+            _check_time(until)
+    name: str = store.get(answer).decode()
+    store.delete_key(answer)
+    store.add(f"gptworks/{name}/met", 1)
+    return name
+
+
+def _check_time(until: float) -> None:
+    if time.monotonic() > until:
+        raise RunError("not all ranks have started: the launcher's messages say why.")
