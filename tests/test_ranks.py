@@ -2,6 +2,8 @@
 work."""
 
 import json
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,6 +123,33 @@ def test_a_rank_whose_beats_stop_is_named(world: World) -> None:
         world.watches[0]._beat()
         world.watches[0]._listen()
     assert str(world.watches[0].verdict()).startswith("rank 1 (process ")
+
+
+def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a network is cut: a call to the store waits for ever, so that the watch sees no error."""
+
+    class Cut(Store):
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            released.wait(60)
+            raise RuntimeError("released")
+
+        add = multi_get  # type: ignore[assignment]
+
+    released, ended = threading.Event(), list[str]()
+    watch = _Watch(Cut(), 0, 2, TIMEOUT)
+    watch._interval, watch._timeout = 0.01, 0.05
+    watch._answered_at -= 10
+
+    def end(code: int) -> None:
+        ended.append(f"exit code {code}")
+        watch._left.set()
+        watch._over.set()
+
+    monkeypatch.setattr(os, "_exit", end)
+    watch.start()
+    assert watch._left.wait(10) and ended == ["exit code 1"]
+    released.set()
+    watch.join(10)
 
 
 def test_collectives_are_counted_in_every_group(tmp_path: Path) -> None:

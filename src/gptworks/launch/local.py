@@ -6,7 +6,7 @@ from gptworks.training.distributed.agent import Agent
 from gptworks.training.distributed.rendezvous import DEFAULT_PORT, Machines, ThisMachine, check_host
 
 
-def check_local(job: Job, rendezvous: str | None) -> tuple[str, int]:
+def check_local(job: Job, rendezvous: str | None, resume: bool) -> tuple[str, int]:
     """Return the host and the port at which the machines meet; ("", 0) if there is one machine.
 
     Raises:
@@ -20,6 +20,11 @@ def check_local(job: Job, rendezvous: str | None) -> tuple[str, int]:
             f"--nodes {job.most_nodes} needs --rendezvous HOST:PORT, the address of the first machine: run the same "
             f"command on each. --on slurm, skypilot and kubeflow write jobs that do so."
         )
+    if not resume:
+        raise UserError(
+            f"--nodes {job.most_nodes} needs --resume: a machine that starts later, or again, continues the run's last "
+            f"checkpoint. A new run starts at step 0 with it too."
+        )
     host, _, port = rendezvous.rpartition(":") if ":" in rendezvous else (rendezvous, "", str(DEFAULT_PORT))
     host = host.strip("[]")
     if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
@@ -30,7 +35,7 @@ def check_local(job: Job, rendezvous: str | None) -> tuple[str, int]:
 
 def run_local(job: Job, run_id: str, host: str, port: int, resume: bool) -> int:
     """Start the job's ranks of this machine and wait for them; return the exit code, see `Agent.run`."""
-    flags = ["--resume"] if resume or job.restarts or host else []
+    flags = ["--resume"] if resume or job.restarts else []
     flags += ["--force"] if job.force else []
     flags += [f"--change={key}" for key in job.change]
     place = Machines(host, port, job.least_nodes, job.most_nodes, run_id) if host else ThisMachine()

@@ -37,6 +37,7 @@ T = TypeVar("T")
 
 _FOR_EVER = timedelta(days=3650)
 _DONE, _FAILED = "done", "failed"
+_NO_LAUNCHER = "the launcher does not answer: it has died, or its machine cannot be reached."
 
 
 class Ranks:
@@ -141,7 +142,9 @@ class _Joined(Ranks):
             self.local_rank, self.local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         except KeyError as error:
-            raise UserError(f"WORLD_SIZE is set and {error} is not: start several processes with `gptworks launch`.") from None
+            raise UserError(
+                f"WORLD_SIZE is set and {error} is not: start several processes with `gptworks launch`."
+            ) from None
         _take_device(device, self.local_rank)
         hosts_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         connections = [  # one for each thread, so that none waits for a long call of another
@@ -279,6 +282,8 @@ class _Watch(threading.Thread):
         self._beats = self._marks = self._moves = 0
         self._moved_at = time.monotonic()  # the last time that any rank made progress
         self._patient = self._busy = False
+        self._answered_at = time.monotonic()  # the last time that the store answered
+        self._left = threading.Event()
         self._heard: dict[int, tuple[_Beat | str, float]] = {}  # each rank's last heartbeat, and when it arrived
         store.set_timeout(timedelta(seconds=max(10.0, timeout_seconds)))
         self._beat()
@@ -309,21 +314,30 @@ class _Watch(threading.Thread):
         if self.is_alive():
             self.join(self._interval)
         self._store.set(f"beat/{self._rank}", how)
+        self._left.set()
 
     def run(self) -> None:
+        threading.Thread(target=self._watch_store, name="store", daemon=True).start()
         while not self._over.wait(self._interval):
             if self._agent not in (None, os.getppid()):
-                self._end("the launcher of this rank has died. Go on with --resume.")
+                self._end("the launcher of this rank has died. Go on with --resume.", asks=False)
             try:
                 self._beat()
                 self._listen()
+                self._answered_at = time.monotonic()
             except RuntimeError:  # DistNetworkError: the launcher and its store are gone
                 if not self._over.is_set():
-                    self._end("the launcher does not answer: it has died, or its machine cannot be reached.")
+                    self._end(_NO_LAUNCHER)
                 return
             verdict = self.verdict()
             if verdict is not None and not self._over.is_set():
                 self._end(verdict)
+
+    def _watch_store(self) -> None:
+        """End the process if the store does not answer: a call waits for ever if the network is cut."""
+        while not self._left.wait(self._interval):
+            if time.monotonic() - self._answered_at > max(10.0, self._timeout) + self._interval:
+                self._end(_NO_LAUNCHER, asks=False)
 
     def verdict(self) -> str | None:
         """Return the reason why the run must end, or None if it may continue."""
@@ -345,7 +359,7 @@ class _Watch(threading.Thread):
                 time.sleep(self._interval / 4)
             silent = self._still(3 * self._interval)
         except RuntimeError:
-            return "the launcher does not answer: it has died, or its machine cannot be reached."
+            return _NO_LAUNCHER
         return self._accuse(silent) if silent else None
 
     def may_speak(self) -> bool:
@@ -410,9 +424,13 @@ class _Watch(threading.Thread):
             f"train.parallel.timeout_seconds."
         )
 
-    def _end(self, message: str) -> None:
-        """End the process from this thread, because no exception reaches the main thread inside a collective."""
-        if self.may_speak():
+    def _end(self, message: str, asks: bool = True) -> None:
+        """End the process from this thread, because no exception reaches the main thread inside a collective.
+
+        Args:
+            asks: ask the store whether another rank has already reported an error.
+        """
+        if not asks or self.may_speak():
             sys.stderr.write(f"error: {message}\n")
             sys.stderr.flush()
         os._exit(RunError.exit_code)

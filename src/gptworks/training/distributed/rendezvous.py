@@ -10,14 +10,20 @@ import os
 import secrets
 import socket
 import struct
+import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gptworks.errors import RunError, UserError
+
+T = TypeVar("T")
 
 DEFAULT_PORT = 29400
 
@@ -92,28 +98,38 @@ class Machines(ThisMachine):
         self._host, self._port, self._least, self._most, self._run_id = host, port, least, most, run_id
         self._handler: Any = None
         self._round: Any = None
+        self._asked: Future[int] | None = None
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # ranks use the rendezvous' own store
 
     def next_round(self) -> Round:
         from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
         from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError as Late
 
+        if self._handler is not None and not self._answers():  # its threads wait for a lost connection, maybe for ever
+            os.execv(sys.executable, sys.orig_argv)
         until = time.monotonic() + JOIN_SECONDS
         while True:
             try:
-                self._handler = self._handler or self._connected()
-                self._round = self._handler.next_rendezvous()
+                self._handler = self._handler or _call(self._connected, JOIN_SECONDS)
+                self._round = _call(self._handler.next_rendezvous, 2 * JOIN_SECONDS)
                 return Round(self._round.rank, self._round.world_size, self._host, self._port)
             except RendezvousClosedError:
                 raise RunError(f"the run at {self._host}:{self._port} has ended on another machine.") from None
-            except (RendezvousError, RuntimeError) as error:
-                if isinstance(error, Late) or time.monotonic() > until:
+            except (RendezvousError, RuntimeError, TimeoutError) as error:
+                if isinstance(error, Late | TimeoutError) or time.monotonic() > until:
                     raise RunError(
                         f"fewer than {self._least} machines have met at {self._host}:{self._port} within "
                         f"{JOIN_SECONDS} s: start the same command on each, and see that this address can be reached."
                     ) from error
                 self._handler = None
                 time.sleep(1)
+
+    def _answers(self) -> bool:
+        try:
+            _call(self._handler.is_closed, _STORE_SECONDS)
+        except Exception:
+            return False
+        return True
 
     def _connected(self) -> Any:
         from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -141,16 +157,15 @@ class Machines(ThisMachine):
         raise AssertionError
 
     def others_wait(self) -> bool:
-        from torch.distributed.elastic.rendezvous.api import RendezvousError
-
-        try:
-            return bool(self._handler.num_nodes_waiting())
-        except RendezvousError:  # the first machine does not answer: the ranks notice it too, and end
-            return False
+        if self._asked is None or self._asked.done():
+            before, self._asked = self._asked, _in_thread(self._handler.num_nodes_waiting)
+            return before is not None and before.exception() is None and before.result() > 0
+        return False
 
     def end_round(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._round.store.add("gptworks/ended", 1)
+        self._asked = None
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            _call(lambda: self._round.store.add("gptworks/ended", 1), _STORE_SECONDS)
 
     def leave(self, over: bool) -> None:
         from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -158,11 +173,37 @@ class Machines(ThisMachine):
         if self._round is None:
             return
         until = time.monotonic() + _PART_SECONDS
-        with contextlib.suppress(RuntimeError, RendezvousError):
+        with contextlib.suppress(RuntimeError, RendezvousError, TimeoutError):
             if over:
-                self._handler.set_closed()
-            while self._round.store.add("gptworks/ended", 0) < self._round.world_size and time.monotonic() < until:
+                _call(self._handler.set_closed, _STORE_SECONDS)
+            while _call(self._n_ended, _STORE_SECONDS) < self._round.world_size and time.monotonic() < until:
                 time.sleep(0.1)
+
+    def _n_ended(self) -> int:
+        return int(self._round.store.add("gptworks/ended", 0))
+
+
+def _in_thread(work: Callable[[], T]) -> "Future[T]":
+    """Start work in a thread that the process does not wait for: a call to a store may never return."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="rendezvous", daemon=True).start()
+    return future
+
+
+def _call(work: Callable[[], T], seconds: float) -> T:
+    """Return what `work` returns; meanwhile, signals are handled at once.
+
+    Raises:
+        TimeoutError: it takes longer.
+    """
+    return _in_thread(work).result(seconds)
 
 
 def check_host(host: str) -> None:
