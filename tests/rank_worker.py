@@ -38,6 +38,7 @@ from gptworks.training.optim.muon import Muon
 from gptworks.training.optim.optimizer import Optimizer
 from gptworks.training.optim.soap import SOAP
 from gptworks.training.optim.trainable import trainable_model
+from gptworks.training.rehearsal.traffic import Traffic
 from gptworks.training.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -210,29 +211,6 @@ def memory(cases: list[dict], ranks: Ranks) -> list[int]:
     return peaks
 
 
-class SentBytes(TorchDispatchMode):
-    """Counts the bytes of whole tensors for each kind of collective, by NCCL's conventions: the gathered total, the
-    reduced, broadcast and scattered tensor, and what this rank sends to all ranks including itself."""
-
-    KINDS = (("all_gather", "allgather"), ("reduce_scatter", "reduce_scatter"), ("all_reduce", "allreduce"),
-             ("all_reduce", "all_reduce"), ("broadcast", "broadcast"), ("all_to_all", "alltoall"))  # fmt: skip
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.n_bytes: dict[str, int] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        name = function.name()
-        if "c10d" in name and "wait" not in name:
-            kind = next((kind for kind, part in self.KINDS if part in name), None)
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            if kind is not None and max(tensor.numel() for tensor in tensors) > 8:  # no counts and losses
-                counted = tensors[1] if kind == "all_to_all" else max(tensors, key=lambda tensor: tensor.nbytes)
-                self.n_bytes[kind] = self.n_bytes.get(kind, 0) + counted.nbytes
-        return out
-
-
 def traffic(cases: list[dict], ranks: Ranks) -> list[dict[str, int]]:
     """Return the bytes of the collectives of a step after the first, by kind."""
     found = []
@@ -245,13 +223,14 @@ def traffic(cases: list[dict], ranks: Ranks) -> list[dict[str, int]]:
         loss = partial(next_token, future_weights=settings.future_weights)
         step = TrainStep(model, settings, loss, precision, parallel)
         for _ in range(2):
-            with SentBytes() as sent:
+            with Traffic(parallel.mesh) as sent:
                 batches = [batch(config, parallel.micro_batch_size) for _ in parallel.micro_steps(settings.batch_size)]
                 step.accumulate(batches, settings.batch_size * config.context_length)
                 step.apply(step.gradient_norm())
-        if "all_to_all" in sent.n_bytes:  # a rank sends more where it owns more
-            sent.n_bytes["all_to_all"] = int(ranks.all_reduce([sent.n_bytes["all_to_all"]])[0]) // ranks.size
-        found.append(sent.n_bytes)
+        n_bytes = sent.n_bytes
+        if "all_to_all" in n_bytes:  # a rank sends more where it owns more
+            n_bytes["all_to_all"] = int(ranks.all_reduce([n_bytes["all_to_all"]])[0]) // ranks.size
+        found.append(n_bytes)
         del model, step, parallel
     return found
 

@@ -21,7 +21,7 @@ if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & set(os.environ):
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from gptworks.api import evaluate, plan, read_run, train
+    from gptworks.api import evaluate, plan, read_run, rehearse, train
     from gptworks.config import ModelConfig, Recipe
     from gptworks.data.prepare import prepare
     from gptworks.infer.backends.cache import SlotCache
@@ -43,6 +43,7 @@ _HOMES = {
     "evaluate": "gptworks.api",
     "plan": "gptworks.api",
     "read_run": "gptworks.api",
+    "rehearse": "gptworks.api",
     "train": "gptworks.api",
 }
 
@@ -60,6 +61,7 @@ __all__ = [
     "prepare",
     "preset",
     "read_run",
+    "rehearse",
     "train",
 ]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
+from math import inf
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from gptworks.config import Recipe
     from gptworks.data.opened import Prepared
     from gptworks.describe.plan_sheet import PlanSheet
+    from gptworks.describe.rehearsal import RehearsalSheet
     from gptworks.evaluation.measurements import Measurements
     from gptworks.planning.devices import Device
     from gptworks.recipe import RecipeLike
@@ -187,6 +189,40 @@ def plan(
             with working("measuring two steps"):
                 sheet = replace(sheet, measured=measure_step(here))
     return sheet
+
+
+def rehearse(
+    recipe: RecipeLike,
+    *overrides: str,
+    device: str | None = None,
+    world_size: int = 1,
+    disk_gb_s: float | None = None,
+    price: float | None = None,
+    working: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    **settings: Any,
+) -> RehearsalSheet:
+    """Rehearse a run on many devices on this machine: `gptworks.rehearse("demo", device="h100", world_size=8)`.
+
+    Args:
+        recipe, overrides, device, world_size, settings: as for `gptworks.plan`.
+        disk_gb_s: GB/s at which all ranks together write a checkpoint; None: 1, an assumption.
+        price: price of an hour of a device, in any currency.
+        working: called with a description; returns a context for the rehearsal, such as a progress bar.
+
+    Raises:
+        UserError: `plan` raises it, or the recipe cannot run on this many devices.
+    """
+    from gptworks.describe.rehearsal import RehearsalSheet
+    from gptworks.training.rehearsal.dress import DISK_GB_PER_SECOND
+    from gptworks.training.rehearsal.dress import rehearse as rehearse_plan
+
+    for name, figure in (("disk-gb-s", disk_gb_s), ("price", price)):
+        if figure is not None and not 0 < figure < inf:
+            raise UserError(f"--{name} {figure:g} is not above 0 and finite.")
+    sheet = plan(recipe, *overrides, device=device, world_size=world_size, working=working, **settings)
+    with working("rehearsing"):
+        found = rehearse_plan(sheet, not is_preset(recipe), disk_gb_s or DISK_GB_PER_SECOND, price)
+    return RehearsalSheet(**vars(found))
 
 
 def is_preset(target: RecipeLike) -> bool:

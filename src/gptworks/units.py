@@ -32,3 +32,12 @@ def counted(n: int, noun: str) -> str:
 def epochs_words(epochs: Mapping[str, float]) -> str:
     """Format the number of epochs of each dataset: `web 0.72, code 3.1`."""
     return ", ".join(f"{name} {significant(n, 3)}" for name, n in epochs.items())
+
+
+def duration(seconds: float) -> str:
+    """Return a rounded duration, such as `45 s`, `12 min`, `3.4 h`, `12 days`, `1.5 years`."""
+    year = 365.25 * 86_400
+    for unit, size, least in (("years", year, 1), ("days", 86_400, 2), ("h", 3600, 2), ("min", 60, 2)):
+        if seconds >= least * size:
+            return f"{seconds / size:,.3g} {unit}"
+    return f"{seconds:.3g} s"

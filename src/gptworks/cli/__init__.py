@@ -14,6 +14,7 @@ from gptworks import __version__
 from gptworks.cli import compare, convert, data, design, draft, evaluate, generate, inspect, serve, studio, train
 from gptworks.cli.help import Command, Group
 from gptworks.cli.printing import notice
+from gptworks.cli.rehearse import rehearse
 from gptworks.errors import RunError, UserError
 from gptworks.terminal import guard
 
@@ -29,7 +30,7 @@ app = typer.Typer(
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Design": (design.presets, design.recipes, draft.init, design.describe, design.plan, design.schema),
-    "Train": (draft.tune, inspect.inspect, train.train, train.launch, train.fork, compare.sweep),
+    "Train": (draft.tune, inspect.inspect, rehearse, train.train, train.launch, train.fork, compare.sweep),
     "Measure and compare": (evaluate.evaluate, compare.report, compare.compare, compare.try_),
     "Use": (generate.generate, generate.chat, serve.serve, studio.studio),
     "Convert": (convert.export, convert.quantize, convert.import_),

@@ -4,35 +4,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
-from gptworks.choices import Sharding
 from gptworks.cli import options
 from gptworks.cli.printing import console_of, notice, print_json, show_lines, working
 from gptworks.errors import UserError, refuse_unused
 
 if TYPE_CHECKING:
     from gptworks.config import ModelConfig
-
-
-def _targets(incomplete: str) -> list[str]:
-    from gptworks.presets import PRESETS
-
-    return [*(name for name in PRESETS if name.startswith(incomplete)), *options.recipe_names(incomplete)]
-
-
-def _device_names(incomplete: str) -> list[str]:
-    from gptworks.planning.devices import DEVICES
-
-    return [name for name in ("this", *DEVICES) if name.startswith(incomplete)]
-
-
-Target = Annotated[
-    str,
-    Argument(
-        metavar="PRESET|RECIPE|RUN", autocompletion=_targets, help="A preset's name, a recipe file, or a run folder."
-    ),
-]
 
 
 def presets(as_json: options.AsJSON = False) -> None:
@@ -85,7 +64,7 @@ def recipes(as_json: options.AsJSON = False) -> None:
 
 
 def describe(
-    target: Target,
+    target: options.Target,
     overrides: options.Overrides = None,
     html: options.PageFile = None,
     markdown: Annotated[bool, Option("--markdown", help="Print Markdown.")] = False,
@@ -127,27 +106,20 @@ def describe(
 
 
 def plan(
-    target: Target,
+    target: options.Target,
     overrides: options.Overrides = None,
-    device: Annotated[
-        str | None,
-        Option(
-            metavar="NAME",
-            autocompletion=_device_names,
-            help="h100, rtx-4090, m2-ultra...; this: measured. Default: this machine's CPU.",
-        ),
-    ] = None,
-    memory_gib: Annotated[float | None, Option(help="Memory of a GPU that is not listed.")] = None,
-    flops: Annotated[float | None, Option(help="With --memory-gib: its FLOP/s.")] = None,
-    bandwidth: Annotated[float | None, Option(help="With --memory-gib: the bytes/s of its memory.")] = None,
-    world_size: Annotated[int, Option(min=1, help="Number of devices.")] = 1,
-    sharding: Annotated[Sharding | None, Option(help="Sets train.parallel. auto: as little as fits.")] = None,
-    tensor_parallel: Annotated[int | None, Option(min=1, help="Devices that share each matrix.")] = None,
-    utilization: Annotated[float | None, Option(help="Share of the FLOP/s reached. Default: 0.4.")] = None,
-    intra_node_gb_s: Annotated[float | None, Option(help="GB/s between devices of a node.")] = None,
-    inter_node_gb_s: Annotated[float | None, Option(help="GB/s of each device to other nodes.")] = None,
-    gpus_per_node: Annotated[int | None, Option(help="Devices, and so ranks, of a node.")] = None,
-    host_memory_gib: Annotated[float | None, Option(help="Memory of the host of a node.")] = None,
+    device: options.PlannedDevice = None,
+    memory_gib: options.MemoryGiB = None,
+    flops: options.Flops = None,
+    bandwidth: options.Bandwidth = None,
+    world_size: options.WorldSize = 1,
+    sharding: options.Sharded = None,
+    tensor_parallel: options.TensorParallel = None,
+    utilization: options.Utilization = None,
+    intra_node_gb_s: options.IntraNode = None,
+    inter_node_gb_s: options.InterNode = None,
+    gpus_per_node: options.PerNode = None,
+    host_memory_gib: options.HostMemoryGiB = None,
     trace: Annotated[bool, Option("--trace", help="Count a step's memory on fake tensors too.")] = False,
     measure: Annotated[bool, Option("--measure", help="Take two real steps on this machine too.")] = False,
     details: Annotated[bool, Option("--details", help="Also FLOPs by part, alternatives, inference.")] = False,

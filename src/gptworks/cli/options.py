@@ -6,7 +6,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from gptworks.choices import BackendName, CacheName, DeviceName, LoadedWeights
+from gptworks.choices import BackendName, CacheName, DeviceName, LoadedWeights, Sharding
 
 
 def recipe_names(incomplete: str) -> list[str]:
@@ -14,6 +14,18 @@ def recipe_names(incomplete: str) -> list[str]:
     from gptworks.recipes import shipped_paths
 
     return [name for name in shipped_paths() if name.startswith(incomplete)]
+
+
+def _targets(incomplete: str) -> list[str]:
+    from gptworks.presets import PRESETS
+
+    return [*(name for name in PRESETS if name.startswith(incomplete)), *recipe_names(incomplete)]
+
+
+def _device_names(incomplete: str) -> list[str]:
+    from gptworks.planning.devices import DEVICES
+
+    return [name for name in ("this", *DEVICES) if name.startswith(incomplete)]
 
 
 RecipeFile = Annotated[
@@ -40,6 +52,34 @@ AsJSON = Annotated[bool, Option("--json", help="Print JSON.")]
 Resume = Annotated[bool, Option("--resume", help="Continue what the folder holds, if it holds something.")]
 Force = Annotated[bool, Option("--force", help="Start even if it should not fit in memory.")]
 Slide = Annotated[bool, Option("--slide", help="When the context is full, continue from its last half.")]
+
+# A model or run to plan, its devices and their node, shared by `plan` and `rehearse`.
+Target = Annotated[
+    str,
+    Argument(
+        metavar="PRESET|RECIPE|RUN", autocompletion=_targets, help="A preset's name, a recipe file, or a run folder."
+    ),
+]
+PlannedDevice = Annotated[
+    str | None,
+    Option(
+        "--device",
+        metavar="NAME",
+        autocompletion=_device_names,
+        help="h100, rtx-4090, m2-ultra...; this: measured. Default: this machine's CPU.",
+    ),
+]
+MemoryGiB = Annotated[float | None, Option(help="Memory of a GPU that is not listed.")]
+Flops = Annotated[float | None, Option(help="With --memory-gib: its FLOP/s.")]
+Bandwidth = Annotated[float | None, Option(help="With --memory-gib: the bytes/s of its memory.")]
+WorldSize = Annotated[int, Option(min=1, help="Number of devices.")]
+Sharded = Annotated[Sharding | None, Option(help="Sets train.parallel. auto: as little as fits.")]
+TensorParallel = Annotated[int | None, Option(min=1, help="Devices that share each matrix.")]
+Utilization = Annotated[float | None, Option(help="Share of the FLOP/s reached. Default: 0.4.")]
+IntraNode = Annotated[float | None, Option(help="GB/s between devices of a node.")]
+InterNode = Annotated[float | None, Option(help="GB/s of each device to other nodes.")]
+PerNode = Annotated[int | None, Option(help="Devices, and so ranks, of a node.")]
+HostMemoryGiB = Annotated[float | None, Option(help="Memory of the host of a node.")]
 
 # Sampling options, shared by `generate` and `chat`.
 MaxTokens = Annotated[int, Option(help="Most tokens to generate.")]

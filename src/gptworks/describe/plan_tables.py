@@ -13,7 +13,7 @@ from gptworks.planning.host import PROCESS_BYTES, expert_kernels_bytes
 from gptworks.planning.inference import BATCHES
 from gptworks.planning.run import Plan
 from gptworks.planning.setting import Setting
-from gptworks.units import epochs_words, readable
+from gptworks.units import duration, epochs_words, readable
 
 _WORDS = WORDS | {
     "weights_average": "weights' average",
@@ -192,9 +192,9 @@ def _many_ranks(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "network of a device", f"{within}/s to the {nodes}, {between}/s to others ({device.network_source})"
     yield "each rank sends in a step", _sent(plan)
     if (times := plan.step_time) is not None:
-        yield "computing a step", readable_seconds(times.compute)
-        yield "communication of a step", f"{readable_seconds(times.communication)} at these rates, latency not counted"
-        yield "not hidden by computing", readable_seconds(times.exposed)
+        yield "computing a step", duration(times.compute)
+        yield "communication of a step", f"{duration(times.communication)} at these rates, latency not counted"
+        yield "not hidden by computing", duration(times.exposed)
 
 
 def _sent(plan: Plan) -> str:
@@ -216,18 +216,9 @@ def _time(plan: Plan, unmeasured: str) -> str:
     if speed is None:
         return f"unknown ({unmeasured})"
     how = "as measured" if plan.measured else f"at {plan.utilization:.0%} of the device's rate"
-    duration = "unknown" if plan.seconds is None else readable_seconds(plan.seconds)
-    duration = f"at most {duration}" if plan.at_most and plan.seconds is not None else duration
-    return f"{duration}, {speed:,.0f} tokens/s {how}"
-
-
-def readable_seconds(seconds: float) -> str:
-    """Return a rounded duration, such as `45 s`, `12 min`, `3.4 h`, `12 days`, `1.5 years`."""
-    year = 365.25 * 86_400
-    for unit, size, least in (("years", year, 1), ("days", 86_400, 2), ("h", 3600, 2), ("min", 60, 2)):
-        if seconds >= least * size:
-            return f"{seconds / size:,.3g} {unit}"
-    return f"{seconds:.3g} s"
+    length = "unknown" if plan.seconds is None else duration(plan.seconds)
+    length = f"at most {length}" if plan.at_most and plan.seconds is not None else length
+    return f"{length}, {speed:,.0f} tokens/s {how}"
 
 
 def _memory(plan: Plan) -> Table:

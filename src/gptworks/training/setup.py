@@ -110,12 +110,22 @@ def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1, change: 
     Raises:
         UserError: the run folder, an input of the run, a logger or the number of ranks cannot be used.
     """
-    check_run_folder(recipe, resume, change)
-    check_start(recipe, resume)
-    check_trained(recipe)
-    objective_of(recipe.objective, recipe.train).check(recipe)
-    check_writers(recipe.train.loggers)
-    check_parallel(recipe, n_ranks)
+    for _, check in start_checks(recipe, resume, n_ranks, change):
+        check()
+
+
+def start_checks(
+    recipe: Recipe, resume: bool = False, n_ranks: int = 1, change: Collection[str] = ()
+) -> list[tuple[str, Callable[[], None]]]:
+    """Return the checks of `check_train`, each with what it checks."""
+    return [
+        ("run folder", lambda: check_run_folder(recipe, resume, change)),
+        ("weights to start from", lambda: check_start(recipe, resume)),
+        ("trained parameters", lambda: check_trained(recipe)),
+        ("inputs of the objective", lambda: objective_of(recipe.objective, recipe.train).check(recipe)),
+        ("loggers", lambda: check_writers(recipe.train.loggers)),
+        ("division among ranks", lambda: check_parallel(recipe, n_ranks)),
+    ]
 
 
 def check_parallel(recipe: Recipe, n_ranks: int, precision: str = "auto") -> None:

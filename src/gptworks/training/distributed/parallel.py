@@ -41,7 +41,7 @@ from gptworks.quantize.linear import packed_matrices
 from gptworks.training.checkpoint_files import TensorPart
 from gptworks.training.distributed.deferred import Deferred
 from gptworks.training.distributed.ranks import ALONE, Ranks
-from gptworks.training.distributed.shards import divided_over, local, part_of, places_of, sizes_of
+from gptworks.training.distributed.shards import DIMENSIONS, divided_over, local, part_of, places_of, sizes_of
 from gptworks.training.distributed.sums import GradientSums, Timed
 
 NO_HOLDERS: Mapping[str, int] = {}
@@ -151,10 +151,12 @@ def choose_parallel(recipe: Recipe, ranks: Ranks, device: torch.device, layout: 
     """Make the `Parallel` of a layout. All ranks must call it together."""
     if ranks.size == 1:
         return Parallel(recipe.train, recipe.objective.varying_widths)
-    mesh = init_device_mesh(
-        device.type, (layout.data_parallel, layout.tensor_parallel), mesh_dim_names=("data", "tensor")
-    )
-    return ManyDevices(recipe.train, ranks, mesh, layout, recipe.objective.varying_widths)
+    return ManyDevices(recipe.train, ranks, mesh_of(layout, device), layout, recipe.objective.varying_widths)
+
+
+def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
+    """Make the mesh of all ranks, in dimensions data and tensor. All ranks must call it together."""
+    return init_device_mesh(device.type, (layout.data_parallel, layout.tensor_parallel), mesh_dim_names=DIMENSIONS)
 
 
 class ManyDevices(Parallel):

@@ -4,7 +4,6 @@ python -m gptworks.training.rehearsal.measure keep|return < rehearsal.json
 """
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from gptworks.data.samples import Batch
 from gptworks.device import keep_freed_memory, peak_growth_bytes, reset_peak, return_freed_memory, synchronize
 from gptworks.errors import RunError
 from gptworks.planning.run import Measured
+from gptworks.training.rehearsal.new_process import ProcessFailed, output_of
 from gptworks.training.rehearsal.trace import Rehearsal, take
 
 SPEED_SECONDS, SPEED_STEPS = 2.0, 9
@@ -62,13 +62,10 @@ _JSON = TypeAdapter(Rehearsal)
 
 
 def _in_new_process(rehearsal: Rehearsal, freed_memory: str) -> Measured:
-    command = [sys.executable, "-m", "gptworks.training.rehearsal.measure", freed_memory]
-    result = subprocess.run(command, input=_JSON.dump_json(rehearsal), capture_output=True, check=False)
-    if result.returncode:
-        errors = result.stderr.decode(errors="replace").strip().splitlines()
-        why = (errors or [f"ended by signal {-result.returncode}"])[-1]
-        raise RunError(f"the measured step failed: {why}. Perhaps memory did not suffice.")
-    return Measured(**json.loads(result.stdout))
+    try:
+        return Measured(**json.loads(output_of("measure", freed_memory, given=_JSON.dump_json(rehearsal))))
+    except ProcessFailed as failed:
+        raise RunError(f"the measured step failed: {failed}. Perhaps memory did not suffice.") from None
 
 
 def _measure(rehearsal: Rehearsal) -> Measured:

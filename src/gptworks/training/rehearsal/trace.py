@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,6 +22,7 @@ from gptworks.config.objective import NEXT_TOKEN
 from gptworks.data.samples import Batch
 from gptworks.device import choose_precision
 from gptworks.errors import UserError
+from gptworks.model.gpt import GPT
 from gptworks.planning.run import Plan
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.objectives.base import objective_of
@@ -53,14 +55,27 @@ class Rehearsal:
             setting.several_texts,
         )  # fmt: skip
 
-    def new_step(self) -> TrainStep:
-        """Build a new model and return its training step, with uncompiled blocks."""
-        parallel, device = Parallel(self.train), torch.device(self.device)
+    def new_model(self) -> GPT:
+        """Build a new model on torch's default device."""
+        return trainable_model(self.model, self.adapter, self.freeze)
+
+    def new_step(self, parallel: Parallel | None = None) -> TrainStep:
+        """Build a new model and return its training step, with uncompiled blocks.
+
+        Args:
+            parallel: builds and places the model; None: the whole model on the device.
+        """
+        device = torch.device(self.device)
+        if parallel is None:
+            parallel = Parallel(self.train)
+            with device:
+                model = self.new_model()
+            parallel.parameters = dict(model.named_parameters())  # not `place`: fake tensors cannot be moved
+        else:
+            model = parallel.build(self.new_model, device)
         with device:
-            model = trainable_model(self.model, self.adapter, self.freeze)
             loss = objective_of(self.objective, self.train).loss_without_data(model)
         model.activation_checkpointing = self.train.activation_checkpointing
-        parallel.parameters = dict(model.named_parameters())  # not `place`: fake tensors cannot be moved
         return TrainStep(model, self.train, loss, choose_precision(self.precision, device), parallel)
 
 
@@ -119,39 +134,58 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages: in `now_bytes` and `peak_bytes`, those that operations created, while they exist;
     in `found_bytes`, those that operations only read, which are assumed to exist throughout.
 
+    Storages may change their size: FSDP frees what it has gathered by resizing it.
     `torch.distributed._tools.mem_tracker.MemTracker` counts the same bytes (a test checks it), but is six times slower.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now_bytes = self.peak_bytes = self.found_bytes = 0
-        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._held: weakref.WeakKeyDictionary[torch.UntypedStorage, list[int]] = weakref.WeakKeyDictionary()
+
+    def __enter__(self) -> Self:
+        self._resize = resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, n_bytes: int) -> Any:
+            result = resize(storage, n_bytes)
+            self._count(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its operation on this rank's part comes here again
         for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._seen:
-                self._seen.add(storage)
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._held:
+                self._held[storage] = [storage.nbytes()]
                 self.found_bytes += storage.nbytes()
         if function in _ANSWERS and any(isinstance(argument, torch._subclasses.FakeTensor) for argument in args):
             return _ANSWERS[function](*args, **(kwargs or {}))
         out = _run(function, args, kwargs or {})
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
                 self._count(tensor.untyped_storage())
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._seen:
-            return
-        self._seen.add(storage)
-        self.now_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
-        weakref.finalize(storage, self._release, storage.nbytes())
+        if storage not in self._held:
+            self._held[storage] = held = [0]
+            weakref.finalize(storage, self._change, held, 0)
+        self._change(self._held[storage], storage.nbytes())
 
-    def _release(self, n_bytes: int) -> None:
-        self.now_bytes -= n_bytes
+    def _change(self, held: list[int], n_bytes: int) -> None:
+        self.now_bytes += n_bytes - held[0]
+        held[0] = n_bytes
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
 
 def _run(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

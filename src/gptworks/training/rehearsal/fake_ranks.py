@@ -1,0 +1,237 @@
+"""Rehearses ranks of a run on a process group whose collectives send nothing; in a new process, which runs:
+
+python -m gptworks.training.rehearsal.fake_ranks < ranks.json
+
+The group is torch's backend `fake`: the process is one rank, the others do not exist, and a collective returns at once.
+Model, placement, step and optimizer are those of training. Of each rank, two things are done:
+
+    build   its parts are made with their random numbers: the host's memory and the time are measured
+    step    two steps run on fake tensors, which have shapes and no contents: collectives and memory are counted
+"""
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from pydantic import TypeAdapter
+from torch import distributed
+from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+
+from gptworks.config import TrainConfig
+from gptworks.device import peak_growth_bytes, reset_peak, return_freed_memory
+from gptworks.machine import available_memory_bytes
+from gptworks.model.gpt import GPT
+from gptworks.planning.host import PROCESS_BYTES, building_bytes
+from gptworks.planning.layout import Layout
+from gptworks.planning.run import Plan
+from gptworks.training.distributed.parallel import ManyDevices, mesh_of
+from gptworks.training.distributed.ranks import Ranks
+from gptworks.training.distributed.shards import local
+from gptworks.training.rehearsal.new_process import ProcessFailed, output_of
+from gptworks.training.rehearsal.trace import LiveBytes, Rehearsal
+from gptworks.training.rehearsal.traffic import Sent, Traffic
+from gptworks.units import readable
+
+CPU = torch.device("cpu")
+
+MOST_SECONDS = 1200.0
+"""Maximum time for all ranks."""
+
+MOST_DRAWN = 4 * 10**9
+"""Largest model that is built in memory, in parameters: each takes a random number, about 100 million a second."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Ranks to rehearse, one after another."""
+
+    rehearsal: Rehearsal
+    layout: Layout
+    ranks: tuple[int, ...]
+    seed: int
+    builds: bool
+    """Whether the first of them makes its parts in memory too."""
+    memory_bytes: int
+    """Memory that the process may add to what it needs to start."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """The parts of a model that a rank made in memory."""
+
+    seconds: float
+    grown_bytes: int | None
+    """Growth of the process's memory at its peak; None: unknown on this system."""
+    held_bytes: int
+    """Bytes of the parts."""
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """Two training steps of a rank on fake tensors."""
+
+    rank: int
+    held_bytes: int
+    """Bytes of the rank's parts of the model."""
+    peak_bytes: int
+    """Peak memory of the second step's tensors, with the optimizer's state."""
+    first: list[Sent]
+    """Collectives of a step with one micro-batch."""
+    second: list[Sent]
+    """Collectives of a step with two micro-batches; with one, if the run's steps have only one."""
+    n_second: int
+    """Number of micro-batches of the second step."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Ranks of a run, placed on a fake process group."""
+
+    ranks: tuple[RankSteps, ...] = ()
+    """The first and the last rank; empty if nothing was checked."""
+    built: Built | None = None
+    """The first rank's parts; None: not built."""
+    not_checked: str | None = None
+    """Why no rank was placed; None: they were."""
+    not_built: str | None = None
+    """Why no parts were made in memory; None: they were."""
+
+
+_ASKED, _FOUND = TypeAdapter(Asked), TypeAdapter(Placement)
+
+
+def place_ranks(plan: Plan) -> Placement:
+    """Place the first and the last rank of a planned run of several ranks, and run their steps, in a new process."""
+    rehearsal, not_built = Rehearsal.of(plan, "cpu"), _why_not_built(plan)
+    uncompiled = rehearsal.train.model_copy(update={"compile": "none"})
+    layout = plan.setting.layout
+    asked = Asked(
+        replace(rehearsal, train=uncompiled), layout, (0, layout.world_size - 1), plan.recipe.seed, not_built is None,
+        available_memory_bytes(),
+    )  # fmt: skip
+    try:
+        found = _FOUND.validate_json(output_of("fake_ranks", given=_ASKED.dump_json(asked), seconds=MOST_SECONDS))
+    except ProcessFailed as failed:
+        fewer = f"model.n_layers={max(1, plan.recipe.model.n_layers // 4)}"
+        return Placement(not_checked=f"the ranks' process failed: {failed}. Perhaps fewer layers suffice: {fewer}.")
+    return replace(found, not_built=not_built)
+
+
+def _why_not_built(plan: Plan) -> str | None:
+    """Return why this machine should not make a rank's parts in memory; None if it can."""
+    n = plan.parameters.total
+    if n > MOST_DRAWN:
+        return f"{n:,} random numbers are drawn on each rank, and the rehearsal draws at most {MOST_DRAWN:,}"
+    needed = PROCESS_BYTES + building_bytes(replace(plan.setting, on_cpu=True))
+    there = available_memory_bytes()
+    if needed > there:
+        return f"a rank holds {readable(needed, 'B')} while it builds, and this machine has {readable(there, 'B')}"
+    return None
+
+
+# --------------------------------------------------------------------------------------------- in the new process
+
+
+class _FakeRanks(Ranks):
+    """One rank among others that do not exist."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+class _OnFakeTensors(ManyDevices):
+    """Builds the model on the meta device, and replaces its parts by fake tensors once they are divided."""
+
+    def build_on_meta(self, make: Callable[[], GPT]) -> None:
+        """Call it outside of `FakeTensorMode`: modules cannot exchange fake tensors for others."""
+        with torch.device("meta"):
+            self._on_meta = make()
+        self._divide(self._on_meta, CPU)
+
+    def build(self, make: Callable[[], GPT], device: torch.device) -> GPT:
+        self._on_meta.to_empty(device=device)
+        self._on_meta.reset_tables(device)
+        return self._placed(self._on_meta)
+
+
+def _place(asked: Asked) -> Placement:
+    _limit_memory(asked.memory_bytes)
+    found, built = [], None
+    for number, rank in enumerate(asked.ranks):
+        if asked.builds and not number:
+            with _joined(rank, asked) as parallel:
+                built = _build(asked, ManyDevices(*parallel))
+        with _joined(rank, asked) as parallel:
+            found.append(_steps(asked.rehearsal, _OnFakeTensors(*parallel)))
+    return Placement(tuple(found), built)
+
+
+@contextlib.contextmanager
+def _joined(rank: int, asked: Asked) -> Iterator[tuple[TrainConfig, Ranks, DeviceMesh, Layout]]:
+    """Context in which this process is a rank of a fake group, with what its `ManyDevices` is made of."""
+    layout = asked.layout
+    distributed.init_process_group("fake", rank=rank, world_size=layout.world_size)
+    try:
+        yield asked.rehearsal.train, _FakeRanks(rank, layout.world_size), mesh_of(layout, CPU), layout
+    finally:
+        distributed.destroy_process_group()
+
+
+def _build(asked: Asked, parallel: ManyDevices) -> Built:
+    rehearsal = asked.rehearsal
+    return_freed_memory()
+    torch.manual_seed(asked.seed)
+    before, started = reset_peak(CPU), time.perf_counter()
+    parallel.build(rehearsal.new_model, CPU)
+    seconds = time.perf_counter() - started
+    return Built(seconds, peak_growth_bytes(CPU, before), _held_bytes(parallel))
+
+
+def _held_bytes(parallel: ManyDevices) -> int:
+    return sum(local(parameter).nbytes for parameter in parallel.parameters.values())
+
+
+def _steps(rehearsal: Rehearsal, parallel: _OnFakeTensors) -> RankSteps:
+    rows, started = rehearsal.train.micro_batch_size, time.perf_counter()
+    parallel.build_on_meta(rehearsal.new_model)
+    n_second = rehearsal.train.batch_size // rows
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
+        step = rehearsal.new_step(parallel)
+        held_bytes = _held_bytes(parallel)
+        tokens = torch.zeros(rows, rehearsal.model.context_length, dtype=torch.int64)
+        batch = (tokens, tokens, tokens) if rehearsal.several_texts else (tokens, tokens)
+        sent: list[list[Sent]] = []
+        for n in (1, n_second):
+            live.peak_bytes = live.now_bytes
+            with Traffic(parallel.mesh) as traffic:
+                step.accumulate([batch] * n, n * tokens.numel())
+                step.gradient_norm()
+                step.apply(math.inf)  # an infinite norm, so that gradients are clipped
+            sent.append(traffic.sent)
+        peak_bytes = live.found_bytes + live.peak_bytes
+    seconds = time.perf_counter() - started
+    return RankSteps(parallel.ranks.rank, held_bytes, peak_bytes, sent[0], sent[1], n_second, seconds)
+
+
+def _limit_memory(n_bytes: int) -> None:
+    """Let this process fail, with an error, if it takes `n_bytes` more than now. Only on Linux."""
+    if sys.platform.startswith("linux"):
+        import resource
+
+        with open("/proc/self/statm", "rb") as file:  # noqa: PTH123
+            used = int(file.read().split()[5]) * resource.getpagesize()  # data and stacks
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        wanted = used + n_bytes
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+        )
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(_FOUND.dump_json(_place(_ASKED.validate_json(sys.stdin.buffer.read()))))
