@@ -72,7 +72,7 @@ class WeightAverage:
         return {f"{name}/{_OWN}": self.parameters[name].detach() for name in self.tensors}
 
     def restore(self, model_tensors: dict[str, Tensor], optimizer_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Restore weights and averages from a checkpoint's tensors; return those of the optimizer itself."""
+        """Restore weights and averages from a checkpoint's tensors; return the optimizer's own tensors."""
         own = {key.removesuffix(f"/{_OWN}"): t for key, t in optimizer_tensors.items() if key.endswith(f"/{_OWN}")}
         self._set(model_tensors | own)
         self.tensors = {name: model_tensors[name].to(tensor.device).clone() for name, tensor in self.tensors.items()}

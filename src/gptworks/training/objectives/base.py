@@ -1,7 +1,7 @@
 """The base class of training objectives. The loop uses only `Objective`; subclasses contain all that differs.
 
-To add an objective, write a class of its settings in `gptworks.config.objective` and, in a file here, a subclass of
-`Objective` that annotates its `settings` with this class.
+To add an objective, write a settings class in `gptworks.config.objective` and, in a file of this folder, a subclass of
+`Objective` whose annotation of `settings` names that settings class.
 """
 
 from collections.abc import Iterator
