@@ -31,7 +31,7 @@ from tiny import plain_model
 def test_cuda_is_never_given_a_mask_with_grouped_keys(
     monkeypatch: pytest.MonkeyPatch, texts: bool, window: int | None
 ) -> None:
-    """torch has no fused kernel for the two together there, and would make every score at once."""
+    """On CUDA, torch has no fused kernel for both together and would compute all scores at once."""
     seen: list[tuple[bool, bool]] = []
     fused, takes_groups = F.scaled_dot_product_attention, scores.takes_groups
 
@@ -55,7 +55,7 @@ def test_cuda_is_never_given_a_mask_with_grouped_keys(
 
 @pytest.mark.parametrize("varying", [True, False])
 def test_one_graph_serves_every_width_where_widths_vary(monkeypatch: pytest.MonkeyPatch, varying: bool) -> None:
-    """With the passes over memory that only a CPU has out of the way, blocks are traced as on CUDA."""
+    """Without the passes that only a CPU has, blocks are traced as on CUDA."""
     counter, compiled = CompileCounter(), nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled(self, backend=counter, **options))
     monkeypatch.setattr("gptworks.kernels.dispatch.trains", lambda *x: False)

@@ -132,8 +132,7 @@ BROKEN_STEPS = range(10, 15)
 
 
 def test_a_rollback_leaves_no_checkpoint_of_the_steps_that_it_takes_back(tmp_path: Path) -> None:
-    """Seen at the moment when the run goes on: it holds nothing newer than where it went back to, and the best of the
-    kept steps."""
+    """When the run continues, it has no checkpoint newer than the rollback's, and it has the best of the kept steps."""
     seen = []
     restore = TrainingState.restore
 
@@ -238,7 +237,7 @@ def test_the_average_by_hand() -> None:
 
 
 def test_the_last_steps_average_evenly() -> None:
-    """Of ten steps the last four; before these the average is the weights."""
+    """The average covers the last four of ten steps; before them it equals the weights."""
     model = nn.Linear(1, 1, bias=False)
     average, values = (
         WeightAverage(model, TrainConfig(max_steps=10, average_last=0.4)),

@@ -156,7 +156,7 @@ def test_an_empty_archive_and_one_without_a_matching_member_are_refused(tmp_path
 
 @pytest.mark.parametrize("stated", [100, 1000])
 def test_a_size_that_is_not_the_members_is_refused(stated: int, tmp_path: Path) -> None:
-    """A member of 500 bytes whose directory says fewer or more."""
+    """The member has 500 bytes; its directory entry claims fewer or more."""
     content = bytearray(make_zip(tmp_path / "a.zip", {"a.txt": b"x" * 500}).read_bytes())
     at = content.index(b"PK\x01\x02") + 24
     assert struct.unpack_from("<I", content, at) == (500,)

@@ -172,7 +172,8 @@ def test_advice_for_one_gpu_tries_all_that_it_can_do_itself_before_more_of_them(
     ],
 )
 def test_small_memories_are_advised_where_they_are_what_fits(preset: str, gib: float, needed: str) -> None:
-    """Without more devices: the cheapest change that fits is such a one, and none of milder ones alone does."""
+    """With the same number of devices: the cheapest change that fits uses such a setting, and no milder change alone
+    fits."""
     recipe = recipe_of(
         model={"preset": preset, "context_length": 512}, batch_size=4, micro_batch_size=1, optimizer="adamw"
     )
@@ -195,7 +196,7 @@ def test_plan_follows_the_recipes_own_parallel_settings() -> None:
 
 
 def test_the_largest_micro_batch_accumulates_only_where_the_step_has_several() -> None:
-    """Gradients stand during the forward pass of all but a whole step at once."""
+    """Gradients are in memory during a forward pass unless the micro-batch is the whole step."""
     recipe = recipe_of(batch_size=16, micro_batch_size=4)
     setting = rank_setting(recipe, "bf16", on_cpu=False)
     for capacity in (3e9, 6e9, 9e9, 12e9):

@@ -68,7 +68,7 @@ def test_banded_attention_in_blocks_equals_the_definition(n_kv_heads: int, windo
 
 
 def test_banded_attention_equals_the_dense_kernel_under_a_mask() -> None:
-    """GPT-3's band of 256 over its context of 2,048, on the shapes of a head."""
+    """With GPT-3's band of 256, its context of 2,048 and the shapes of a head."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 2048, 64, generator=generator)
     mask = causal_mask(2048, 2048, 256, torch.device("cpu"))
@@ -89,7 +89,8 @@ def test_a_scale_of_its_own_and_a_soft_cap(scale: float, softcap: float | None, 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("window", [None, 100])
 def test_attend_is_right_whatever_path_it_chooses(grad: bool, window: int | None) -> None:
-    """Without gradients the fused kernel runs; with them, on a CPU, blocks of 128 queries, of which 130 need two."""
+    """Without gradients the fused kernel runs; with gradients, on a CPU, blocks of 128 queries: 130 queries need
+    two."""
     q, k, v = random_inputs(130, 260, 2, grad=grad)
     out = attend(q, k, v, Scores(window=window))
     torch.testing.assert_close(out, attend_reference(q, k, v, Scores(window=window)), rtol=0, atol=1e-12)
@@ -102,7 +103,7 @@ def test_the_mask_and_the_window_count_the_token_itself() -> None:
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_gradients_are_right_under_dropout(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
-    """Against finite differences, the same weights being dropped each time."""
+    """Compared with finite differences, with the same dropped weights each time."""
     monkeypatch.setattr(cpu, "BLOCK", 2)
 
     def dropping(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -114,7 +115,7 @@ def test_gradients_are_right_under_dropout(monkeypatch: pytest.MonkeyPatch, wind
 
 @pytest.mark.parametrize("grad", [False, True], ids=["fused", "blocked"])
 def test_dropout_drops_weights_and_rescales_the_rest(grad: bool) -> None:
-    """One key has weight 1, which is dropped, or kept and doubled at probability 1/2."""
+    """One key has weight 1; at probability 1/2, it is dropped or doubled."""
     q, k, v = (torch.ones(1, 1000, 1, 2, requires_grad=grad) for _ in range(3))
     torch.manual_seed(0)
     out = attend(q, k, v, Scores(dropout=0.5)).detach()
@@ -130,7 +131,7 @@ def rotary(theta: float = 10_000.0) -> Rotary:
 
 
 def test_rotation_is_the_complex_product_of_the_paper() -> None:
-    """Elements i and i + D/2 are one complex number, turned by m·θ^(−2i/D) at position m (Su et al., 2021)."""
+    """Elements i and i + D/2 form a complex number, rotated by m·θ^(−2i/D) at position m (Su et al., 2021)."""
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     frequency = 500.0 ** -(torch.arange(4, dtype=torch.float64) / 4)
     turned = torch.complex(x[:, :4], x[:, 4:]) * torch.exp(1j * torch.outer(torch.arange(64), frequency))

@@ -49,7 +49,7 @@ def feed(backend: TorchBackend, slot: int, tokens: list[int], start: int, n_logi
 
 @pytest.mark.parametrize("settings", MODELS, ids=str)
 def test_texts_computed_together_have_the_logits_of_separate_passes(settings: dict[str, Any]) -> None:
-    """Six texts in random chunks, long and short, of which the later ones use a slot that held another text."""
+    """Six texts of different lengths in random chunks; the later ones reuse a slot of another text."""
     model = tiny(**settings)
     backend = TorchBackend(model, 3, CONTEXT)
     chance = random.Random(1)
@@ -102,7 +102,7 @@ def test_a_text_rolled_back_forgets_what_came_after(settings: dict[str, Any]) ->
 
 @pytest.mark.parametrize("settings", MODELS[:-1], ids=str)
 def test_a_copied_prefix_continues_in_another_slot(settings: dict[str, Any]) -> None:
-    """Also in slots that have become more and longer."""
+    """Also after slots have been added and lengthened."""
     model = tiny(**settings)
     backend = TorchBackend(model, 3, 50)
     first = text(1, 40)
@@ -118,7 +118,7 @@ def test_a_copied_prefix_continues_in_another_slot(settings: dict[str, Any]) -> 
 
 
 def test_one_product_over_all_slots_is_the_loop_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The accelerator's way, taken on a CPU."""
+    """The code path of accelerators, run on a CPU."""
     from gptworks.model import scores
 
     for settings in MODELS[:-1]:

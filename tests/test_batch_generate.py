@@ -51,7 +51,8 @@ def test_each_prompt_receives_the_text_of_a_separate_call(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("cut_bytes", [0, 1, 30])
 def test_interrupted_work_continues(tmp_path: Path, cut_bytes: int) -> None:
-    """Stopped after ten prompts, with the last line cut short by a crash: the file ends up as if nothing had been."""
+    """The work stops after ten prompts, and a crash truncates the last line: the final file is as without
+    interruption."""
     source, target, whole = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "whole.jsonl"))
     write(source, *PROMPTS)
 
@@ -124,7 +125,7 @@ def test_prompts_from_a_pipe_are_read_once_and_all_answered(tmp_path: Path) -> N
 
 
 def test_ids_are_compared_with_a_set(tmp_path: Path) -> None:
-    """A hundred thousand ids, of which the last two are equal, are found at once: a quadratic search would not end."""
+    """Among a hundred thousand ids, the two equal ones at the end are found fast; a quadratic search would not end."""
     source = tmp_path / "in.jsonl"
     ids = [*range(100_000), 99_999]
     source.write_text("".join(f'{{"id": {i}, "prompt": "a"}}\n' for i in ids))

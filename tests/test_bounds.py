@@ -211,6 +211,6 @@ def test_presets_are_inside_all_bounds() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if issubclass(kind, Section)], ids=lambda kind: kind.__name__)
 def test_every_setting_of_a_recipe_has_a_description(kind: type[Section]) -> None:
-    """docs/reference/ and the studio's forms are made of them."""
+    """docs/reference/ and the studio's forms show the descriptions."""
     if kind.__module__.startswith("gptworks.config."):
         assert [name for name, field in kind.model_fields.items() if name != "type" and not field.description] == []

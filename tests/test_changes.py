@@ -158,13 +158,14 @@ def test_a_run_without_a_checkpoint_is_begun_with_any_rate(run: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_longer_run_asks_where_the_rate_has_followed_the_length(done: Path, settings: list[str], same: bool) -> None:
-    """Four steps are done: at a rate that has not begun to fall, those of a run of any length."""
+    """The first four steps are the same for any run length only if the rate has not begun to fall in them."""
     before, now = (load_recipe(done / "run", [*settings, f"train.max_steps={n}"]) for n in (5, 50))
     assert (inexact(before, now, changed(before, now), 4) == []) == same
 
 
 def test_a_card_that_says_repeats_is_right(tmp_path: Path) -> None:
-    """A longer run at a constant rate needs no asking, and a new run of its recipe.yaml ends with the same weights."""
+    """A longer run at a constant rate needs no `--change`, and a new run of its recipe.yaml ends with the same
+    weights."""
     tree = tiny.recipe_tree(tmp_path, max_steps=3, optimizer="adamw", schedule="constant", evaluate_every=9)
     train(parse_recipe(tree))
     train(load_recipe(tmp_path / "run", ["train.max_steps=5"]), resume=True)

@@ -104,7 +104,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
 
 
 def test_each_kept_checkpoint_keeps_the_best_that_it_knows_of(tmp_path: Path) -> None:
-    """So that the best is there also where the newest is damaged, or taken back."""
+    """So the best exists even if the newest checkpoint is damaged or rolled back."""
     write(tmp_path, 1, best=1)
     write(tmp_path, 2, best=1)
     write(tmp_path, 3, best=1)

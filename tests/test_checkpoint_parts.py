@@ -184,7 +184,7 @@ def test_a_failed_run_does_not_wait_for_ranks_that_have_died(tmp_path: Path, mon
 
 
 def test_a_run_may_fail_while_the_last_checkpoint_is_written(tmp_path: Path) -> None:
-    """Ranks that are alive complete it."""
+    """The ranks that are alive complete the checkpoint."""
     parts, begun = parts_of(TENSORS, 2, 1), threading.Barrier(2)
 
     def fail(rank: int, writers: RankWriters) -> None:

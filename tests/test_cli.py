@@ -250,7 +250,7 @@ def test_chat_continues_forgets_and_quits(folder: Path) -> None:
 
 @pytest.mark.skipif(not commands.CAN_FORK, reason="needs a pseudo-terminal that a test can drive")
 def test_a_chat_at_a_terminal_recalls_what_was_typed(folder: Path, tmp_path: Path) -> None:
-    """The arrow key brings the line back, here and in a later chat; Ctrl-D ends."""
+    """The arrow key recalls the line, in this and in a later chat; Ctrl-D ends the chat."""
     environment = {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
     for typed in (b"line 1: the\n", b"\x1b[A\n"):
         ours, theirs = os.openpty()
@@ -385,7 +385,7 @@ IDLE = [
 
 @pytest.mark.parametrize(("command", "message"), IDLE, ids=[" ".join(command) for command, _ in IDLE])
 def test_an_option_that_would_do_nothing_is_refused_before_any_work(command: list[str], message: str) -> None:
-    """The run does not exist: what is refused first is the option."""
+    """The run does not exist, but the error names the option first."""
     with pytest.raises(UserError) as refused:
         CliRunner().invoke(app, command, catch_exceptions=False)
     assert message in str(refused.value) and "leave it out" in str(refused.value)

@@ -139,7 +139,7 @@ def test_another_run_lies_inside_or_outside(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("together", [False, True])
 def test_a_run_of_the_same_recipe_is_called_outside_in_a_twentieth_of_cases(tmp_path: Path, together: bool) -> None:
-    """Eight points with a normal spread, independent of one another or one and the same."""
+    """Eight points of normal losses that are either independent or all the same number."""
     band = make_band(repeats(tmp_path))
     random, outside = np.random.default_rng(1), []
     for _ in range(1500):
@@ -400,7 +400,7 @@ def test_a_longer_context_over_all_of_the_text_is_compared(tmp_path: Path) -> No
 
 
 def test_finished_runs_are_compared_with_unfinished_ones_where_both_were_evaluated(tmp_path: Path) -> None:
-    """The same losses at equal steps are no difference, however far the first went."""
+    """Equal losses at equal steps are no difference, even if one run is longer."""
     ours = repeats(tmp_path / "ours")
     theirs = repeats(tmp_path / "theirs", tuple([losses[0]] for losses in CURVES), 11, model={"d_ff": 64})
     (finding,) = plain(*ours, *theirs).findings

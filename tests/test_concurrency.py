@@ -100,7 +100,7 @@ def texts(made: list[Completion]) -> list[Any]:
     ids=["plain", "reuse", "drafts", "native", "native-drafts"],
 )  # fmt: skip
 def test_thirty_two_requests_receive_the_texts_of_separate_requests(model: Any, options: dict[str, Any]) -> None:
-    """Mixed settings, random arrivals and cancellations, shared beginnings, several samples, sliding windows."""
+    """With mixed settings, random arrivals and cancellations, shared prefixes, several samples and sliding windows."""
     if "backend" in options:
         needs_native(model)
     else:  # what is computed beside a text changes the last digits, and in float64 they decide no draw
@@ -402,7 +402,7 @@ def test_a_request_that_its_reader_left_is_cancelled(model: Any, read: Any) -> N
 
 @pytest.mark.parametrize("read", READINGS.values(), ids=READINGS)
 def test_a_loop_that_closes_does_not_generate_what_its_reader_left(model: Any, read: Any) -> None:
-    """The text would never end; closing holds up asyncio, which could otherwise end the abandoned generator."""
+    """The text would never end, and closing blocks asyncio, which could otherwise end the abandoned generator."""
     one = engine(model)
 
     async def go() -> list[Piece]:
@@ -421,7 +421,7 @@ def test_a_loop_that_closes_does_not_generate_what_its_reader_left(model: Any, r
 def test_a_failed_step_is_logged_before_its_requests_learn_of_it(
     model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A reader in another thread may answer at once, and must find that nothing is left to log."""
+    """A reader in another thread may react immediately, when the log must already be complete."""
     one = engine(model)
     logged_before: list[list[str]] = []
 

@@ -419,8 +419,8 @@ MAY_BE_NEGATIVE = {"low", "high", "choices"}
     "section", sorted(set.union(*map(all_sections, (Recipe, *get_args(AnyTask)))), key=lambda one: one.__name__)
 )
 def test_no_setting_accepts_an_absurd_number_or_text(section: type[Section]) -> None:
-    """A number of 31 or 309 digits, an infinite one, none, a negative one, and a text of a million characters, for each
-    setting that takes numbers or texts."""
+    """Tries a number of 31 or 309 digits, an infinite one, NaN, a negative one, and a text of a million characters, for
+    each setting that takes numbers or texts."""
     for name, field in section.model_fields.items():
         leaves = set(kinds(field.annotation))
         values: list[Any] = ["x" * 10**6] * (not leaves.isdisjoint({str, Path}))

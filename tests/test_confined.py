@@ -62,7 +62,7 @@ def test_a_text_is_bounded_after_normalization(tmp_path: Path) -> None:
 
 
 def test_long_texts_are_read_by_tokenizers_that_lengthen_as_released_ones_do(tmp_path: Path) -> None:
-    """SentencePiece's: a space becomes a character of three bytes."""
+    """Like SentencePiece's, which turns a space into a character of three bytes."""
     normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer = load_tokenizer(_saved(_tokenizer(normalizer=normalizer), tmp_path))
     assert encode_text(tokenizer, " " * (MAX_NORMALIZED_BYTES // 50)) == [2]

@@ -62,7 +62,7 @@ def test_a_text_matches_its_regular_expression(tokenizer: Tokenizer, regex: str)
 
 
 def test_constrained_and_free_texts_run_side_by_side() -> None:
-    """And drafts that the constraint forbids are left out."""
+    """Drafts that the constraint forbids are dropped."""
     one = engine(CHARACTERS, n_slots=4, drafter=PromptLookup(4, 2))
     chance, wanted = random.Random(1), []
     for i in range(8):
@@ -98,7 +98,7 @@ def test_a_token_is_drawn_from_what_the_grammar_allows() -> None:
 
 
 def test_exactly_the_allowed_tokens_may_be_pushed() -> None:
-    """Each token alone, against the matcher's own word for it."""
+    """Compares the mask of allowed tokens with the matcher's answer for each single token."""
     constraint = Constraints(CHARACTERS).grammar(SamplingSettings(regex=r"a(b|c)*d")).begin()
     for character, following in (("a", "bcd"), ("b", "bcd"), ("c", "bcd")):
         constraint.push(CHARACTERS.encode(character).ids[0])

@@ -155,7 +155,7 @@ def test_a_crash_while_a_run_is_exported_leaves_all_of_it_or_none(tmp_path: Path
 @pytest.mark.crashes
 @pytest.mark.timeout(3000)
 def test_a_full_or_failing_disk_at_any_operation_is_named_and_costs_no_checkpoint(tmp_path: Path) -> None:
-    """strace makes each call fail in turn, with no space left and with an input/output error."""
+    """strace makes each call fail in turn, with "no space left" and with an input/output error."""
     template = tmp_path / "template"
     template.mkdir()
     command = [sys.executable, str(WORKER), "checkpoints", str(template)]
@@ -270,7 +270,7 @@ def test_an_export_onto_a_full_disk_names_bytes_and_disk_and_leaves_nothing(tmp_
 @pytest.mark.crashes
 @pytest.mark.timeout(3000)
 def test_runs_go_on_bit_for_bit_from_what_a_crash_has_left(tmp_path: Path) -> None:
-    """A run killed while it saved, in each state of its folder that differs in what there is to resume from."""
+    """A run is killed during a save, and resumes from each state of its folder that differs in its checkpoints."""
     from gptworks.recipe import load_recipe
     from gptworks.training.loop import train
 

@@ -153,7 +153,7 @@ def test_max_tokens_ends_a_text() -> None:
 
 
 def test_a_full_context_ends_a_text_that_may_not_slide() -> None:
-    """The prompt and what is fed back fill the context; the token after the last position still comes."""
+    """The prompt and the generated tokens fill the context; the token after the last position is still generated."""
     one = writing("abcde")
     for n_prompt in (2, CONTEXT):
         (completion,) = one.complete(("abcde" * 4)[:n_prompt], temperature=0, max_tokens=100)
@@ -280,7 +280,7 @@ def test_a_seed_repeats_a_text_and_its_samples_differ() -> None:
 
 
 def test_without_a_seed_each_text_has_its_own_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system's entropy is stood in for by known numbers."""
+    """Known numbers replace the system's entropy."""
     tokenizer, known, made = char_tokenizer(), random.Random, iter(("first", "second"))
     one = Engine(random_model(tokenizer), tokenizer)
     monkeypatch.setattr(random, "Random", lambda *seed: known(*seed) if seed else known(next(made)))

@@ -70,7 +70,7 @@ def test_what_ends_a_step_ends_every_request(
 
 
 def test_an_interrupt_ends_the_requests_but_not_the_engine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a notebook the engine is used again after it."""
+    """A notebook uses the engine again after an interrupt."""
     expected = tiny_engine(n_slots=1).generate("a", temperature=0, max_tokens=5)
     other = engine.submit([1], ignore_eos=True)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -104,7 +104,7 @@ def test_readers_that_wait_learn_of_it_and_the_loop_is_dead(engine: Engine, monk
 
 @pytest.mark.parametrize("error", [OtherPanic, SystemExit, MemoryError])
 def test_a_thread_that_is_killed_between_steps_is_noticed(engine: Engine, error: type[BaseException]) -> None:
-    """As ctypes, a debugger or a library can end a thread: in the loop's own code, not in a step."""
+    """ctypes, a debugger or a library may end the thread in the loop's own code, outside a step."""
 
     async def go() -> None:
         with paused_after(3):
@@ -258,7 +258,7 @@ def test_a_server_says_that_it_is_dead(error: BaseException, monkeypatch: pytest
 
 
 def test_a_server_answers_what_it_has_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Texts that run get an error, a stream an event; a text of another engine is finished."""
+    """Running texts get an error, streams an event; a text of another engine is finished."""
     base, other = tiny_engine(n_slots=2, context=20_000), tiny_engine(context=2_000)
     app = create_app({"base": base, "other": other}, ServerSettings(api_keys=(KEY,)))
     step = base._step

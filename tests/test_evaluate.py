@@ -162,7 +162,7 @@ def test_nothing_to_evaluate_is_said() -> None:
 
 
 def test_bits_per_byte_of_a_prepared_split(tmp_path: Path) -> None:
-    """From text to bits per byte, by the real shards: a uniform model pays log₂ V for each token but the first."""
+    """From text to bits per byte, with real shards: a uniform model needs log₂ V bits for each token but the first."""
     (tmp_path / "text.txt").write_text("the quick brown fox, the lazy dog; " * 400, encoding="utf-8")
     recipe = parse_recipe(
         {
@@ -203,7 +203,8 @@ def test_overlapping_windows_count_each_token_once() -> None:
 
 
 def test_compressors_equal_the_command_line_programs() -> None:
-    """gzip(1) and xz(1) write the same streams, but for headers: a file name, a checksum of 4 bytes more or less."""
+    """gzip(1) and xz(1) write the same streams except for headers: a file name, or a checksum 4 bytes longer or
+    shorter."""
     text = Path(loss_module.__file__).read_bytes() * 3
     ours = compressor_bits_per_byte(text)
     assert list(ours) == ["gzip_9", "xz_9e"]

@@ -73,7 +73,7 @@ def test_a_text_costs_what_float64_arithmetic_says(stride: int | None) -> None:
 
 
 def test_passages_are_the_same_whatever_the_tokenizer() -> None:
-    """Bytes, characters, and bytes without a token that begins a text: its first byte is not foretold, nor counted."""
+    """Bytes, characters, and bytes without a start token, where the first byte is neither predicted nor counted."""
     sizes = [len(TEXT[i : i + PASSAGE_CHARACTERS].encode("utf-8")) for i in range(0, len(TEXT), PASSAGE_CHARACTERS)]
     characters = train_tokenizer(CharTokenizer(type="char"), iter([TEXT]))
     for tokenizer, n_tokens, unseen in (
@@ -130,7 +130,7 @@ class Given:
 
 
 def test_copied_ngrams_are_those_that_stand_in_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also across the pieces in which the text is read, and where hashes collide."""
+    """Also across the borders of the chunks that are read, and with hash collisions."""
     monkeypatch.setattr(memorization, "_PIECE_TOKENS", 50)
     chance = np.random.default_rng(0)
     training = chance.integers(0, 3, 1000)
@@ -217,7 +217,7 @@ def test_the_command_keeps_its_results_and_compares_runs(
 def test_a_moved_run_is_measured_on_the_shards_it_was_trained_on(
     trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its raw texts may be gone; and shards that have changed on the disk are an error."""
+    """The raw texts may be gone; shards that have changed on disk are an error."""
     tree = yaml.safe_load((trained_run / "recipe.yaml").read_text())
     before = EvaluatedRun(trained_run, device="cpu").validation()
     moved, shards = tmp_path / "moved", tmp_path / "shards"

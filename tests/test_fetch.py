@@ -105,7 +105,7 @@ PRIVATE = [
 def test_an_address_that_not_everyone_reaches_is_refused(
     address: str, names: dict[str, list[list[str]]], connected: list[Any], tmp_path: Path
 ) -> None:
-    """As it is written, and as what a name resolves to, also where other addresses of it are public."""
+    """As a literal address, and as the result of a name, even if other results are public."""
     assert not is_public(address)
     shown = f"[{address}]" if ":" in address else address
     if "%" not in address:
@@ -184,7 +184,7 @@ def test_redirects_are_followed_to_what_is_allowed(tmp_path: Path) -> None:
 def test_the_certificate_is_the_names(
     tmp_path: Path, names: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though an address is connected to, the server proves that it has the name."""
+    """The connection is made to an address, but the server's certificate must be for the name."""
     if (openssl := shutil.which("openssl")) is None:
         pytest.skip("needs openssl, to make a certificate")
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"

@@ -72,7 +72,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", ["dense", "grouped", "untied", "parallel", "windowed", "looped", "repeated", "stream"])
 @pytest.mark.parametrize("name", TRAINED)
 def test_frozen_parts_and_adapters_cost_what_torch_counts(name: str, kind: str) -> None:
-    """Backward passes end at the first thing that is trained, and a frozen matrix has no gradient of its own."""
+    """A backward pass ends at the first trained parameter, and a frozen matrix has no gradient."""
     changes = {
         "dense": {},
         "grouped": {"n_kv_heads": 2, "mlp": "swiglu", "qk_norm": True, "norm_placement": "both",

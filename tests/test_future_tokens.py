@@ -83,7 +83,7 @@ def row_of(texts: list[list[int]], learned: set[tuple[int, int]]) -> tuple[Tenso
 
 @pytest.mark.parametrize("more", [{}, {"logit_softcap": 3.0, "tie_embeddings": False, "logit_divisor": 2.0}])
 def test_the_loss_and_its_gradients_are_the_definition(more: dict[str, Any]) -> None:
-    """Targets end with their text and carry loss where those of the next token do."""
+    """Targets end with their text, and are learned where the targets of the next token are."""
     model, texts = double(**more), [[3, 9, 4, 4, 28], [7], [1, 0, 2, 5], [11, 12]]
     learned = {(n, place) for n, text in enumerate(texts) for place in range(1, len(text))} - {(0, 2), (2, 1)}
     found = next_token(model, row_of(texts, learned), future_weights=WEIGHTS)
@@ -257,7 +257,7 @@ def test_weights_are_a_third_nearly_for_each_token_and_fall_if_asked() -> None:
 
 
 def test_a_run_whose_weights_fall_learns_with_those_of_its_step(tmp_path: Path) -> None:
-    """Of two runs that differ in falling alone, the first step is the same and the second is not."""
+    """Two runs differ only in whether the weights fall: their first step is equal, the second is not."""
 
     def rows(name: str, fall: bool) -> list[float]:
         tree = tree_of(tmp_path, name, 2)
@@ -302,7 +302,7 @@ def test_tensor_parallel_ranks_refuse_heads_by_name() -> None:
 
 
 def test_a_new_model_predicts_every_token_as_its_next() -> None:
-    """Heads begin as identity: each is the next token's own, scored with later targets."""
+    """Heads start as the identity: each predicts like the next token's head, scored with later targets."""
     model = GPT(ModelConfig(**SHAPE, n_future_tokens=2)).double()
     tokens = torch.randint(29, (1, 12), generator=torch.Generator().manual_seed(2))
     found = next_token(model, (tokens[:, :-1], tokens[:, 1:]), future_weights=(1.0,))

@@ -159,7 +159,7 @@ def test_what_needs_no_gradient_gets_none_and_keeps_nothing(taken: Any, trains: 
 
 
 def test_a_product_holds_the_memory_that_torchs_does(taken: Any) -> None:
-    """So that a plan, which is the same on every processor, counts them both; and as much on fake tensors."""
+    """A plan is the same on every processor, so both products must need equal memory; on fake tensors too."""
 
     def peak(linear: Callable[..., Tensor]) -> int:
         x, weight, bias = (torch.ones(shape, requires_grad=True) for shape in ((8, 64, 32), (48, 32), (48,)))
@@ -175,7 +175,7 @@ def test_a_product_holds_the_memory_that_torchs_does(taken: Any) -> None:
 
 
 def test_a_model_trains_with_them(taken: Any) -> None:
-    """All of a step's gradients against the model in float64."""
+    """All gradients of a step equal those of the model in float64, within rounding."""
     config = plain_model(
         vocab_size=300, context_length=64, n_layers=2, d_model=32, n_heads=2, mlp_bias=True, tie_embeddings=False
     )

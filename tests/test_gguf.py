@@ -193,7 +193,7 @@ def test_a_tied_head_is_stored_only_where_it_must_be(tmp_path: Path) -> None:
 
 
 def test_interleaved_rows_give_the_same_scores() -> None:
-    """Neighbours turned as complex numbers, the definition of llama.cpp's rotation, against ours on the halves."""
+    """llama.cpp rotates neighbours as complex numbers; compared with our rotation of halves."""
     config = tiny.plain_model(**BASE)
     generator = torch.Generator().manual_seed(0)
     heads, width, length = config.n_heads, config.d_head, 20
@@ -614,7 +614,7 @@ def rounded(model: Any, quantization: str) -> Any:
 def test_llama_cpp_computes_what_the_rounded_numbers_say(
     name: str, quantization: Any, near: float, tmp_path: Path, llama: Callable[..., Any]
 ) -> None:
-    """Root mean square of the difference, relative to that of the logits: llama.cpp rounds what it multiplies, too."""
+    """Root mean square of the difference relative to the logits': llama.cpp also rounds the activations."""
     model, _ = export(tmp_path, config_of(name), quantization=quantization)
     loaded = llama(tmp_path / "model.gguf")
     tokens = hf.tokens(batch=1, length=200)[0].tolist()

@@ -55,7 +55,7 @@ def test_a_pipe_that_gives_too_much_is_left_at_the_bound() -> None:
 
 
 def test_a_slow_writer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first byte comes only after the pipe was found empty."""
+    """The first byte arrives only after the pipe was found empty."""
     monkeypatch.setattr(door, "PIPE_SECONDS", 0.0)
     reading, writing = os.pipe()
     begin_to_wait = os.set_blocking

@@ -67,7 +67,8 @@ def test_the_ranks_of_a_node_copy_their_parts_of_a_checkpoint() -> None:
 
 
 def test_copies_count_each_part_once() -> None:
-    """Embeddings are whole on each tensor-parallel rank; a matrix's state in SOAP is at its owner, also with DDP."""
+    """Each tensor-parallel rank has the whole embedding; SOAP's state of a matrix is on its owner only, also with
+    DDP."""
 
     def copied(n_ranks: int, layout: Layout, optimizer: str) -> tuple[int, int]:
         train = {"batch_size": 32, "micro_batch_size": 1, "max_steps": 5, "optimizer": optimizer}
@@ -129,7 +130,7 @@ def test_on_a_cpu_a_rank_copies_its_parts_of_a_checkpoint(layout: Layout) -> Non
 def test_what_hosts_do_not_hold_is_advised_to_have_fewer_ranks_a_host(
     name: str, ranks: int, node: dict[str, Any], advised: list[str]
 ) -> None:
-    """What is advised fits as it says, planned again with its own words."""
+    """The advised change fits when it is planned as written."""
     found = gptworks.plan(name, device="h100", world_size=ranks, **node)
     assert not found.fits and found.need.fits_device
     for words, change in zip(advised, found.changes, strict=False):

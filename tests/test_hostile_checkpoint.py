@@ -169,7 +169,7 @@ SCALE = "blocks.0.mlp.up.scale"
 def test_scales_of_another_dtype_never_reach_the_kernels(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str, dtype: str
 ) -> None:
-    """Their bytes would be read as float32, beyond the end of what there is."""
+    """The kernels would read them as float32, beyond the end of their memory."""
     if (kind, dtype) == ("int4", "float16"):
         return  # as it should be
     checkpoint = copied(request.getfixturevalue(f"{kind}_dir"), tmp_path)
@@ -314,7 +314,7 @@ def test_a_folder_in_place_of_the_weights_is_refused(run_dir: Path, tmp_path: Pa
 
 
 def test_nan_weights_generate_no_text(run_dir: Path, tmp_path: Path) -> None:
-    """On the command line: one line, exit code 2."""
+    """The command prints one line and exits with code 2."""
     checkpoint = copied(run_dir, tmp_path)
     change(put(FIRST, with_element(float("nan"))), checkpoint.folder / "model.safetensors")
     seal(checkpoint)
@@ -324,7 +324,7 @@ def test_nan_weights_generate_no_text(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_tensors_at_the_ends_of_their_range_are_finite(tmp_path: Path) -> None:
-    """The largest and the smallest numbers of each dtype, in sizes around those checked at once."""
+    """With the largest and smallest numbers of each dtype, in sizes around the block that is checked at once."""
     from gptworks.tensors import read_tensors
 
     path = tmp_path / "x.safetensors"

@@ -214,7 +214,7 @@ WRITTEN = (
 
 
 def test_no_planted_temporary_name_in_a_received_run_is_followed(received: Path) -> None:
-    """The names that were predictable, in front of a report and of a run that goes on."""
+    """Names that used to be predictable are planted before a report is written and before a run is resumed."""
     for name in WRITTEN:
         for planted in (f".{name}.writing", f".writing-{name}"):
             (received / planted).symlink_to(received.parent / "outside" / "authorized_keys")

@@ -283,7 +283,7 @@ def test_dynamic_scaling_is_read_with_the_context_that_it_reaches(tmp_path: Path
 @pytest.mark.parametrize("draft", [False, True])
 @torch.no_grad()
 def test_greedy_texts_that_outgrow_the_original_context_are_those_of_transformers(draft: bool, tmp_path: Path) -> None:
-    """transformers computes a text again with the long factors when it grows longer than the original context."""
+    """When a text outgrows the original context, transformers computes it again with the long factors."""
     theirs = hf.save_theirs(tmp_path / "theirs", THEIRS["phi3"][1])  # of 24 tokens
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
@@ -304,7 +304,7 @@ def test_greedy_texts_that_outgrow_the_original_context_are_those_of_transformer
 
 
 def test_an_architecture_is_one_entry_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """VaultGemma, a Gemma 2 without norms after attention and MLP: with an entry, import and export both work."""
+    """With an entry for VaultGemma (Gemma 2 without norms after attention and MLP), import and export both work."""
     gemma = FAMILIES["gemma2"]
     after = ("post_attention_layernorm", "post_feedforward_layernorm")
     vault = replace(

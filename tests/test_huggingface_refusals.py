@@ -226,7 +226,7 @@ def test_a_tokenizer_that_reads_otherwise_is_found(
 
 
 def test_a_cache_that_goes_wrong_is_found(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits without a cache are equal; the greedy tokens are what tells."""
+    """Logits without a cache are equal; only the greedy tokens reveal it."""
     forward = t.LlamaForCausalLM.forward
 
     def forgets(self: Any, ids: torch.Tensor, past_key_values: Any = None, **options: Any) -> Any:
@@ -496,7 +496,7 @@ def test_a_note_says_where_nothing_ends_a_text(folder: Path, tmp_path: Path) -> 
 
 
 def test_two_names_of_one_weight_are_refused(tmp_path: Path) -> None:
-    """transformers takes one of them, and which one is not said anywhere."""
+    """transformers uses one of them; which one is not documented."""
     hf.save_theirs(tmp_path / "theirs", t.GPT2Config(vocab_size=hf.VOCABULARY, n_embd=32, n_layer=2, n_head=4))
     path = tmp_path / "theirs/model.safetensors"
     tensors = load_file(path)

@@ -51,7 +51,7 @@ def test_an_untrained_model_copies_what_followed_before(shape: str) -> None:
 
 
 def test_the_text_alone_decides_what_is_copied() -> None:
-    """The same weights continue whichever token followed, so that nothing of a text stands in them."""
+    """The same weights continue with whichever token followed before, so they contain no text."""
     torch.manual_seed(0)
     model = GPT(ModelConfig.model_validate(SIZES)).eval()
     filler = torch.randint(100, 512, (50,))
@@ -71,7 +71,7 @@ def test_the_seed_decides_the_weights() -> None:
 
 
 def test_a_trained_model_can_be_read_with_a_longer_context(tmp_path: Path) -> None:
-    """How a model began says nothing of what it may become."""
+    """The limit of its initialization does not apply after training."""
     run = trained(tmp_path, steps=20, init="induction", position="rope")
     longer = ["model.context_length=128", "model.rope_scaling.type=yarn", "model.rope_scaling.factor=2"]
     assert "nats per token" in gptworks("evaluate", run, *longer).stdout

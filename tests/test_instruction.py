@@ -60,7 +60,7 @@ def losses(run: Path) -> list[float]:
 
 
 def test_the_loss_equals_that_of_transformers(folder: Path, shared_data: Path) -> None:
-    """Fifty real instructions: our rows against transformers on the exported model, one by one, answers only."""
+    """For fifty real instructions, one by one, answers only: our rows against transformers on the exported model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from gptworks.interop.huggingface import export_huggingface
@@ -123,7 +123,7 @@ def test_another_tokenizer_is_refused(folder: Path) -> None:
 
 @pytest.mark.learning
 def test_it_learns_the_answers_and_chats_in_turns(folder: Path) -> None:
-    """The loss fell to 0.12 of the first or less with three seeds in fp32 and bf16."""
+    """With three seeds in fp32 and bf16, the loss fell to at most 0.12 of its first value."""
     run = tuned(folder, max_steps=80, learning_rate=0.02, evaluate_every=80)
     assert losses(run)[-1] < 0.5 * losses(run)[0]
     engine = load(run, backend="torch")

@@ -172,7 +172,7 @@ def test_a_notebook_shows_a_run_and_nothing_that_its_files_say_is_markup(tmp_pat
 
 
 def test_a_plan_is_what_the_command_prints(run: TrainedRun, folder: Path) -> None:
-    """The run has prepared the text: without it the vocabulary would not be known."""
+    """The run has prepared the text, without which the vocabulary size would be unknown."""
     path = tiny.write_recipe(folder)
     printed = CliRunner().invoke(app, ["plan", str(path), "train.max_steps=7", "--device", "h100"]).stdout
     sheet = gptworks.plan(path, device="h100", max_steps=7)

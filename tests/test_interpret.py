@@ -67,8 +67,8 @@ def ids_of(length: int = 40, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_recorded_parts_make_what_the_model_computes(kind: str) -> None:
-    """In float64: weights times values are attention's output, the lens ends in the model's prediction, and the parts
-    add to the logit."""
+    """In float64: weights times values equal attention's output, the lens of the last layer equals the prediction, and
+    the parts add up to the logit."""
     model, ids = model_of(kind, torch.float64), ids_of()
     rows = [0, 5, 39]
     found = record(model, ids, rows)
@@ -223,7 +223,7 @@ def test_tokens_cost_what_evaluate_and_score_say() -> None:
 
 @pytest.mark.parametrize("framed", [True, False])
 def test_two_tokenizers_share_the_smallest_parts_of_a_text(framed: bool) -> None:
-    """Bytes against words of several characters: each part costs what its tokens cost, and nothing is lost."""
+    """Bytes against words of several characters: each part has the sum of its tokens' nats, and none is lost."""
     ours = BYTES if framed else hf.byte_tokenizer()
     characters = train_tokenizer(CharTokenizer(type="char"), iter([TEXT]))
     mine, theirs = TokenizedText.of_text(ours, TEXT), TokenizedText.of_text(characters, TEXT)

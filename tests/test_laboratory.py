@@ -37,7 +37,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_stopped_run_and_a_fork_end_bit_for_bit_as_one_that_was_not_and_generate(name: str, tmp_path: Path) -> None:
-    """Each step is of two micro-batches, with dropout."""
+    """Each step has two micro-batches, with dropout."""
     model, settings = SETTINGS[name]
     tree = tiny.recipe_tree(
         tmp_path, max_steps=6, schedule="wsd", checkpoint_every=3, evaluate_every=3, **settings

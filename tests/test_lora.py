@@ -259,7 +259,7 @@ def test_what_cannot_be_is_refused_before_any_work(base: Path, settings: dict[st
 
 
 def test_a_run_over_a_packed_base_is_used_as_it_was_evaluated(base: Path) -> None:
-    """Its files hold the packed base; what is loaded is the base unpacked, with the adapter added to it."""
+    """The files hold the packed base; loading unpacks it and adds the adapter."""
     settings = {"adapter": {"rank": 4, "base": "int4"}}
     recipe = parse_recipe(tuned_tree(base, "packed", **settings))
     train(recipe)
@@ -328,7 +328,7 @@ def test_a_run_that_starts_from_an_adapted_one_has_its_adapter_merged(base: Path
 def test_the_planned_memory_is_enough_and_not_far_from_the_traced(
     adapter: LoRAConfig | None, freeze: FreezeConfig | None, precision: str
 ) -> None:
-    """What is not saved because its layer is frozen is planned for all the same: too much, never too little."""
+    """The plan includes activations that frozen layers do not save: it may be too high, never too low."""
     model = preset("gpt2-mini").model_copy(update={"n_layers": 2})
     config = tiny.plain_training(max_steps=1, batch_size=2, micro_batch_size=1)
     part = trained(model, adapter, freeze)

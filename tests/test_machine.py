@@ -157,7 +157,7 @@ def test_the_cores_a_process_may_run_on_count_without_a_quota(tree: Tree, monkey
 def test_torch_computes_with_the_threads_that_the_quota_grants(
     monkeypatch: pytest.MonkeyPatch, quota: float | None, given: str | None, threads: int
 ) -> None:
-    """Once, where a device is chosen: what the caller sets afterwards stays."""
+    """The number is set once, when a device is chosen; the caller may change it afterwards."""
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:

@@ -97,7 +97,7 @@ def test_the_formula_is_the_trace(name: str, case: tuple[str, str, int], device:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_formula_is_the_trace_for_every_preset(name: str, device: str) -> None:
-    """At full depth where that is at most 12 layers, else at 12: each layer adds the same."""
+    """With all layers up to 12, else with 12, since each layer adds the same."""
     model = shallow(name, 12)
     off = {
         (precision, checkpointing, size): error(model, device, precision, size, activation_checkpointing=checkpointing)
@@ -196,7 +196,8 @@ def test_accumulation_and_optimizers(batch_size: int, optimizer: str, precision:
     {"optimizer": "soap", "soap_frequency": 1},
 ])  # fmt: skip
 def test_the_scratch_memory_of_an_optimizer(train: dict[str, Any]) -> None:
-    """At the update alone, apart from the passes; a matrix has four times the elements that a cautious decay takes."""
+    """Only of the update, not of the passes; a matrix has four times the elements that a cautious decay processes at
+    once."""
     model = plain_model(**SMALL | {"n_layers": 1, "context_length": 16, "d_model": 512, "d_ff": 2048})
     config, count = plain_training(max_steps=1, batch_size=1, **train), count_parameters(model)
     state = trained_state_bytes(count, config.optimizer, everything(count), config.optimizer_state)
@@ -294,7 +295,7 @@ def test_muons_own_buffers_are_the_peak_of_a_wide_model_over_a_short_text() -> N
 
 
 def test_rows_of_a_shorter_length_are_planned_as_a_model_of_that_context() -> None:
-    """As many tokens in rows of a quarter: the peak is the larger of the two, whichever that is."""
+    """With as many tokens in rows of a quarter of the length: the plan's peak is the larger of the two."""
     for length, heads in ((256, 8), (2560, 1)):
         model = plain_model(**SMALL | {"context_length": length, "n_heads": heads, "position": "none"})
         short = model.model_copy(update={"context_length": length // 4})
@@ -342,8 +343,8 @@ def test_grouped_queries_under_a_mask_on_cuda(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What autograd saves of attention on tensors without numbers, and the most that its backward pass adds: keys and
-    values are repeated in any precision."""
+    """Checks the tensors that autograd saves for attention, on fake tensors, and the peak of its backward pass: keys
+    and values are repeated in any precision."""
     takes_groups = scores.takes_groups
     monkeypatch.setattr(scores, "takes_groups", lambda _, masked: takes_groups(torch.device("cuda"), masked))
     monkeypatch.setattr(scores, "F", EfficientKernel)

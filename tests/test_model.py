@@ -152,7 +152,7 @@ def test_a_window_ends_where_it_says() -> None:
 @pytest.mark.parametrize(("position", "used"), [("learned", True), ("rope", True), ("none", False)])
 @torch.no_grad()
 def test_the_order_of_earlier_tokens_counts_where_positions_do(position: str, used: bool) -> None:
-    """One layer: without positions, the last token sees the earlier ones as a set."""
+    """In one layer without positions, the last token sees the earlier ones as a set."""
     model = build(position=position, n_layers=1).eval()
     shake(model)
     swapped = tokens(1)
@@ -170,7 +170,7 @@ def test_a_batch_is_its_rows() -> None:
 
 
 def test_a_model_on_the_meta_device_draws_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each draw would take a fifth of a millisecond, and a model of experts has thousands of matrices."""
+    """A draw would take a fifth of a millisecond, and a model with experts has thousands of matrices."""
     drawn: list[torch.Tensor] = []
     monkeypatch.setattr(torch.nn.init, "normal_", lambda tensor, *_, **__: drawn.append(tensor))
     with torch.device("meta"):
@@ -179,7 +179,7 @@ def test_a_model_on_the_meta_device_draws_no_random_numbers(monkeypatch: pytest.
 
 
 def test_heads_attend_separately() -> None:
-    """With an identity after attention, changing one head's queries moves that head's columns alone."""
+    """With an identity after attention, changing one head's queries changes only that head's columns."""
     attention = build(attention_bias=False).blocks[0].attention
     x = torch.randn(1, 16, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -191,7 +191,7 @@ def test_heads_attend_separately() -> None:
 
 
 def test_attention_mixes_positions_and_not_heads() -> None:
-    """The first position sees only itself: its attention is its own value, projected."""
+    """The first position sees only itself, so its attention output is its own value, projected."""
     attention = build().blocks[0].attention
     x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -253,7 +253,8 @@ def test_norms_start_at_one_and_every_shift_at_zero(init: str) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 def test_normal_draws_every_matrix_from_n_0_002(tied: bool, mlp: str) -> None:
-    """16,384 numbers or more: their deviation is known to 0.6 %, their mean to 0.8 % of it; 4 of these allowed."""
+    """For 16,384 numbers or more, the deviation's standard error is 0.6% and the mean's 0.8% of the deviation; 4 of
+    these are allowed."""
     for name, weight in matrices(build(**WIDE, init="normal", tie_embeddings=tied, mlp=mlp)).items():
         assert weight.std().item() == pytest.approx(0.02, rel=0.024), name
         assert abs(weight.mean().item()) < 0.02 * 0.032, name
@@ -312,7 +313,7 @@ def test_each_dropout_acts_in_training_and_nowhere_else(place: str) -> None:
 @pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "relu2", "swiglu"])
 @torch.no_grad()
 def test_mlp_dropout_acts_between_the_activation_and_the_down_projection(kind: str) -> None:
-    """A down projection that copies the first channels shows them: dropped, or doubled."""
+    """A down projection that copies the first channels shows whether they are dropped or doubled."""
     block = build(dropout_mlp=0.5, mlp=kind, d_ff=64, mlp_bias=False).blocks[0]
     mlp = block.mlp
     assert isinstance(mlp, MLP)
@@ -333,7 +334,7 @@ def test_without_dropout_training_and_evaluation_agree() -> None:
 
 @torch.no_grad()
 def test_embedding_dropout_acts_on_tokens_and_positions_together() -> None:
-    """Blocks that do nothing leave the sum of both embeddings, elements of it dropped, the rest doubled."""
+    """Blocks without effect leave the sum of both embeddings, with elements dropped or doubled."""
     model = build(dropout_embedding=0.5, zero_init_projections=True, position="learned")
     model.norm = torch.nn.Identity()
     assert model.position_embedding is not None
@@ -363,7 +364,7 @@ def test_residual_dropout_acts_on_what_each_branch_adds(silent: str) -> None:
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 @torch.no_grad()
 def test_a_model_cast_to_bf16_stays_near_itself(norm: str) -> None:
-    """bf16 keeps 8 bits: each of a few dozen roundings is 2⁻⁹ at most, and they add up like noise."""
+    """bf16 has 8 bits: each of a few dozen roundings is at most 2⁻⁹, and they add up like noise."""
     model = build(norm=norm, qk_norm=True, mlp="swiglu").eval()
     exact = model(tokens())
     half = model.to(torch.bfloat16)(tokens())
@@ -395,7 +396,7 @@ def test_a_parallel_residual_reads_the_blocks_input_twice() -> None:
 @pytest.mark.parametrize("n_experts", [0, 4])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_recomputed_blocks_give_the_same_gradients_bit_for_bit(n_experts: int, bf16: bool) -> None:
-    """Dropout included: the random state of the first pass is put back for the second."""
+    """With dropout: the random state of the first pass is restored for the second."""
     gradients = []
     for again in ("none", "selective", "block"):
         model = build(dropout_residual=0.2, dropout_attention=0.2, norm="rmsnorm", n_experts=n_experts)
@@ -413,7 +414,7 @@ def test_recomputed_blocks_give_the_same_gradients_bit_for_bit(n_experts: int, b
 
 
 def test_recomputation_keeps_less() -> None:
-    """Bytes that autograd saves: with recomputation each block's input alone."""
+    """With recomputation, autograd saves only each block's input."""
     kept = []
     for again in ("none", "selective", "block"):
         model = build(n_layers=6)

@@ -77,7 +77,7 @@ def test_an_expert_has_few_numbers_of_rows_and_hardly_more_than_tokens() -> None
 
 @torch.no_grad()
 def test_a_token_is_not_changed_by_its_neighbours() -> None:
-    """Dropless: however many choose one expert, each is served."""
+    """Dropless: an expert processes every token that chooses it."""
     layer = moe()
     layer.router.weight.zero_()
     layer.router.weight[0] = 5.0
@@ -161,7 +161,7 @@ def test_without_numbers_the_shares_are_even() -> None:
 @pytest.mark.learning
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_it_trains_and_reports_the_busiest_expert(tmp_path: Path, optimizer: str) -> None:
-    """The loss fell by 0.49 and more with three seeds in fp32 and bf16: less than half of that must be there."""
+    """With three seeds in fp32 and bf16, the loss fell by at least 0.49; the test requires less than half of that."""
     tree = tiny.recipe_tree(tmp_path, optimizer=optimizer, max_steps=12)
     tree["model"] |= {"n_experts": 4, "n_experts_per_token": 2, "mlp": "swiglu", "d_ff": 16}
     train(parse_recipe(tree))

@@ -132,7 +132,7 @@ def test_every_variant_in_float32(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt3, windowed", "llama", "qwen3", "one key head, multipliers"])
 def test_a_cache_in_int8_is_torchs(name: str) -> None:
-    """Both round each vector to 255 levels; a few differ by one, where their last bits do."""
+    """Both round each vector to 255 levels; a few levels differ by one because the vectors' last bits do."""
     model, ids = variant(name), text(40)
     native_logits, torch_logits = (
         torch.cat(
@@ -210,7 +210,7 @@ def test_a_cache_in_bfloat16() -> None:
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4"])
 def test_a_row_does_not_depend_on_its_neighbours(kind: str) -> None:
-    """Bit for bit: alone, among others, and in chunks cut otherwise."""
+    """Its bits are the same alone, among other rows, and in other chunks."""
     model = variant("llama")
     if kind != "fp32":
         model = pack(model, kind)
@@ -240,7 +240,7 @@ def test_the_same_with_any_number_of_threads() -> None:
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4"])
 def test_how_a_text_is_cut_changes_no_bit(kind: str) -> None:
-    """Nor what is computed beside it; a long chunk takes several steps."""
+    """Nor do other rows in the step; a long chunk takes several steps."""
     model = variant("gpt3, windowed", context_length=200, d_ff=592)
     if kind != "fp32":
         model = pack(model, kind)
@@ -256,7 +256,7 @@ def test_how_a_text_is_cut_changes_no_bit(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "one key head, multipliers"])
 def test_features_of_a_text_are_the_models(name: str) -> None:
-    """As embeddings are made of them; a long text takes several steps, and no logits are computed."""
+    """As for embeddings: a long text takes several steps, and no logits are computed."""
     model, ids = variant(name, context_length=200), text(150)
     backend = native.NativeBackend(model, 2, 200)
     with torch.inference_mode():
@@ -269,7 +269,8 @@ def test_features_of_a_text_are_the_models(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16", "int8", "int4"])
 def test_few_rows_and_many_give_the_same_bits(kind: str) -> None:
-    """Many are multiplied in panels of weights, of which the last may be narrower; few with the weights as they lie."""
+    """Many rows are multiplied in panels of weights, the last of which may be narrower; few rows with the plain
+    layout."""
     model = variant("llama", d_ff=112)
     if kind != "fp32":
         model = pack(model, kind)
@@ -283,7 +284,8 @@ def test_few_rows_and_many_give_the_same_bits(kind: str) -> None:
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("d_head", [48, 80])
 def test_a_cache_in_bfloat16_however_a_text_is_cut(d_head: int, window: int | None) -> None:
-    """The same bits, though it may be multiplied in pairs of positions and of elements; and near the model's logits."""
+    """The bits are the same for any chunks, although products may take pairs of positions or of elements; logits are
+    near the model's."""
     model = random_model(plain_model(**{**BASE, "d_head": d_head, "n_kv_heads": 2, "n_layers": 1, "window": window}))
     ids, backend = text(60), native.NativeBackend(model, 2, 61, dtype=torch.bfloat16)
     whole = backend.compute([Chunk(0, 0, ids, 60)])[0]
@@ -308,7 +310,7 @@ def test_logits_of_a_long_chunk(n_logits: int) -> None:
 
 @pytest.mark.parametrize("head", ["int8", "int4"])
 def test_a_quantized_model(head: HeadWeights) -> None:
-    """The modules of gptworks.quantize, which torch runs with activations in float32."""
+    """The modules of gptworks.quantize, which torch runs with float32 activations."""
     model = quantize_model(variant("qwen3"), "int4", head=head)
     ids = text(50)
     logits = native.NativeBackend(model, 2, CONTEXT, dtype=torch.float32).compute([Chunk(1, 0, ids, 50)])[0]
@@ -338,7 +340,7 @@ def test_capacity_bounds_a_slot() -> None:
 
 
 def test_large_numbers_keep_their_ratio() -> None:
-    """One activation a thousand times the others leaves them 5 bits of 16: near still."""
+    """An activation a thousand times the others leaves them 5 of 16 bits, which is still accurate enough."""
     model = variant("gpt2")
     twin = pack(model, "int8")
     for gpt in (model, twin):
@@ -360,7 +362,7 @@ def kept_as(kind: str, name: str = "qwen3") -> GPT:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_product_with_nan_is_nan(kind: str, value: float) -> None:
-    """One activation of each row; whether it comes last or is followed by others."""
+    """One activation of each row is NaN or infinite: the first, one in the middle, or the last."""
     for place in (0, 17, 63):
         model = kept_as(kind)
         model.norm.weight.data[place] = value
@@ -373,7 +375,7 @@ def test_a_product_with_nan_is_nan(kind: str, value: float) -> None:
 @pytest.mark.parametrize("mlp", ["gelu", "gelu_tanh", "relu2", "swiglu", "geglu"])
 @pytest.mark.parametrize("cache", [torch.float32, torch.bfloat16, torch.int8])
 def test_nan_passes_through_activations_and_every_cache(cache: torch.dtype, mlp: str) -> None:
-    """From a key that one text keeps to all its later tokens, and to no other text's."""
+    """A NaN key of one text reaches all its later tokens, and no other text."""
     model = variant("qwen3", mlp=mlp)
     model.token_embedding.weight.data[3, 5] = float("nan")
     for block in model.blocks:
@@ -389,7 +391,7 @@ def test_nan_passes_through_activations_and_every_cache(cache: torch.dtype, mlp:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("window", [None, 5])
 def test_nan_reaches_no_token_that_does_not_see_it(window: int | None, value: float, cache: torch.dtype) -> None:
-    """Neither those before it nor those past its window, though they are computed together with it."""
+    """Neither earlier tokens nor those past its window, although they are computed together with it."""
     model = variant("llama", n_layers=1, window=window)
     model.token_embedding.weight.data[3, 5] = value
     ids = [token for token in text(45) if token != 3][:30]
@@ -439,7 +441,7 @@ def test_tokens_and_slots_that_do_not_exist_are_refused(chunk: Chunk) -> None:
 
 
 def test_weights_are_in_large_pages_if_the_kernel_grants_them() -> None:
-    """By what the kernel says of the memory itself: 16 MiB hold at least 7 whole pages of 2 MiB."""
+    """According to the operating system, 16 MiB contain at least 7 whole pages of 2 MiB."""
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not enabled.exists() or "[never]" in enabled.read_text(encoding="ascii"):
         pytest.skip("this system grants no transparent huge pages (/sys/kernel/mm/transparent_hugepage/enabled)")

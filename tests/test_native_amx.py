@@ -96,7 +96,8 @@ def test_kernels_for_another_processor_do_not_use_amx(run: Runs, march: str) -> 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8", "a cache in bf16"])
 def test_a_row_is_the_same_in_any_company(run: Runs, kind: str) -> None:
-    """One, few (int8: by vectors), a tile's rows, more, and so many that threads divide the norms: the same bits."""
+    """One row, a few (int8: by vector instructions), a tile, more, and enough for several threads give the same
+    bits."""
     model = f"pack(variant('qwen3', context_length=128), '{kind}')"
     if kind == "a cache in bf16":
         model = "variant('gpt3, windowed', context_length=128, window=40, d_head=64)"
@@ -166,7 +167,7 @@ found['used'] = products() != 0
 
 
 def test_with_int8_it_computes_the_bits_of_vectors(run: Runs) -> None:
-    """Sums of whole numbers are exact, whoever adds them."""
+    """Integer sums are exact in any order."""
     lines = """
 backend = NativeBackend(pack(variant('gpt2', context_length=128), 'int8'), 1, 128, dtype=torch.float32)
 logits = backend.compute([Chunk(0, 0, text(70), 70)])[0]

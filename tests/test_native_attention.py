@@ -74,7 +74,7 @@ def test_rows_of_several_texts(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("length", [1, 16, 17, 33, 40, 49])
 @pytest.mark.parametrize("dtype", NEAR, ids=["fp32", "bf16"])
 def test_rows_of_several_texts_of_any_length(dtype: torch.dtype, length: int) -> None:
-    """The last keys fill a whole vector, or none, of the two that bf16 takes together."""
+    """bf16 reads two vectors of keys at a time, which the last keys of a row may fill only partly."""
     n = min(5, length)
     positions = torch.tensor([[*range(n), *range(length - n)]])
     ours = inputs((1, 2, 1, length, length, 24), dtype)
@@ -113,7 +113,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
 
 @pytest.mark.parametrize("probability", [0.1, 0.5])
 def test_dropout_drops_its_share_and_the_same_weights_backward(probability: float) -> None:
-    """With v the identity, the output is the weights, and so is v's gradient for a gradient that is the identity."""
+    """With v the identity, the output equals the weights; with an identity gradient, so does v's gradient."""
     length = 128
     q, k, _ = inputs((2, 2, 2, length, length, length))
     v = torch.eye(length).expand(2, 2, length, length).clone().requires_grad_()

@@ -145,7 +145,7 @@ def test_a_compiler_that_is_killed_says_so(fresh: Path, tmp_path: Path, monkeypa
 def test_nothing_is_left_in_another_users_home(
     builds: list[str], fresh: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As with sudo, where HOME stays that of the user."""
+    """As under sudo, where HOME remains the calling user's."""
     home, stat = fresh.parent / "home", Path.stat
     home.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / ".cache"))
@@ -211,7 +211,7 @@ def test_what_was_not_used_for_long_or_is_too_much_is_removed(builds: list[str],
 
 
 def test_used_libraries_stay(builds: list[str], fresh: Path) -> None:
-    """Loading counts as use; what others used within the hour stays however much there is."""
+    """Loading counts as use; libraries that others used within the hour stay, whatever their total size."""
     assert works()
     [mine] = fresh.glob("kernels-*.so")
     os.utime(mine, (0, 0))
@@ -239,7 +239,7 @@ def test_a_library_of_the_package_of_another_version_is_passed_over(
     builds: list[str], built: bytes, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    """As after an update that left the old files."""
+    """As after an update that left old files behind."""
     monkeypatch.delenv("GPTWORKS_NATIVE_MARCH", raising=False)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(native_library, "BUILT", tmp_path / "built")
@@ -254,7 +254,7 @@ def test_a_library_of_the_package_of_another_version_is_passed_over(
 
 
 def test_the_key_follows_the_processor_on_a_mac(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no /proc lists its features; a folder may be shared by several machines."""
+    """A Mac has no /proc that lists features, and several machines may share a folder."""
     sysctl = subprocess.run
     said = ["machdep.cpu.brand_string: Apple M1\nhw.optional.arm.FEAT_BF16: 0\n"]
 

@@ -106,7 +106,7 @@ def test_a_tensor_of_another_shape_dtype_or_layout_is_refused(calls: list[Call],
 
 @pytest.mark.parametrize(("name", "tensor"), names("tensors"))
 def test_a_descriptor_that_no_tensor_has_is_refused(calls: list[Call], name: str, tensor: str) -> None:
-    """Lengths below 0 and beyond all memory, addresses of nothing and amid an element, unknown dtypes."""
+    """Lengths below 0 or beyond all memory, null addresses and ones inside an element, unknown dtypes."""
     for call in of(calls, name):
         x = call.tensors[tensor]
         for change in (
@@ -169,7 +169,7 @@ def test_a_setting_that_means_nothing_is_refused(calls: list[Call], name: str, n
 def test_rows_that_a_step_cannot_have_are_refused(
     calls: list[Call], tensor: str, values: int, error: type[Exception]
 ) -> None:
-    """Tokens, slots and places that are not there; and rows of a text that do not follow one another."""
+    """Tokens, slots and positions out of range, and rows of a text that are not consecutive."""
     for call in of(calls, "step"):
         x = call.tensors[tensor].clone()
         x[-1] = values
@@ -178,7 +178,7 @@ def test_rows_that_a_step_cannot_have_are_refused(
 
 
 def test_a_table_of_other_positions_is_refused_by_name() -> None:
-    """A table for one text where there are two, and one that ends too early."""
+    """A table for one text when there are two, and one that ends too early."""
     x = torch.randn(2, 3, 7, 16)
     for shape in ((1, 1, 7, 8), (2, 1, 6, 8), (6, 8), (7, 9), (2, 2, 7, 8)):
         table = torch.ones(shape)
@@ -189,7 +189,7 @@ def test_a_table_of_other_positions_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("shape", [(0, 4, 5, 24), (2, 4, 0, 24)])
 def test_nothing_is_computed_of_nothing(shape: tuple[int, ...]) -> None:
-    """Batches and texts of no elements."""
+    """With empty batches and empty texts."""
     x, table = torch.empty(shape), torch.empty(shape[2], 12)
     assert passes.Rotation.apply(x, table, table).shape == shape
     assert passes.Activation.apply(x, None, "gelu").shape == shape
@@ -216,7 +216,7 @@ MAY_MISS = {
 
 
 def test_every_field_of_a_model_is_checked(calls: list[Call]) -> None:
-    """A number that is wrong, an address of nothing: refused by one model at least, of those that have the part."""
+    """A wrong number or a null address is refused by at least one of the models that have the part."""
     found: dict[str, bool] = {}
     for call in of(calls, "step"):
         model = call.model
@@ -261,7 +261,7 @@ def test_memory_one_byte_too_short_is_refused(calls: list[Call], name: str) -> N
 
 
 def test_every_exported_function_throws_nothing_and_is_in_the_list() -> None:
-    """As they are written, and as they are in the built library."""
+    """Checked in the source and in the built library."""
     text = "".join(source.read_text(encoding="utf-8") for source in SOURCES)
     written = re.findall(
         r'extern "C" (\S+(?: \S+)?) \*?gptworks_(\w+)\(([^)]*)\)( noexcept)? \{\s*(return guarded\()?', text
@@ -328,7 +328,8 @@ print("failures", total)
 def test_an_allocation_that_fails_is_an_error_and_never_the_end(
     failing_new: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each allocation of each function fails in turn, on one thread and two: nothing waits for ever, the next works."""
+    """Each allocation of each function fails in turn, with one thread and two: nothing hangs, and the next call
+    works."""
     monkeypatch.setenv("LD_PRELOAD", str(failing_new))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     done = run_python("-c", FAIL, failing_new)

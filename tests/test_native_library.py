@@ -362,7 +362,7 @@ def test_a_folder_below_one_that_others_may_write_is_not_used(
 def test_a_folder_below_one_that_the_users_own_group_may_write_is_used(
     builds: list[str], fresh: Path, temporary: Path
 ) -> None:
-    """Many systems give each user a group of the same name, and the umask 002."""
+    """Many systems give each user a group of the same name, and umask 002."""
     assert works()
     fresh.parent.chmod(0o770)
     native_library.forget()
@@ -397,7 +397,7 @@ def test_a_folder_below_one_of_another_user_is_not_used(
 def test_the_library_is_loaded_by_a_path_without_links(
     builds: list[str], fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever may change a link could make it lead elsewhere between the check and the loading."""
+    """A link could be redirected between the check and the loading."""
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
@@ -454,7 +454,7 @@ def test_without_wide_vectors_torch_computes_weights_in_fp16(
 def test_a_processor_without_vector_instructions_computes_the_same(
     fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plain C++ under the intrinsics, without OpenMP: what another processor or compiler gets."""
+    """The plain C++ alternative to intrinsics, without OpenMP, as other processors or compilers get it."""
     monkeypatch.delenv("GPTWORKS_NATIVE_MARCH", raising=False)
     monkeypatch.setattr(kernel_build, "ATTEMPTS", ((),))
     for kind in ("bf16", "fp16", "int8", "int4"):
@@ -469,7 +469,7 @@ def test_a_processor_without_vector_instructions_computes_the_same(
 
 
 def test_clang_builds_it_with_its_own_threads(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two OpenMP libraries in a process contend for its cores, and on a Mac they end it."""
+    """Two OpenMP libraries in a process compete for its cores; on a Mac they end the process."""
     compiler = shutil.which("clang++")
     if compiler is None:
         pytest.skip("no clang++ here")

@@ -56,7 +56,7 @@ def exact(given: Tensor, momentum: Tensor, sequence: Any) -> Tensor:
 @pytest.mark.parametrize("scale", [1.0, 1e-4])
 @pytest.mark.parametrize("sequence", SEQUENCES, ids=str)
 def test_updates_are_as_exact_as_torchs(shape: tuple[int, int], scale: float, sequence: tuple[str, int]) -> None:
-    """Both round to bfloat16 at the same places, so they are the same but where the order of a sum decides."""
+    """Both round to bfloat16 at the same points, so they differ only by the order of sums."""
     given, momenta = gradients(shape, 3, scale), gradients(shape, 3, scale / 10, seed=1)
     ours, theirs = natively(given, momenta, sequence), by_torch(given, momenta, sequence)
     truth = torch.stack([exact(*pair, sequence) for pair in zip(given, momenta, strict=True)])
@@ -79,7 +79,7 @@ def test_a_matrix_of_zeros_and_one_without_numbers_are_left_as_they_are() -> Non
 
 @pytest.mark.parametrize(("shape", "n"), [((64, 96), 1), ((96, 70), 3), ((32, 32), 9)])
 def test_the_bits_do_not_depend_on_the_number_of_threads(shape: tuple[int, int], n: int) -> None:
-    """Where each thread has matrices of its own, and where several share one."""
+    """Whether each thread has its own matrices, or several share one."""
     given, momenta = gradients(shape, n), gradients(shape, n, seed=1)
     before, found = torch.get_num_threads(), []
     try:
@@ -100,7 +100,7 @@ def steps(optimizer: Muon, matrices: list[nn.Parameter], n: int, seed: int = 0) 
 
 
 def test_a_run_resumes_with_either_and_learns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten steps by torch, then ten in C++ from its saved state; twenty by torch."""
+    """Ten steps in torch then ten in C++ from the saved state, against twenty in torch."""
     start = gradients((48, 32), 2) + gradients((32, 32), 3)
 
     def fresh() -> tuple[Muon, list[nn.Parameter]]:

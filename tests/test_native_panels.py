@@ -25,7 +25,7 @@ ALL_KINDS = {torch.bfloat16: 48, torch.int8: 48, torch.uint8: 32}
 @pytest.mark.parametrize("panel", [16, 32, 48])
 @pytest.mark.parametrize("rows", [1, 15, 16, 48, 96, 100, 145])
 def test_the_layout_is_as_documented(rows: int, panel: int, dtype: torch.dtype) -> None:
-    """By its definition, word after word."""
+    """Compared word by word with the definition."""
     matrix = torch.randint(99, (rows, 16), generator=torch.Generator().manual_seed(rows)).to(dtype)
     per_word = 1 if dtype == torch.float16 else 4 // dtype.itemsize
     nothing = matrix.new_zeros(per_word)
@@ -45,7 +45,7 @@ def test_the_layout_is_as_documented(rows: int, panel: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("n_threads", [1, 2, 3, 8, 12, 64])
 @pytest.mark.parametrize("rows", [16, 48, 256, 768, 1024, 50257])
 def test_no_thread_has_many_more_rows_than_another(rows: int, n_threads: int) -> None:
-    """At most a tenth more than with panels of 16 rows, the narrowest there are."""
+    """At most a tenth more than with panels of 16 rows, the narrowest."""
     panel = panel_of(rows, n_threads, 48)
     most, least_most = (-(-rows // (size * n_threads)) * size for size in (panel, 16))
     assert panel in (16, 32, 48) and most <= 1.1 * least_most
@@ -65,7 +65,7 @@ def logits_of(model: GPT, ids: list[int]) -> Tensor:
 @pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("name", ["gpt2", "qwen3", "narrow"])
 def test_torch_computes_a_model_in_panels_as_before(name: str, kind: str) -> None:
-    """The same bits, and the same file."""
+    """With the same bits, and the same file."""
     model, ids = quantized(kind, name), text(20)
     before, weights = logits_of(model, ids), {name: x.clone() for name, x in model.state_dict().items()}
     settle(list(matrices(model)), ALL_KINDS)
@@ -80,7 +80,7 @@ def test_torch_computes_a_model_in_panels_as_before(name: str, kind: str) -> Non
 
 @pytest.mark.parametrize("kind", ["fp16", "int4"])
 def test_placing_frees_each_matrix_as_it_is_placed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a model would stand in memory twice while it is placed: in panels, or row by row as fp16."""
+    """Otherwise a model would be in memory twice while it is placed, in panels or in rows as fp16."""
     model = quantized(kind, "gpt2")
     modules = list(matrices(model))
     before, alive = [weakref.ref(module.weight) for module in modules], []
@@ -117,7 +117,7 @@ def test_the_width_of_panels_changes_no_bit(kind: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "int8", "int4"])
 def test_only_the_head(kind: str) -> None:
-    """As draft heads use it, of few rows and of many."""
+    """As draft heads use it, with few rows and with many."""
     model: GPT = variant("qwen3") if kind == "fp32" else quantized(kind)
     features = torch.randn(2, 20, model.config.d_model, generator=torch.Generator().manual_seed(0))
     wanted = TorchBackend(model, 1, 64).logits(features)

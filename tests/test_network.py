@@ -74,7 +74,7 @@ def planned_bytes(each: dict[str, Any]) -> Counter[str]:
 
 @pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.ranks)])
 def test_planned_bytes_are_those_of_real_collectives(n_ranks: int, tmp_path: Path) -> None:
-    """Within 1%: DDP also sends for each tensor whether it has a gradient."""
+    """Within 1%, because DDP also sends for each tensor whether it has a gradient."""
     cases = CASES[n_ranks]
     (tmp_path / "cases").write_text(json.dumps(list(cases.values())), encoding="utf-8")
     ranks_of(n_ranks, "traffic", tmp_path / "cases")
@@ -86,7 +86,7 @@ def test_planned_bytes_are_those_of_real_collectives(n_ranks: int, tmp_path: Pat
 
 
 def test_a_plan_adds_up_what_several_collectives_send_of_one_kind_of_tensor() -> None:
-    """Tensor-parallel ranks exchange the parts of Muon's updates, and data-parallel ones copies of these parts."""
+    """Tensor-parallel ranks exchange parts of Muon's updates, data-parallel ranks copies of these parts."""
     found = planned(
         "gpt2", 4, "train.parallel.tensor_parallel=2", "train.parallel.strategy=ddp", "train.optimizer=muon",
         "model.dropout_attention=0",
@@ -119,7 +119,7 @@ def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
 
 
 def test_gpt3_on_1024_ranks_sends_what_its_layout_asks_for_and_waits_for_what_computing_does_not_hide() -> None:
-    """FSDP: 2 + 2 + 4 bytes a parameter, but for the embeddings, float32 and gathered once."""
+    """FSDP sends 2 + 2 + 4 bytes per parameter, except for the embeddings, which are float32 and gathered once."""
     large = planned("gpt3-175b", 1024, "train.activation_checkpointing=selective")
     sent = sum(large.sent_bytes.values())
     assert sent == pytest.approx(8 * large.parameters.total * 1023 / 1024, rel=1e-3)

@@ -54,7 +54,7 @@ def test_decay_falls_on_matrices_alone_and_every_parameter_is_in_one_group() -> 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_each_kind_of_parameter_has_the_rate_of_its_factor(optimizer: str) -> None:
-    """Two steps, beside each kind trained at that rate in a run of its own. A factor of 0 leaves it as it is."""
+    """Two steps, compared with runs that train each kind at that rate. A factor of 0 changes nothing."""
     factors = {"embeddings": 0.5, "head": 2.0, "matrices": 0.25, "vectors": 0.0}
 
     def trained(times: float, **given: Any) -> dict[str, torch.Tensor]:
@@ -112,8 +112,8 @@ def test_adamw_step_equals_torch_step_by_step() -> None:
 def test_a_cautious_decay_leaves_weights_alone_that_their_update_takes_away_from_zero(
     optimizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chen et al. (2025), algorithm 1, in float64, from the updates of the same steps without decay. A piece of memory
-    holds less than a matrix."""
+    """Chen et al. (2025), algorithm 1, in float64, from the updates of the same steps without decay. Scratch memory is
+    smaller than a matrix."""
     monkeypatch.setattr(adamw, "CPU_AT_ONCE", 100)
     monkeypatch.setattr("gptworks.training.optim.optimizer.LEAST_IN_8_BITS", 200)
     settings = {"optimizer": "adamw", "optimizer_state": "int8"} if optimizer == "int8" else {"optimizer": optimizer}
@@ -146,7 +146,7 @@ def test_a_cautious_decay_leaves_weights_alone_that_their_update_takes_away_from
 
 
 def test_where_all_signs_agree_a_cautious_decay_is_torchs() -> None:
-    """Also bit for bit the same without decay, whatever the signs are."""
+    """Without decay, the bits are the same for any signs."""
     for amount in (0.3, 0.0):
         ends = []
         for careful in (False, True):
@@ -161,7 +161,7 @@ def test_where_all_signs_agree_a_cautious_decay_is_torchs() -> None:
 
 
 def test_moments_in_8_bits_are_near_what_they_stand_for() -> None:
-    """Over ten decades; a block of zeros stays so, and a short last block has a scale of its own."""
+    """Over ten decades; a block of zeros stays zero, and a short last block has its own scale."""
     generator = torch.Generator().manual_seed(0)
     values = (
         torch.randn(1000, generator=generator) * torch.logspace(-10, 0, 1000)[torch.randperm(1000, generator=generator)]
@@ -202,7 +202,7 @@ def learned(n_steps: int, **settings: Any) -> tuple[list[float], Optimizer]:
 
 
 def test_a_model_learns_with_moments_in_8_bits_as_with_torchs() -> None:
-    """Within 1% over the last fifty of 120 steps, in which the loss falls to less than a third."""
+    """Losses agree within 1% over the last fifty of 120 steps, in which the loss falls to less than a third."""
     whole, small = (learned(120, betas=(0.9, 0.95), optimizer_state=kind) for kind in ("fp32", "int8"))
     ends = [sum(losses[-50:]) / 50 for losses, _ in (whole, small)]
     assert ends[0] < whole[0][0] / 3
@@ -220,7 +220,7 @@ def test_a_model_learns_with_moments_in_8_bits_as_with_torchs() -> None:
 
 
 def test_muon_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the library, whose updates tests/test_native_optimizer.py compares with these."""
+    """Without the C++ library, whose updates tests/test_native_optimizer.py compares with these."""
     monkeypatch.setattr("gptworks.training.optim.muon.muon_library", lambda tensors: None)
     generator = torch.Generator().manual_seed(0)
     shapes = [(64, 64)] * 3 + [(96, 64), (64, 96)] * 2 + [(96, 64), (TOGETHER // 250 + 1, 250)]
@@ -241,7 +241,7 @@ def test_muon_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gathered_directions_are_freed_before_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are float32, twice the size of what the products read."""
+    """They are float32, twice the size of the products' operands."""
     monkeypatch.setattr(muon, "muon_library", lambda tensors: None)
     gathered: list[weakref.ref[Tensor]] = []
     make, orthogonalize = muon.directions, muon.orthogonalized
@@ -269,7 +269,7 @@ def test_gathered_directions_are_freed_before_the_products(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("row_beta", [None, 0.9])
 def test_a_rank_that_owns_no_matrix_exchanges_tensors_on_the_parameters_device(row_beta: float | None) -> None:
-    """The backend that exchanges tensors depends on their device, also if they are empty."""
+    """The tensors' device chooses the backend of the exchange, even if they are empty."""
     exchanged: list[Tensor] = []
 
     class TwoParts(Owners):
@@ -289,7 +289,7 @@ def test_a_rank_that_owns_no_matrix_exchanges_tensors_on_the_parameters_device(r
 def test_an_update_has_the_polynomials_of_the_singular_values(
     kind: Any, n_iterations: int, shape: tuple[int, int]
 ) -> None:
-    """In float64, by a singular value decomposition, whose vectors stay."""
+    """In float64, by a singular value decomposition: the singular vectors stay the same."""
     x = torch.randn(2, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     left, values, right = torch.linalg.svd(x, full_matrices=False)
     values = values / values.square().sum(dim=1, keepdim=True).sqrt()
@@ -300,8 +300,8 @@ def test_an_update_has_the_polynomials_of_the_singular_values(
 
 
 def test_polar_express_is_the_papers_sequence_and_ends_at_the_polar_factor() -> None:
-    """Amsel et al. (2025): each polynomial as printed leaves an error as large below 1 as above, on what those before
-    it make of [0.001, 1]. With the factor for rounding, 5 iterations end within 0.2 of 1, and 10 at it."""
+    """Amsel et al. (2025): on the image of [0.001, 1] under the polynomials before it, each printed polynomial has
+    equal errors below and above 1. With the factor for rounding, 5 iterations end within 0.2 of 1, and 10 at 1."""
     values = torch.linspace(0.001, 1, 200_001, dtype=torch.float64)
     made = values
     for a, b, c in POLAR_EXPRESS:
@@ -324,7 +324,8 @@ def test_polar_express_is_the_papers_sequence_and_ends_at_the_polar_factor() -> 
 
 @pytest.mark.parametrize("settings", [{"muon_coefficients": "polar_express"}, {"muon_iterations": 7}])
 def test_the_settings_of_muons_iterations_reach_it(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One step from no momentum changes each of the blocks' matrices by the rate times what the recipe asks for."""
+    """From zero momentum, one step changes each matrix of the blocks by the rate times the update that the recipe
+    sets."""
     monkeypatch.setattr("gptworks.training.optim.muon.muon_library", lambda tensors: None)
     train = plain_training(max_steps=1, optimizer="muon", weight_decay=0, muon_learning_rate=0.5, **settings)
     model = model_with_gradients()
@@ -341,8 +342,8 @@ def test_the_settings_of_muons_iterations_reach_it(settings: dict[str, Any], mon
 
 @pytest.mark.parametrize("native", [False, True])
 def test_normuon_gives_each_row_its_own_rate(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Li et al. (2025), algorithm 1, in float64, of the orthogonal updates that Muon makes of the same gradients; an
-    update keeps its norm. Rows whose gradients are larger than others' get no larger steps."""
+    """Li et al. (2025), algorithm 1, in float64, from Muon's orthogonal updates for the same gradients; an update keeps
+    its norm. Rows with larger gradients get no larger steps."""
     if not native:
         monkeypatch.setattr("gptworks.training.optim.muon.muon_library", lambda tensors: None)
     generator = torch.Generator().manual_seed(0)
@@ -388,7 +389,7 @@ def soap_twin(state: dict[str, Any], weight: torch.Tensor, gradients: list[torch
 
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6), (7, 7)])
 def test_soap_is_adam_in_the_eigenvectors_of_its_preconditioners(shape: tuple[int, int]) -> None:
-    """Five steps in float64, beside a plain twin."""
+    """Five steps in float64, compared with a plain implementation."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> torch.Tensor:
@@ -442,8 +443,8 @@ def test_matrices_of_one_shape_go_together_up_to_a_limit() -> None:
 
 @pytest.mark.parametrize("kind", ["muon", "soap"])
 def test_each_rank_gets_about_the_same_work_and_no_matrix_goes_twice(kind: str) -> None:
-    """For Muon by the cost of an iteration, 4 s²l + 2 s³ for s the shorter side and l the longer; for SOAP by that of
-    the bases, r³ + c³ for r rows and c columns, and of products."""
+    """Muon's work is that of an iteration, 4 s²l + 2 s³ for shorter side s and longer side l; SOAP's is r³ + c³ for the
+    bases of r rows and c columns, plus products."""
     shapes = [(768, 768), (192, 768), (192, 768), (768, 768), (2048, 768), (2048, 768), (768, 2048)] * 12
 
     def cost(matrix: Tensor) -> int:

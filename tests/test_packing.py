@@ -108,7 +108,7 @@ def gradients(model: GPT, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("path", ["cpu", "sdpa"])
 def test_packed_equals_unpacked(shards: TokenShards, shape: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and gradients of packed rows, and of each example in a row of its own, in fp32."""
+    """Loss and gradients of packed rows, against those of each example in its own row, in fp32."""
     if path == "sdpa":
         monkeypatch.setattr("gptworks.kernels.cpu.LONGEST", 0)
     packed, unpacked = Examples(shards, T), Examples(shards, T, packing=False)

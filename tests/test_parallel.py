@@ -205,7 +205,7 @@ GRADIENT_CASES = {
 
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_gradients_are_those_of_one_process(n_ranks: int, tmp_path: Path) -> None:
-    """In bf16 too: a gathered matrix is rounded as autocast rounds it, and all else is float32."""
+    """In bf16 too: a gathered matrix is rounded as by autocast, and all else is float32."""
     cases = GRADIENT_CASES[n_ranks]
     (tmp_path / "cases").write_text(json.dumps(list(cases.values())), encoding="utf-8")
     ranks_of(n_ranks, "gradients", tmp_path / "cases")
@@ -225,7 +225,8 @@ def test_gradients_are_those_of_one_process(n_ranks: int, tmp_path: Path) -> Non
 def test_ranks_divide_updates_of_whole_matrices_and_any_number_goes_on_with_the_same_bits(
     n_ranks: int, tmp_path: Path
 ) -> None:
-    """In every layout, with the same gradients: if several ranks begin and one continues, and the other way round."""
+    """In every layout, with the same gradients, whether several ranks start and one continues or one starts and several
+    continue."""
     layouts = {2: [("none", 2, 1), ("fsdp", 2, 1), ("none", 1, 2)], 4: [("fsdp", 4, 1), ("none", 2, 2), ("fsdp", 2, 2)]}
     kinds = (
         ("grouped", "muon"), ("grouped", "normuon"), ("experts", "normuon"), ("grouped", "soap"), ("experts", "soap")
@@ -248,7 +249,7 @@ def test_ranks_divide_updates_of_whole_matrices_and_any_number_goes_on_with_the_
 
 
 def test_a_step_of_muon_does_not_slice_the_mesh_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slice takes a tenth of a millisecond: with 64 ranks, a step would wait for the CPU longer than it computes."""
+    """A slice takes a tenth of a millisecond: with 64 ranks, a step would wait longer for the CPU than it computes."""
     distributed.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
     try:
         mesh = init_device_mesh("cpu", (64, 1), mesh_dim_names=("data", "tensor"))
@@ -380,7 +381,7 @@ IN_BF16: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def test_in_bf16_the_loss_is_that_of_one_process_too(tmp_path: Path) -> None:
-    """Gathered matrices are rounded as autocast rounds them; evaluations and samples multiply with them as well."""
+    """Gathered matrices are rounded as by autocast, in evaluations and samples too."""
     common = {"max_steps": 12, "evaluate_every": 6, "sample_every": 6, "sample_tokens": 8, "checkpoint_every": 12}
     cases = []
     for name, (strategy, model, settings) in IN_BF16.items():
@@ -444,8 +445,8 @@ def test_other_objectives_lose_as_in_one_process(tmp_path: Path) -> None:
 def test_one_two_and_one_ranks_see_the_same_samples_and_go_on_with_the_same_loss(
     optimizer: str, tmp_path: Path
 ) -> None:
-    """With dropout, whose masks belong to the micro-batch; sharded in between, so the optimizer's state is too. SOAP
-    divides tiny moments by their root: on one device, other micro-batches change its losses by up to 0.01."""
+    """With dropout, whose masks depend on the micro-batch, and with sharding in between, also of the optimizer's state.
+    SOAP divides tiny moments by their root: on one device, other micro-batches change its losses by up to 0.01."""
     path = tiny.write_recipe(tmp_path, optimizer=optimizer, precision="fp32", schedule="constant", max_steps=30)
     whole = {"path": str(path), "overrides": [f"run_dir={tmp_path / 'whole'}"], "seen": str(tmp_path / "whole.seen")}
     parts = [
@@ -517,7 +518,7 @@ def test_a_stopped_rank_is_named_and_the_run_ends(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_a_rank_that_sleeps_while_others_wait_is_named(tmp_path: Path) -> None:
-    """Its beats go on, and with shares of a model the others wait within the step that it has not begun."""
+    """Its heartbeats continue; with sharded models, the others wait within a step that the rank has not begun."""
     path = tiny.write_recipe(tmp_path, optimizer="adamw", parallel={"strategy": "fsdp"})
     cases = [{"path": str(path), "overrides": [], "sleeps": 1}]
     (tmp_path / "cases").write_text(json.dumps(cases), encoding="utf-8")
@@ -575,7 +576,7 @@ def two_nodes() -> Iterator[list[list[str]]]:
 
 @pytest.mark.ranks
 def test_two_nodes_train_as_one_does(two_nodes: list[list[str]], tmp_path: Path) -> None:
-    """Two machines with two ranks each: separate networks, and a torchrun on each."""
+    """Two simulated machines with two ranks each, on separate networks, with a torchrun on each."""
     recipe = tiny.write_recipe(tmp_path, optimizer="adamw", precision="fp32", micro_batch_size=2)
     train(load_recipe(recipe, [f"run_dir={tmp_path / 'alone'}"]))
     nodes = [
@@ -632,7 +633,7 @@ def test_launch_refuses_at_once_and_says_it_once(tmp_path: Path) -> None:
 
 
 def test_what_stops_the_first_rank_stops_all_and_is_said_once(tmp_path: Path) -> None:
-    """The tokenizer's vocabulary is known only when the text is prepared, by rank 0."""
+    """Only rank 0, which prepares the text, knows the tokenizer's vocabulary at that point."""
     recipe = tiny.write_recipe(tmp_path, optimizer="adamw")
     launcher = launch(2, recipe, "model.vocab_size=7")
     output, _ = launcher.communicate(timeout=120)
@@ -714,7 +715,7 @@ class InThreads(Ranks):
 
 @pytest.mark.parametrize("other", ["the same", "gone", "of other weights"])
 def test_ranks_use_the_checkpoint_that_rank_0_chooses_or_none_does(other: str, tmp_path: Path) -> None:
-    """Rank 1 looks later, when the run that they start from has saved and deleted again."""
+    """Rank 1 looks later, when the source run has saved and deleted checkpoints again."""
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder, step, weight in ((0, 1, 1.0), (0, 2, 1.0), (1, 1, 3.0 if other == "of other weights" else 1.0)):
         if (folder, other) != (1, "gone"):

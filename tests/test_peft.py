@@ -60,7 +60,7 @@ def adapted_run(folder: Path, settings: dict[str, Any], adapter: dict[str, Any],
 
 
 def test_an_adapter_over_a_packed_base_is_exported_beside_the_base_unpacked(tmp_path: Path) -> None:
-    """Over the original weights it would compute something else: another base is refused."""
+    """With the original weights it would compute something else, so another base is refused."""
     run = adapted_run(tmp_path / "run", FAMILIES["llama"], {"rank": 3, "base": "int4"})
     [checkpoint] = (run / "checkpoints").iterdir()
     lora = load_recipe(run).adapter
@@ -169,7 +169,7 @@ INITS = [True, False, "gaussian", "orthogonal", "eva", "pissa", "olora", "OLoRA"
 def test_every_start_of_an_adapter_gives_pefts_logits(
     family: str, init: bool | str, tmp_path: Path, bases: Callable[[str], Path]
 ) -> None:
-    """An untrained adapter of PiSSA or OLoRA moves nothing: what it took from the base, the adapter holds."""
+    """An untrained PiSSA or OLoRA adapter changes no logits: it holds the part that was taken from the base."""
     run, base = bases(family) / "run", bases(family) / "base"
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with torch.no_grad():
@@ -242,7 +242,7 @@ def test_an_adapter_of_numbers_that_are_not_finite_is_refused(value: float, tmp_
 
 
 def test_an_import_that_computes_something_else_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison with PEFT stands behind the tables of settings."""
+    """The comparison with PEFT catches errors in the tables of settings."""
     run = adapted_run(tmp_path / "run", FAMILIES["llama"], {"rank": 2})
     export_adapter(run, tmp_path / "out", verify=False)
     monkeypatch.setattr("gptworks.interop.peft_settings.LoraSettings.scale_of", lambda settings, module: 0.5)

@@ -58,7 +58,7 @@ def gptworks_plan(*arguments: str) -> dict[str, Any]:
 
 
 def test_the_largest_preset_is_planned_without_torchs_compiler() -> None:
-    """Which takes as long to import as torch itself."""
+    """Importing the compiler takes as long as importing torch."""
     code = (
         "import sys, gptworks.cli as cli\nsys.argv = ['gptworks', *sys.argv[1:]]\n"
         "try: cli.main()\nexcept SystemExit: pass\nprint('torch._dynamo' in sys.modules)"
@@ -267,7 +267,7 @@ def recipe(folder: Path, **settings: Any) -> Recipe:
     "settings", [{"ema_decay": 0.5}, {"optimizer": "adamw", "shorter_contexts": [[1, 64]]}], ids=str
 )
 def test_a_run_says_its_memory_and_the_card_has_what_its_tensors_held(settings: dict[str, Any], tmp_path: Path) -> None:
-    """In a step of full contexts, with the copy for a checkpoint; the growth of the process is another figure."""
+    """In a step with full contexts, including the copy for a checkpoint; growth of the process is another figure."""
     tree, said = tiny.recipe_tree(tmp_path, max_steps=4, precision="fp32", **settings), Said()
     tree["model"] |= {"context_length": 128, "d_model": 128, "n_experts": 3}
     train(parse_recipe(tree), display=said)
@@ -326,7 +326,7 @@ def test_an_auto_layout_needs_only_what_the_recipe_says() -> None:
 
 
 def test_the_readmes_example_is_right() -> None:
-    """It does not fit the devices; it fits the hosts, since no rank holds the whole model; what is advised fits."""
+    """It does not fit the devices; it fits the hosts, since no rank holds the whole model; the advised change fits."""
     example = planned("gpt3-175b", ranks=1024)
     assert not example.fits
     assert example.host is not None and example.host.fits
@@ -344,7 +344,8 @@ def test_the_readmes_example_is_right() -> None:
 def test_a_plan_compiles_nothing_and_one_for_another_device_does_not_ask_about_this_machines_compiler(
     tmp_path: Path,
 ) -> None:
-    """The same figures with a compiler, with one that would fail, and with none; torch's attention is another plan."""
+    """A plan for another device is the same with a failing compiler, without one, and with native kernels off. For this
+    machine, the last two are equal, since both plan torch's attention."""
     folder, cache = tmp_path / "bin", tmp_path / "cache"
     folder.mkdir()
     called = tmp_path / "called"

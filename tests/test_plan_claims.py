@@ -86,7 +86,7 @@ def test_kernels_of_experts_are_counted_for_every_number_of_rows() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_run_that_writes_answers_is_planned_with_the_cache_of_its_engine(teacher: Path, precision: str) -> None:
-    """An adapter's step saves little: the keys and values of an evaluation's answers are more."""
+    """An adapter's step saves little, so the keys and values of an evaluation's answers are larger."""
     recipe = parse_recipe({
         "name": "answers",
         "model": {"vocab_size": 2000, "context_length": 256, "n_layers": 3, "d_model": 96, "n_heads": 4},
@@ -118,9 +118,9 @@ KERNELS_BYTES = 30e6
 @pytest.mark.arrangements
 @pytest.mark.timeout(3600)
 def test_processes_allocate_what_is_planned_for_a_step_of_any_objective(teacher: Path, tmp_path: Path) -> None:
-    """Models of 1 to 60 million parameters, within 10%. What kernels compile and keep for their shapes is part of the
-    base: the process has taken the same step before. Experts in bf16 have other shapes at each step: for those the plan
-    has a bound."""
+    """Models of 1 to 60 million parameters, within 10%. Memory that kernels compile and keep for their shapes is part
+    of the baseline, since the process has done the same step before. With experts in bf16, shapes change at each step,
+    and the plan is an upper bound."""
     counter = counter_in(tmp_path)
     if counter is None:
         pytest.skip("allocations are counted on Linux with glibc and a C compiler")

@@ -116,7 +116,7 @@ def test_keys_of_the_json_are_identifiers(kind: str, tmp_path: Path) -> None:
 
 
 def test_checkpoints_on_disk_count_those_that_stay(tmp_path: Path) -> None:
-    """Saved are multiples of 100 and step 1050, which all are multiples of 50 and stay."""
+    """Saved are the multiples of 100 and step 1050; all are multiples of 50, so they stay."""
     settings = {"checkpoint_every": 100, "evaluate_every": 150, "max_steps": 1050}
     without, kept = (planned("next_token", tmp_path, **settings, keep_every=every) for every in (0, 50))
     assert without.most_checkpoints == 2 + 2  # the newest, the best, and one being written
@@ -167,7 +167,7 @@ def test_a_plan_whose_data_is_missing_is_printed_and_ends_with_an_error(tmp_path
     ids=lambda model: next(iter(model)),
 )  # fmt: skip
 def test_every_architecture_is_measured(model: dict[str, Any], tmp_path: Path) -> None:
-    """The step that warms torch up is of a small model, which keeps the rules whatever the recipe's model is."""
+    """The warm-up step uses a small valid model, whatever the recipe's model is."""
     tree = tiny.recipe_tree(tmp_path, batch_size=2, micro_batch_size=2)
     tree["model"] |= {"vocab_size": 64} | model
     recipe = parse_recipe(tree)

@@ -105,7 +105,8 @@ def test_loss_and_gradients_are_those_of_the_papers(settings: dict[str, Any]) ->
 
 
 def test_the_odds_ratios_loss_and_gradients_are_those_of_the_paper() -> None:
-    """Hong et al., 2024, in float64: P is the geometric mean of an answer's probabilities, its odds are P / (1 − P)."""
+    """Hong et al., 2024, in float64: P is the geometric mean of an answer's token probabilities; its odds are P / (1 −
+    P)."""
     torch.manual_seed(0)
     model = GPT(tiny.plain_model(**SMALL, init_std=0.3)).double()
     inputs, targets = rows()
@@ -238,8 +239,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.learning
 @pytest.mark.parametrize("settings", [{}, {"adapter": {"rank": 4}}, {"objective": {"loss": "ipo"}}])
 def test_the_margin_on_held_out_pairs_rises_from_a_loss_that_is_known(base: Path, settings: dict[str, Any]) -> None:
-    """Between the evaluations it rose by 37% or more with three seeds in fp32 and bf16: half of that must show. All
-    held-out answers were distinguished."""
+    """With three seeds in fp32 and bf16, it rose by at least 37% between the evaluations; the test requires half. All
+    held-out pairs were ranked correctly."""
     name = "-".join(["plain", *settings])
     train(parse_recipe(tree_of(base, name, **settings)))
     records = list(read_metrics(base / name / "metrics.jsonl"))
@@ -444,7 +445,7 @@ def test_loss_and_gradients_are_those_of_trl(settings: dict[str, Any], tmp_path:
 
 @pytest.mark.parametrize("kind", ["preference", "odds_ratio"])
 def test_a_plan_of_pairs_counts_the_tokens_that_the_run_reads(base: Path, kind: str, tmp_path: Path) -> None:
-    """Answers of many lengths; before the pairs are prepared, the figures are bounds and say so."""
+    """With answers of many lengths; before the pairs are prepared, the figures are bounds and marked so."""
     folder = tmp_path / "runs"
     shutil.copytree(base, folder)
     shutil.rmtree(folder / "data", ignore_errors=True)

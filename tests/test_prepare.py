@@ -90,7 +90,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def test_a_table_gives_the_shards_of_its_texts(make: Make, tmp_path: Path) -> None:
-    """Documents are held out by the same hash, with line breaks and quotation marks in the fields."""
+    """The same documents are held out, by their hash, even with line breaks and quotation marks in the fields."""
     texts = [f'"{text}", he wrote' for text in essays(60)]
     write(tmp_path, *texts)
     with (tmp_path / "essays.csv").open("w", encoding="utf-8", newline="") as file:
@@ -351,7 +351,7 @@ def test_recipes_of_any_name_share_the_shards_of_one_text(make: Make, tmp_path: 
 
 
 def test_a_dataset_is_known_by_the_contents_of_its_sources(make: Make, tmp_path: Path) -> None:
-    """Not by their times, nor by where they lie."""
+    """File times and paths do not matter."""
     write(tmp_path, *essays(30))
     half = {"fraction": 0.5}
     made = prepare(make(validation=half)).folder

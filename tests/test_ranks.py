@@ -82,7 +82,7 @@ def test_a_rank_that_computes_keeps_all_from_being_taken_for_hung(world: World) 
 
 
 def test_the_rank_that_others_wait_for_is_named_where_calls_return_at_once(world: World) -> None:
-    """As under NCCL: no thread stands in a collective, and rank 0 has only begun one more of them."""
+    """As under NCCL: no thread waits in a collective, and rank 0 has only begun one more of them."""
     world.issued[0] = 1
     world.pass_time(1)
     world.pass_time(TIMEOUT - 1)
@@ -98,7 +98,7 @@ def test_where_all_stand_at_the_same_point_that_is_said(world: World) -> None:
 
 
 def test_long_work_that_is_announced_is_waited_for_and_a_hang_after_it_is_not(world: World) -> None:
-    """A save to a slow disk on rank 0, after which it does not come back to the others."""
+    """Rank 0 saves to a slow disk, and then never returns to the others."""
     world.issued[1] = 1
     with world.watches[0].patience(busy=True):
         for _ in range(5):
@@ -153,7 +153,7 @@ def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch: pytest.MonkeyPa
 
 
 def test_collectives_are_counted_in_every_group(tmp_path: Path) -> None:
-    """By the process group itself, so that those that torch issues for sharded weights count too."""
+    """The process group counts them, so that those that torch issues for sharded weights are included."""
     from torch import distributed
 
     distributed.init_process_group(
@@ -175,7 +175,7 @@ def test_collectives_are_counted_in_every_group(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_a_reward_by_chance_ends_all_ranks_at_once(tmp_path: Path) -> None:
-    """Each rank measures another reward; patience is counted on the one that all agree on."""
+    """Each rank measures another reward; patience uses the one that all agree on."""
     train(parse_recipe(chats.base_tree(tmp_path, max_steps=20, optimizer="adamw", checkpoint_every=20)))
     (tmp_path / "chance.py").write_text(
         "import random\n\ndef reward(completion, prompt, answer):\n    return random.random()\n"
@@ -193,7 +193,7 @@ def test_a_reward_by_chance_ends_all_ranks_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_a_reference_that_takes_longer_than_the_timeout_is_no_hang(tmp_path: Path) -> None:
-    """Forty pairs, two at a time on two ranks, each pass 0.6 s long: 6 s in which no step begins, and 3 are allowed."""
+    """Forty pairs, two at a time on two ranks, take 0.6 s per pass: 6 s without a step, and 3 s are allowed."""
     train(parse_recipe(chats.base_tree(tmp_path, max_steps=2, optimizer="adamw", checkpoint_every=2, warmup_steps=0)))
     pairs = [row | {"chosen": row["output"], "rejected": row["output"][::-1]} for row in chats.records(40)]
     chats.write_jsonl(tmp_path / "pairs.jsonl", pairs)

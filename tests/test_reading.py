@@ -235,8 +235,7 @@ def test_a_file_that_becomes_a_fifo_or_grows_is_not_waited_for(
 
 
 def test_a_swarm_of_swaps_never_shows_the_secret(place: SimpleNamespace) -> None:
-    """A folder on the way is swapped for a link to outside and back while it is read: the secret is never what is
-    read."""
+    """While a file is read, a folder on its path is swapped for a link to outside and back."""
     inner, stop = place.run / "below", threading.Event()
     (inner / "file.json").write_text("inside")
     (place.run / "link").symlink_to(place.outside)
@@ -279,7 +278,7 @@ def test_appending_follows_no_link_in_a_received_folder(place: SimpleNamespace) 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800.json", "below\0/file.json"])
 def test_a_name_that_no_file_can_have_is_named(name: str, place: SimpleNamespace) -> None:
-    """As a list of files in JSON may hold."""
+    """Such a name may be in a JSON list of files."""
     for inside in (None, place.run):
         with pytest.raises(UserError, match="which no file has"):
             read_regular(place.run / name, 100, inside=inside)

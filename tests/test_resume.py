@@ -148,7 +148,7 @@ def test_whatever_an_optimizer_keeps_is_resumed(settings: dict[str, Any], tmp_pa
 
 
 def test_batches_that_grow_are_a_run_whose_batch_size_is_changed(tmp_path: Path) -> None:
-    """Bit for bit, though it is broken off between; with the plan's number of tokens, and each step's samples known."""
+    """Bit for bit, although it is interrupted; with the plan's number of tokens, and the samples of each step known."""
     tree = tiny.recipe_tree(tmp_path, max_steps=8, schedule="constant", micro_batch_size=2)
     sizes = {"smaller_batches": [[3, 2], [5, 4]]}
     growing = tree | {"train": tree["train"] | sizes}
@@ -171,7 +171,8 @@ def test_batches_that_grow_are_a_run_whose_batch_size_is_changed(tmp_path: Path)
 
 
 def test_contexts_that_grow_read_rows_of_the_same_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All first rows of a block of windows, then all second ones; it resumes bit for bit; its plan has less work."""
+    """All first rows of a block of windows, then all second ones. It resumes bit for bit, and its plan has less
+    work."""
     monkeypatch.setattr(prefetch, "BLOCK", 16)
     tree = tiny.recipe_tree(tmp_path, max_steps=8, log_every=1)
     growing = tree | {"train": tree["train"] | {"shorter_contexts": [[3, 8], [6, 16]]}}

@@ -24,7 +24,8 @@ def token_ids(request: Request) -> list[list[int]]:
 
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_a_second_sample_never_reuses_a_slot_that_is_being_overwritten(backend: Any) -> None:
-    """Z's slot goes to Y, which keeps 150 of its tokens, in the step in which X, alike to Z, has read its prompt."""
+    """Z's slot goes to Y, which keeps 150 of its tokens, in the step in which X, with the same prefix as Z, has read
+    its prompt."""
     model = random_model(TOKENIZER, context_length=512, d_model=32, init_std=0.25).eval()
     if backend == "native":
         needs_native(model)
@@ -68,7 +69,7 @@ def count_computed(one: Engine, counts: list[int]) -> None:
     ("backend", "dtype"), [("torch", None), ("torch", torch.int8), ("native", None), ("native", torch.int8)]
 )
 def test_room_that_grows_keeps_what_was_computed(backend: Any, dtype: Any) -> None:
-    """More texts and longer ones come: those that run go on, and what was read once is not read again."""
+    """As more and longer texts arrive, running texts continue, and no token is computed twice."""
     model = random_model(TOKENIZER, context_length=4096, d_model=32, init_std=0.25).eval()
     if backend == "native":
         needs_native(model)
@@ -155,7 +156,7 @@ def test_a_warm_engine_has_all_the_room_that_clients_can_ask_for() -> None:
 
 
 def test_a_plan_counts_the_cache_that_an_engine_allocates() -> None:
-    """Banded layers keep all tokens too."""
+    """The cache of banded layers keeps all tokens too."""
     model = random_model(TOKENIZER, context_length=64, window=16, window_pattern=("full", "window")).eval()
     one = engine(model, n_slots=8)
     n_bytes = one.warm_up()

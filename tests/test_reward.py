@@ -124,9 +124,10 @@ def tree_of(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
     ("settings", "margin"), [({}, 0.21), ({"adapter": {"rank": 8}, "objective": {"beta": 0.01}}, 0.09)]
 )
 def test_the_mean_reward_rises_clearly(folder: Path, settings: dict[str, Any], margin: float) -> None:
-    """A margin is half of the least rise of ten seeds, each in fp32 and bf16, and of this seed as four processors round
-    it: 0.43, and 0.18 with the adapter, whose frozen head bounds it. (At a rate of 0.02 the adapter's policy collapsed
-    for some steps in 8 of 20 runs, so that rounding decided where it was after 16 steps; at 0.005 in none.)"""
+    """A margin is half of the smallest rise over ten seeds, each in fp32 and bf16, and over this seed rounded as on
+    four processors: 0.43, and 0.18 with the adapter, whose frozen head limits it. (At a rate of 0.02 the adapter's
+    policy collapsed for some steps in 8 of 20 runs, so that rounding decided the reward after 16 steps; at 0.005 in
+    none.)"""
     name = "-".join(["rises", *settings])
     rate = {"train": {"learning_rate": 0.005}} if settings else {}
     train(parse_recipe(tree_of(folder, name, **settings, **rate)))
@@ -149,8 +150,8 @@ def test_the_mean_reward_rises_clearly(folder: Path, settings: dict[str, Any], m
 def test_the_first_step_on_new_answers_is_on_policy(
     folder: Path, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Importance ratios are 1 exactly, though the engine that made the answers adds in another order; and what it gave
-    its tokens lies as near to what training gives them as the precision allows."""
+    """Importance ratios are exactly 1, although the engine adds in another order; its log-probabilities are as near to
+    training's as the precision allows."""
     ratios: list[float] = []
 
     def recorded(
@@ -188,7 +189,7 @@ def test_the_sampling_gap_is_the_mean_difference_over_an_answers_tokens() -> Non
     "objective", [{"steps_per_rollout": 3, "beta": 0.1}, {"steps_per_rollout": 1, "scale_by_deviation": False}]
 )
 def test_a_resumed_run_is_the_same(folder: Path, objective: dict[str, Any]) -> None:
-    """Resumed from step 5: with three steps to a round, between two of them."""
+    """It resumes from step 5, which is within a round of three steps."""
     tree = tree_of(
         folder, f"resumed-{len(objective)}-{objective['steps_per_rollout']}", objective=objective,
         train={"max_steps": 8, "batch_size": 16, "micro_batch_size": 8, "evaluate_every": 8},

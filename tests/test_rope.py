@@ -78,7 +78,7 @@ def test_frequencies_are_those_of_transformers(name: str, length: int, fraction:
 @pytest.mark.parametrize("name", SCALINGS)
 @torch.no_grad()
 def test_cached_generation_equals_uncached_far_beyond_the_original_context(name: str, window: int | None) -> None:
-    """Dynamic scaling turns by the room of the cache: exact for a text that fills it."""
+    """Dynamic scaling depends on the cache's capacity, so it is exact for a text that fills the cache."""
     model = random_model(config(SCALINGS[name], window=window))
     tokens = torch.randint(31, (2, 3 * ORIGINAL), generator=torch.Generator().manual_seed(0))
     parts = list(map(Cached(model, 2, 3 * ORIGINAL), tokens.split((40, 20, 3, 1, 1, 1, 1, 60, 1, 64), dim=1)))
@@ -97,7 +97,7 @@ def test_up_to_the_original_context_dynamic_scaling_changes_nothing() -> None:
 
 @torch.no_grad()
 def test_linear_scaling_puts_a_text_spaced_out_where_it_was() -> None:
-    """Position 4i at factor 4 is position i without scaling."""
+    """At factor 4, position 4i equals position i without scaling."""
     frequency, scaled = frequencies(config(), 8)[0], frequencies(config(SCALINGS["linear"]), 8)[0]
     torch.testing.assert_close(4 * scaled, frequency, rtol=1e-15, atol=0)
 
@@ -133,7 +133,7 @@ def test_dynamic_tables_made_in_inference_serve_training() -> None:
 
 
 def test_a_thread_that_reads_another_length_changes_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One reads in the middle of the other's computing, at the worst place there is."""
+    """The second thread reads while the first is computing, at the worst moment."""
     rotary = random_model(config(SCALINGS["dynamic"])).rotary
     lengths = 2 * ORIGINAL, 3 * ORIGINAL
     expected = [

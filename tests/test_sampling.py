@@ -101,7 +101,7 @@ def test_repetition_penalty_lowers_negative_logits_and_counts_a_token_once() -> 
 
 @pytest.mark.parametrize("generated", [[], [5], [5, 9, 5, 5, 7]])
 def test_frequency_and_presence_penalties_are_as_openai_defines_them(generated: list[int]) -> None:
-    """logit − count · frequency − [count > 0] · presence, of what was generated: the prompt does not count."""
+    """logit − count · frequency − [count > 0] · presence, where only generated tokens count, not the prompt."""
     logits = random_logits(4, rows=1)
     settings = SamplingSettings(frequency_penalty=0.7, presence_penalty=-0.4)
     expected = logits.clone()
@@ -223,7 +223,7 @@ MIXED = [
 
 @pytest.mark.parametrize("scale", [0.2, 4.0])
 def test_a_text_does_not_depend_on_other_texts(scale: float) -> None:
-    """To the token, over ten draws of each, among 1,000 tokens: alone, together, and in another order."""
+    """The tokens of ten draws each, from 1,000 tokens, are equal alone, together, and in another order."""
     rows = torch.stack([random_logits(i, rows=len(MIXED), vocabulary=1000, scale=scale) for i in range(10)])
 
     def texts(order: list[int]) -> dict[int, list[int]]:
@@ -252,7 +252,7 @@ def test_a_text_does_not_depend_on_other_texts(scale: float) -> None:
     ids=str,
 )  # fmt: skip
 def test_looking_among_candidates_first_changes_no_draw(settings: dict[str, float], scale: float) -> None:
-    """Against the filters over all tokens, with logits that tie often: 40 rows, and shares from 0 to 1."""
+    """Compared with filters over all tokens, with many tied logits: 40 rows, and shares from 0 to 1."""
     wanted = SamplingSettings(**settings, temperature=0.9)
     logits = (random_logits(11, rows=40, vocabulary=2000, scale=scale) * 8).round() / 8
     shares = torch.linspace(0.01, 1, 40, dtype=torch.float64)
@@ -354,7 +354,7 @@ PROCESSED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("scale", [0.2, 4.0], ids=["beyond the candidates", "among them"])
 def test_processed_log_probabilities_are_those_of_the_draw(scale: float) -> None:
-    """All settings in one batch, and each alone: equal to the bit; and equal to a twin in float64."""
+    """All settings in one batch and each alone give equal bits, and equal a float64 computation within rounding."""
     logits, eos, prompt, generated = random_logits(11, len(PROCESSED), 400, scale), 5, [1, 2, 2, 9], [2, 8, 8]
     allowed = torch.ones(400, dtype=torch.bool)
     allowed[logits[0].topk(3).indices] = False

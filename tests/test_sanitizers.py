@@ -154,7 +154,7 @@ def test_every_function_runs_without_a_report(level: str, sanitizer: str, tmp_pa
 @pytest.mark.parametrize("name", ["g++", "clang++"])
 @pytest.mark.parametrize("processor", ["native", "haswell", "x86-64"])
 def test_nothing_is_warned_of(name: str, processor: str) -> None:
-    """Of each source, for processors whose intrinsics differ; GCC looks deeper where it optimizes."""
+    """Compiles each source for processors with different intrinsics; GCC warns more when it optimizes."""
     program = compiler(name)
     looks = ["-O2", "-S", "-o", "/dev/null"] if (name, processor) == ("g++", "native") else ["-O1", "-fsyntax-only"]
     openmp = ["-fopenmp"] if name == "g++" else []

@@ -28,7 +28,8 @@ def draws(seed: int, n: int, shift: float = 0.0, heavy: bool = False) -> list[fl
 
 @pytest.mark.parametrize("most_pairs", [3, 5, 10, 20])
 def test_a_change_that_does_nothing_is_called_one_that_does_in_at_most_5_percent_of_tries(most_pairs: int) -> None:
-    """2,000 tries, whose share has a standard error of half a percent; the first 200 are also few enough alone."""
+    """2,000 tries, whose error rate has a standard error of 0.5%. The errors in the first 200 tries alone are limited
+    too."""
     wrong = [one_try(draws(i, most_pairs), most_pairs)[0].answer in ("lower", "higher") for i in range(10 * TRIES)]
     assert fmean(wrong) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / len(wrong))
     assert fmean(wrong) >= 0.03, "a test that never finds anything errs as rarely"

@@ -150,7 +150,7 @@ def test_log_probabilities_are_the_models_own(client: openai.OpenAI, base: Engin
 
 
 def test_echo_scores_the_prompt(client: openai.OpenAI, base: Engine) -> None:
-    """As evaluation harnesses ask for it: the prompt's own log-probabilities, and nothing or one token generated."""
+    """As evaluation harnesses request it: the prompt's own log-probabilities, and no generated token or one."""
     expected = base.score(PROMPT)
     for max_tokens in (0, 1):
         made = client.completions.create(
@@ -168,7 +168,7 @@ def test_echo_scores_the_prompt(client: openai.OpenAI, base: Engine) -> None:
 
 @pytest.mark.parametrize("stop", [None, "oo"])
 def test_tokens_and_their_places_spell_the_text(client: openai.OpenAI, stop: str | None) -> None:
-    """Also where characters are split over tokens, and where the last tokens are those of a stop string."""
+    """Also when characters are split over tokens, and when the last tokens belong to a stop string."""
     bias = {"78": 30, "156": 20, "163": 20} if stop is None else {"78": 8}
     asked: dict[str, Any] = {
         "model": "base", "prompt": "é", "seed": 5, "max_tokens": 40, "logprobs": 0, "echo": True, "stop": stop,
@@ -260,7 +260,7 @@ def test_an_answer_can_be_sent_back(client: openai.OpenAI) -> None:
 
 
 def test_what_other_servers_take_is_taken(client: openai.OpenAI, talk: Engine) -> None:
-    """`developer` is OpenAI's newer word for `system`; null asks for nothing; top_k=-1 is vLLM's, top_p=0 OpenAI's."""
+    """`developer` is OpenAI's newer word for `system`; null counts as missing; top_k=-1 is vLLM's, top_p=0 OpenAI's."""
 
     def answer(messages: list[Any], **asked: Any) -> str | None:
         made = client.chat.completions.create(model="talk", messages=messages, max_tokens=9, **asked)
@@ -415,7 +415,7 @@ def test_what_the_server_says_of_itself(server: Running, client: openai.OpenAI) 
 
 
 def test_thirty_two_at_once_get_what_each_gets_alone(server: Running, base: Engine, talk: Engine) -> None:
-    """The asynchronous client; streams and whole answers, of both models."""
+    """With the asynchronous client, streams and whole answers, and both models."""
 
     async def one(client: openai.AsyncOpenAI, i: int) -> str:
         asked: dict[str, Any] = {"seed": i, "max_tokens": 5 + i, "temperature": 0.9}

@@ -161,7 +161,7 @@ def test_other_methods_and_media(http: httpx.Client) -> None:
 
 
 def test_the_size_of_bodies(http: httpx.Client) -> None:
-    """By what they say, by what they are, and so that the sender gets to read why."""
+    """Too large by the declared length or by the actual length; the sender can read the reason."""
     assert error(http.post("/v1/completions", content=b"x" * 25_001), 413)["code"] == "body_too_large"
     error(http.post("/v1/completions", content=b"x" * 8_000_000), 413)
     error(http.post("/v1/completions", content=(b"x" * 1000 for _ in range(50))), 413)
@@ -169,7 +169,7 @@ def test_the_size_of_bodies(http: httpx.Client) -> None:
 
 
 def test_keys(server: Running) -> None:
-    """Every route but /health and /openapi.json needs one, before anything else is looked at."""
+    """Every route but /health and /openapi.json requires a key, before any other check."""
     wrong: tuple[dict[str, str], ...] = (
         {}, {"authorization": KEY}, {"authorization": f"Basic {KEY}"}, {"authorization": f"Bearer {KEY}x"},
         {"authorization": "Bearer"}, {"authorization": f"Bearer {KEY[:-1]}"}, {"x-api-key": KEY},
@@ -193,7 +193,8 @@ def test_keys(server: Running) -> None:
 
 
 def test_other_hosts_names_and_pages() -> None:
-    """Without keys, only who names this machine is answered; no page of another origin may read, unless it is named."""
+    """Without keys, only requests that name this machine are answered; pages of other origins cannot read answers
+    unless listed."""
     engines = {"base": tiny_engine()}
     with running(engines, api_keys=()) as server, httpx.Client(base_url=server.url) as http:
         assert http.post("/v1/completions", json=COMPLETION).status_code == 200

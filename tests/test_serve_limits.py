@@ -141,7 +141,7 @@ def test_headers_beyond_the_limit_are_refused_though_they_come_whole(server: Run
 
 
 def test_requests_sent_ahead_keep_their_headers(server: Running) -> None:
-    """Each needs its key and its media type to be answered."""
+    """Each is answered only with its own key and media type."""
     short = request({"model": "base", "prompt": "a", "max_tokens": 1})
     with connected(server) as one:
         one.sendall(short + short)
@@ -179,7 +179,7 @@ def test_a_client_that_leaves_the_queue_is_not_waited_for(server: Running) -> No
 
 
 def test_a_reader_who_does_not_read_is_let_go(server: Running) -> None:
-    """It is told of the tokens until its connection is full, and the connection stays so: its slot is freed."""
+    """Its connection fills up with tokens and stays full, so its slot is freed."""
     one = socket.socket()
     one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     host, _, port = server.url.removeprefix("http://").partition(":")
@@ -210,7 +210,7 @@ def test_unread_pieces_are_bounded() -> None:
 
 
 def test_time_is_up() -> None:
-    """Without an answer, 504; in a stream, an event says so. Both free their slots."""
+    """A request gets status 504, a stream an event; both free their slots."""
     engine = tiny_engine(n_slots=2, context=CONTEXT, slot_tokens=CONTEXT)
     with running({"base": engine}, request_seconds=0.5) as server, server.http() as http:
         response = http.post("/v1/completions", json=LONG)
@@ -368,7 +368,7 @@ def test_sigterm_lets_requests_finish_and_refuses_others(tmp_path: Path) -> None
 
 
 def test_a_drain_has_an_end() -> None:
-    """What still runs then is answered with 503, and a stream with an event."""
+    """Requests still running get status 503, streams an event."""
     engine = tiny_engine(n_slots=2, context=CONTEXT, slot_tokens=CONTEXT)
     with (
         running({"base": engine}, drain_seconds=0.5) as server,
@@ -384,7 +384,7 @@ def test_a_drain_has_an_end() -> None:
 
 
 def test_many_clients_come_and_go(server: Running) -> None:
-    """Two hundred leave at random moments of their streams; nothing is left of them."""
+    """Two hundred clients disconnect at random moments of their streams, and nothing of them remains."""
 
     def come_and_go(i: int) -> None:
         with connected(server) as one:
@@ -401,7 +401,8 @@ def test_many_clients_come_and_go(server: Running) -> None:
 
 
 def test_one_client_leaves_places_for_others_however_it_asks() -> None:
-    """A share counts texts, as the queue does: choices of one prompt, or prompts of one request."""
+    """A client's share counts texts, as the queue does, whether several choices of a prompt or several prompts of a
+    request."""
     engine = tiny_engine(n_slots=4, context=CONTEXT, slot_tokens=CONTEXT)
     with (
         running({"base": engine}, api_keys=("one", "two"), max_waiting=12, client_share=0.5) as server,
@@ -523,7 +524,7 @@ def test_a_half_of_a_request_is_no_request(server: Running) -> None:
 
 
 def test_connections_follow_the_limit_of_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that may open few files answers /health while others hold all its connections, and logs little."""
+    """With few open files allowed, a server answers /health while others hold all its connections, and logs little."""
     run_folder = write_run(tmp_path / "tiny")
     log: list[str] = []
 

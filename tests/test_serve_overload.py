@@ -101,7 +101,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 
 def test_ten_times_as_many_as_fit(target: Target) -> None:
-    """Each client asks again as soon as it is answered. Those who are too many are told so at once."""
+    """Each client sends a new request once it is answered. Clients beyond the limit are refused immediately."""
     n_clients = 10 * (SLOTS + WAITING)
 
     async def client(http: httpx.AsyncClient, until_when: float, answers: Counter[Any]) -> None:
@@ -125,7 +125,7 @@ def test_ten_times_as_many_as_fit(target: Target) -> None:
 
 
 def test_a_thousand_slow_senders(target: Target) -> None:
-    """Half of them send headers a byte at a time, half a body."""
+    """Half of them send headers a byte at a time, the other half a body."""
 
     async def slow(i: int, answers: Counter[Any]) -> None:
         reader, writer = await asyncio.open_connection(*target.address)
@@ -151,7 +151,7 @@ def test_a_thousand_slow_senders(target: Target) -> None:
 
 
 def test_two_hundred_slow_readers(target: Target) -> None:
-    """They ask for long streams with alternatives, and read nothing."""
+    """They request long streams with alternatives, and read nothing."""
 
     async def slow(answers: Counter[Any]) -> None:
         reader, writer = await asyncio.open_connection(*target.address, limit=1024)

@@ -115,7 +115,7 @@ def test_a_file_that_changes_after_it_was_verified_is_verified_again(
 
 
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    """The sums are right: whoever wrote the ids wrote the sums too."""
+    """The checksums are right, since whoever wrote the ids wrote them too."""
     folder = write(tmp_path)
     tree = json.loads((folder / "manifest.json").read_text()) | {"vocab_size": 413}
     del tree["sha256"]

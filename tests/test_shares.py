@@ -131,7 +131,7 @@ def test_items_name_the_window_and_its_datasets_epoch() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_and_a_resume_with_another_batch_size_read_the_same_samples(ranks: int) -> None:
-    """12 steps of 32 samples and 24 of 16, in micro-batches of 4, as the ranks divide them."""
+    """12 steps of 32 samples, then 24 of 16, in micro-batches of 4, as the ranks divide them."""
     source = mixed(anneal=(500, (0.2, 0.4, 0.4)))
     read, position = [], 0
     for batch_size, steps in ((32, 12), (16, 24)):

@@ -173,7 +173,7 @@ def test_a_missing_library_is_named_with_its_extra(
 
 
 def test_a_folder_of_code_gives_the_files_that_git_would_track(tmp_path: Path) -> None:
-    """git itself says which files a repository's `.gitignore` files leave."""
+    """Compared with the files that git itself leaves after a repository's `.gitignore` files."""
     pytest.importorskip("pathspec")
     draw = random.Random(0)
     names = ["a.py", "b.py", "keep.py", "x_test.py", "build", "src", "out", "doc", "deep"]

@@ -524,7 +524,7 @@ def test_files_that_are_not_read_are_counted_and_said(tmp_path: Path, capsys: py
 def test_a_build_reads_neither_its_own_work_nor_what_gptworks_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder of texts may be the folder for datasets, which is called `data` where a recipe does not say."""
+    """The folder of texts may be the folder for datasets, by default `data`."""
     monkeypatch.chdir(tmp_path)
     Path("data/runs/old/checkpoints").mkdir(parents=True)
     for i in range(8):

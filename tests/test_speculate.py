@@ -68,7 +68,7 @@ def model_with_heads(**settings: Any) -> GPT:
     ids=str,
 )  # fmt: skip
 def test_texts_are_those_without_drafts(model: GPT, drafter: Any, settings: dict[str, Any]) -> None:
-    """Over several windows, for several samples at once, whose drafts are partly right."""
+    """Over several windows and several samples at once, with partly right drafts."""
     sampling = SamplingSettings(**settings, max_tokens=3 * CONTEXT)
     one = engine(model, drafter=drafter())
     for prompt in ("abcabcabc", "j", "hhhh"):
@@ -101,7 +101,7 @@ class OneDraft(Drafter):
 
 
 def test_sampled_texts_have_the_probabilities_of_the_model() -> None:
-    """3,000 texts of three tokens over a vocabulary of five, the last two drafted: by Pearson's chi-square."""
+    """3,000 texts of three tokens from a vocabulary of five, the last two drafted, by Pearson's chi-square."""
     tokenizer = byte_tokenizer()
     model = random_model(tokenizer, vocab_size=256, init_std=0.1).eval()
     only = {token: -float("inf") for token in range(256) if token not in (65, 66, 67)}
@@ -197,7 +197,7 @@ class Noted(HeadsDraft):
 @pytest.mark.parametrize("weights", ["fp32", "int8"])
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_heads_draft_what_they_find_likeliest_after_the_last_token_computed(backend: Any, weights: Any) -> None:
-    """With either backend; the text is that without drafts."""
+    """With either backend; the text equals the one without drafts."""
     model = model_with_heads(logit_divisor=0.5, norm="rmsnorm", d_model=32)
     model = model if weights == "fp32" else quantize_model(model, weights)
     drafter = Noted(2)

@@ -45,7 +45,7 @@ def test_its_first_weights_are_the_best_of_the_other(source: Path, tmp_path: Pat
 
 
 def test_it_goes_on_without_the_other(source: Path, tmp_path: Path) -> None:
-    """Once begun, the run has weights of its own."""
+    """Once begun, the run has its own weights."""
     tree = following(source, tmp_path)
     train(parse_recipe(tree))
     tree["initialize_from"] = str(tmp_path / "gone")
@@ -102,7 +102,7 @@ def test_what_is_left_out_needs_the_other(source: Path, tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_is_refused(source: Path, tmp_path: Path) -> None:
-    """Of the same size, and each id stands for another character."""
+    """It has the same size, but each id is another character."""
     tree = following(source, tmp_path) | {"tokenizer": {"type": "char"}}
     other = tmp_path / "other.txt"
     other.write_text(tiny.TEXT.replace("q", "Q"), encoding="utf-8")

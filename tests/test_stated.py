@@ -106,7 +106,7 @@ def test_config_counts_without_a_generation_config(folder: Path) -> None:
 
 
 def test_the_tokens_map_has_precedence_if_tokenizer_config_lists_no_added_tokens(folder: Path) -> None:
-    """As in transformers 5, which reads it then."""
+    """As in transformers 5, which then reads the map."""
     for decoder in (..., {str(EOT): {"content": "<|eot_id|>", "special": True}}):
         change(folder, "special_tokens_map.json", eos_token="<|end_of_text|>")
         change(folder, "tokenizer_config.json", eos_token="<|eot_id|>", added_tokens_decoder=decoder)
@@ -208,7 +208,7 @@ def test_each_key_of_tokenizer_json_is_known_and_the_library_refuses_others(fold
 
 
 def test_templates_are_read_from_the_files_that_transformers_reads(folder: Path) -> None:
-    """Files win over tokenizer_config.json, one template over a list only by being there."""
+    """Files have precedence over tokenizer_config.json; one template has precedence over a list if its file exists."""
 
     def both() -> tuple[Any, Any]:
         theirs = t.AutoTokenizer.from_pretrained(folder).chat_template
@@ -291,7 +291,7 @@ def test_what_was_stated_survives_processes_added_tokens_and_a_second_saving(fol
 
 
 def test_tokenizers_of_earlier_runs_go_by_name_as_before(tmp_path: Path) -> None:
-    """Their tokenizer_config.json has the names, and nothing puts bos before a text but we."""
+    """Their tokenizer_config.json names the tokens, and only gptworks puts bos before a text."""
     tokenizer = LAYOUT.tokenizer
     tokenizer.post_processor = None
     save_tokenizer(unpack_tokenizer(pack_tokenizer(tokenizer)), tmp_path)
@@ -460,7 +460,7 @@ def test_a_tuned_run_also_ends_where_its_template_ends_an_answer(folder: Path, t
 
 
 def test_a_note_reports_that_transformers_reads_a_text_differently(tmp_path: Path) -> None:
-    """LlamaTokenizer ignores the normalizer of tokenizer.json, by which gptworks reads."""
+    """LlamaTokenizer ignores the normalizer of tokenizer.json, which gptworks applies."""
     layouts.write(tmp_path / "theirs", layouts.LAYOUTS["llama-2"])
     notes = import_huggingface(tmp_path / "theirs", tmp_path / "run").notes
     differing = [note for note in notes if "AutoTokenizer of transformers reads ' leading" in note]

@@ -56,7 +56,7 @@ def test_they_are_the_initialization_and_stay_to_the_end(whole: Path) -> None:
 def test_a_run_resumes_bit_for_bit_and_saves_them_once(
     stop_at: int, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed before step 2 it begins at step 0 again, and so saves the same again."""
+    """Killed before step 2, it starts at step 0 again, and saves the same weights."""
     step = Run.training_step
 
     def killed(run: Run) -> None:
@@ -101,7 +101,7 @@ def write(run_dir: Path, step: int, best: int = 0, weights_only: bool = False) -
 
 
 def test_they_are_neither_the_best_nor_the_last(tmp_path: Path) -> None:
-    """A state whose best step is 0 is of a run without an evaluation so far."""
+    """A best step of 0 means that the run has no evaluation yet."""
     write(tmp_path, 0, weights_only=True)
     for which in ("best", "last", "7"):
         with pytest.raises(UserError, match="has no checkpoint yet"):

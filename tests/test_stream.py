@@ -120,7 +120,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def test_what_they_start_from() -> None:
-    """Scalars from which a block reads what it would without them, values that are means, gates half open, or open."""
+    """Scalars start without effect, values as means, and gates half open or open."""
     torch.manual_seed(0)
     start = {name: tensor.tolist() for name, tensor in GPT(plain_model(**SHAPE | WHOLE)).named_parameters()}
     assert start["blocks.3.skip.weight"] == [1]

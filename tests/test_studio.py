@@ -324,7 +324,7 @@ def test_what_cannot_be_is_refused_in_words(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors"])
 def test_a_run_with_a_fifo_does_not_hold_up_the_others(name: str, runs: Path, tmp_path: Path) -> None:
-    """One thread loads: what waits in it would stop every run."""
+    """One thread loads all runs, so a read that waits would stop every run."""
     folder = tmp_path / "runs"
     for run in ("good", "hostile"):
         shutil.copytree(runs / "demo", folder / run)

@@ -141,7 +141,7 @@ def rows_of_step(http: httpx.Client, model: str, step: int, **more: Any) -> list
 def test_a_step_shows_the_batch_that_the_loop_trained_on(
     made: tuple[Path, Batches], http: httpx.Client, model: str
 ) -> None:
-    """With gradient accumulation, over the end of an epoch, and after a resume with another batch size."""
+    """With gradient accumulation, across the end of an epoch, and after a resume with another batch size."""
     about = asked(http, "about", model=model)
     assert sorted(made[1][model]) == list(range(1, about["n_steps"] + 1))
     epochs = set()
@@ -175,7 +175,7 @@ def test_a_step_of_pairs_shows_both_answers(made: tuple[Path, Batches], http: ht
 
 @pytest.mark.parametrize("model", ["base", "tuned"])
 def test_the_losses_are_those_of_the_model(made: tuple[Path, Batches], http: httpx.Client, model: str) -> None:
-    """Those of a step under the checkpoint before it are, in the mean, the loss that the run logged."""
+    """The mean loss of a step's tokens under the checkpoint before it equals the loss in the run's log."""
     step = 3
     rows = rows_of_step(http, model, step, checkpoint=step - 1, loss=True)
     ours = [token["nats"] for row in rows for token in row["tokens"] if token["nats"] is not None]
@@ -376,7 +376,7 @@ def test_weights_between_two_checkpoints_know_the_samples_too(runs: Path, tmp_pa
 def test_after_a_rollback_steps_are_known_to_have_taken_other_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against the batches that the loop took."""
+    """Compared with the loop's batches."""
     taken: dict[int, Batch] = {}
     accumulate = TrainStep.accumulate
 

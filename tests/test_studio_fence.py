@@ -119,7 +119,7 @@ def test_no_header_stands_for_a_key(port: int, header: str) -> None:
     ],
 )  # fmt: skip
 def test_a_name_that_was_made_to_lead_here_is_refused(server: Running, port: int, host: str) -> None:
-    """DNS rebinding: the page of such a name has no session, and can get none."""
+    """DNS rebinding: a page of such a name has no session and cannot get one."""
     session = sign_in(server, port)
     code = server.service.sign_in.code()  # type: ignore[union-attr]
     given = host.format(port=port)
@@ -143,7 +143,7 @@ def test_a_name_that_was_made_to_lead_here_is_refused(server: Running, port: int
 def test_a_page_of_another_origin_can_neither_ask_nor_start_nor_sign_in(
     server: Running, port: int, headers: list[str]
 ) -> None:
-    """Also where it has the whole session, as a browser's own cookies and a key that leaked."""
+    """Even with a complete session: the browser's own cookies and a leaked key."""
     session = sign_in(server, port)
     given = [header.format(port=port) for header in headers]
     code = server.service.sign_in.code()  # type: ignore[union-attr]
@@ -157,7 +157,7 @@ def test_a_page_of_another_origin_can_neither_ask_nor_start_nor_sign_in(
 
 
 def test_a_form_of_another_page_sends_nothing_that_is_read(server: Running, port: int) -> None:
-    """A browser sends forms without asking first, as one of three types."""
+    """A browser sends forms of three media types without a preflight request."""
     session = sign_in(server, port)
     for kind in ("application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/plain"):
         status, _ = asked(port, "POST /studio/start/stop", *session, body=f'{{"run": "{SECRET}"}}', kind=kind)
@@ -165,7 +165,7 @@ def test_a_form_of_another_page_sends_nothing_that_is_read(server: Running, port
 
 
 def test_a_cookie_that_another_server_of_this_host_sets_ends_no_session(server: Running, port: int) -> None:
-    """Servers at all ports of a host share its cookies, and one with a longer path comes first."""
+    """Servers on all ports of a host share cookies, and one with a longer path is sent first."""
     cookie, key = sign_in(server, port)
     name = cookie.partition(" ")[2].partition("=")[0]
     tossed = cookie.replace("cookie: ", f"cookie: {name}=tossed; {name}=; ")
@@ -205,7 +205,7 @@ def test_the_page_shares_no_window_no_frame_and_no_address(port: int) -> None:
 
 
 def test_what_is_asked_with_a_session_is_neither_kept_nor_guessed_at(server: Running, port: int) -> None:
-    """By the browser's cache, whose files others may see, or as another type."""
+    """The browser must not cache it, since others may see its files, nor read it as another media type."""
     session = sign_in(server, port)
     for target in ("/studio/state", "/studio/runs", "/studio/start", f"/studio/runs/step?run={SECRET}&at=1",
                    f"/studio/runs/curves?run={SECRET}&key=train.loss", "/v1/models", "/studio/none"):  # fmt: skip

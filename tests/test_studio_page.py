@@ -50,8 +50,8 @@ def test_the_page_has_no_inline_script_or_style_and_names_files_that_exist() -> 
 
 
 def test_a_part_styles_no_class_that_another_part_has() -> None:
-    """All stylesheets apply to all parts: `.line` of one made boxes of another's line ends. What parts share stands in
-    style.css."""
+    """All stylesheets apply to all parts: `.line` of one part drew boxes around another's line ends. Shared styles are
+    in style.css."""
     sheets = {path.name: path.read_text(encoding="utf-8") for path in OWN if path.suffix == ".css"}
     shared = set(re.findall(r"^\.([\w-]+)", sheets.pop("style.css"), re.MULTILINE))
     assert len(sheets) > 2
@@ -62,7 +62,7 @@ def test_a_part_styles_no_class_that_another_part_has() -> None:
 
 
 def test_each_colour_stands_once_for_light_and_once_for_dark() -> None:
-    """theme.js, which the page waits for, says which of them holds."""
+    """theme.js, for which the page waits, chooses between them."""
     sheet = (STATIC / "style.css").read_text(encoding="utf-8")
     light, dark = (
         set(re.findall(r"(--[\w-]+):", part)) for part in re.findall(r":root[^{]*\{(.*?)\}", sheet, re.DOTALL)

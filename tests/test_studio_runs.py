@@ -125,7 +125,7 @@ def test_the_live_feed_sends_all_rows_and_then_those_that_change(http: httpx.Cli
 
 
 def test_pages_that_are_open_are_no_work_and_have_a_bound_of_their_own(studio: Running) -> None:
-    """Twenty live feeds, more than the requests that a studio without a loaded model works on, lock nobody out."""
+    """Twenty live feeds, more than a studio without a loaded model processes requests at once, exclude nobody."""
     service = studio.service
     assert service.max_in_flight < 20 < MAX_WATCHING_EACH
     with ExitStack() as stack:

@@ -125,7 +125,7 @@ def test_a_code_is_good_for_one_session(server: Running) -> None:
 
 
 def test_a_cookie_that_someone_chose_is_no_session(server: Running) -> None:
-    """Fixation: what a browser brings is not what the server takes for a session."""
+    """Session fixation: the server accepts only sessions that it created."""
     name = f"gptworks-{port_of(server)}"
     code = server.service.sign_in.code()  # type: ignore[union-attr]
     with server.http(headers={"cookie": f"{name}=chosen"}) as http:
@@ -187,7 +187,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_link_is_the_owners_to_read(
     is_terminal: bool, opened: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is on the terminal or in a file that others cannot read, never in the arguments of the browser or in a log."""
+    """It is on the terminal or in a file that only the owner can read, never in the browser's arguments or in a log."""
     sign_in = SignIn()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
     old = os.umask(0)
@@ -213,7 +213,7 @@ def test_the_link_is_the_owners_to_read(
 
 
 def test_runs_that_the_page_starts_know_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment and the arguments of the process that trains."""
+    """Checks the environment and the arguments of the training process."""
     lines = ("import json, os, sys", "print(json.dumps([sys.argv, dict(os.environ)]))")
     monkeypatch.setattr("gptworks.studio.processes.COMMAND", ("-c", "\n".join(lines)))
     processes: list[Any] = []

@@ -226,7 +226,7 @@ def test_a_recipe_reads_and_writes_nothing_outside_and_runs_no_code(http: httpx.
 def test_a_recipe_names_public_https_addresses_only(
     http: httpx.Client, url: str, words: str, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where who started the studio may download from this machine."""
+    """Even if the person who started the studio may download from this machine."""
     monkeypatch.setenv("GPTWORKS_DOWNLOADS", "private")
     tree = yaml.safe_load(checked(http, origin={"recipe": "demo"})["text"])
     source = {"type": "text", "url": url, "sha256": "0" * 64}
@@ -320,7 +320,7 @@ def ended(http: httpx.Client, name: str) -> Any:
 
 
 def test_a_run_that_is_stopped_while_it_starts_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python loses an interrupt that comes within a callback of an import."""
+    """Python loses an interrupt that arrives within a callback of an import."""
     lines = ("import time", "try:", "  print('imports', flush=True)", "  time.sleep(99)", "except KeyboardInterrupt:")
     loses = "\n".join((*lines, "  time.sleep(99)"))
     monkeypatch.setattr(processes, "COMMAND", ("-c", loses))

@@ -185,7 +185,7 @@ def test_the_page_has_the_numbers(tmp_path: Path, quick: Path) -> None:
 
 
 def test_a_trial_that_cannot_be_or_diverges_does_not_end_the_sweep(tmp_path: Path, quick: Path) -> None:
-    """Each width and each number of heads is allowed, but 33 wide with 2 heads is not; 0.7 diverges."""
+    """Each width and each number of heads is allowed, but width 33 with 2 heads is not; a rate of 0.7 diverges."""
     ranges = {
         "model.d_model": {"choices": [32, 33]}, "model.n_heads": {"choices": [1, 2]},
         "train.learning_rate": {"choices": [0.01, 0.7]},
@@ -216,7 +216,8 @@ def test_what_is_no_settings_fault_ends_the_sweep(tmp_path: Path, quick: Path) -
 
 
 def test_a_pruned_trial_is_really_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real training: a long trial that learns nothing is stopped at its first evaluation, and no process is left."""
+    """With real training: a long trial that learns nothing is stopped at its first evaluation, and no process is
+    left."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     drawn = [
         {"train.max_steps": 40, "train.learning_rate": 0.01},

@@ -71,7 +71,7 @@ def engine() -> Engine:
 
 @torch.no_grad()
 def test_continuations_are_scored_as_the_model_alone_would(engine: Engine) -> None:
-    """Contexts that are shared, that fill the context and that are longer; the last token reaches one beyond it."""
+    """With contexts that are shared, that fill the context or exceed it; the last token is one position beyond."""
     chance = random.Random(0)
     pairs = []
     for length in (1, 40, 126, 127, 150):
@@ -493,7 +493,7 @@ def _read_if_there(path: Path) -> bytes:
     ],
 )
 def test_a_program_finds_no_proof_of_passing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token that says so is made when the program has ended, so that there is none to find before."""
+    """The token that proves it is created after the program has ended, so that the program cannot find it."""
     monkeypatch.setattr("gptworks.confined.sandbox.secrets.token_hex", lambda n: "f00d" * 8)
     program = f"{place}\nassert 'f00d' * 8 not in found"
     assert Sandbox(1).run(program, 20.0, 256) == "passed"
@@ -534,7 +534,7 @@ def test_what_a_model_writes_is_run_only_when_that_is_asked_for(engine: Engine, 
 
 
 def test_intervals_are_those_of_resampled_items() -> None:
-    """The mean's interval is near the normal one; that of a paired difference does not see what both share."""
+    """The mean's interval is near the normal one; that of a paired difference ignores variation common to both."""
     random_numbers = np.random.default_rng(3)
     shared = random_numbers.normal(0, 10, 400)
     first = shared + random_numbers.normal(0, 1, 400)

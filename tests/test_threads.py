@@ -38,7 +38,7 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 def test_waiting_threads_give_up_their_core_unless_the_user_says_otherwise(
     given: dict[str, str], expected: dict[str, str]
 ) -> None:
-    """In the environment before torch is loaded, when OpenMP reads it."""
+    """Set in the environment before torch is loaded, when OpenMP reads it."""
     environment = {key: value for key, value in os.environ.items() if key not in WAITING} | given
     found = f"{{k: os.environ[k] for k in {WAITING} if k in os.environ}}"
     code = f"import gptworks.cli, os, sys; print('torch' in sys.modules, {found})"
@@ -67,7 +67,7 @@ with EngineLoop(load(sys.argv[1], backend=sys.argv[2])) as loop:
 
 
 def test_an_idle_engine_uses_no_core(trained_run: Path) -> None:
-    """Its own thread waits for requests, and those that computed the last one sleep soon."""
+    """Its own thread waits for requests, and the threads that computed the last one soon sleep."""
     try:
         backend = library() and "native"
     except Unavailable:

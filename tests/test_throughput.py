@@ -42,7 +42,7 @@ def test_rates_are_of_the_time_since_the_last_report(monkeypatch: pytest.MonkeyP
 
 
 def test_a_device_that_was_busy_when_it_was_measured_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No run uses more than all of a device."""
+    """No run can use more than 100% of a device."""
     model = preset("gpt2-mini")
     flops = 100 * forward_flops(model).training_per_token_dense
     rates = [flops / 2, flops / 1.5, 4 * flops]
@@ -64,7 +64,7 @@ def test_measuring_the_device_draws_nothing_from_the_global_generator() -> None:
 def test_a_slow_device_is_measured_by_smaller_products(
     flops: float, largest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a device that takes a minute for a large product; the clock is the test's."""
+    """With a device that takes a minute for a large product, and a fake clock."""
     clock, sides = [0.0], []
 
     def product(a: Tensor, b: Tensor) -> None:
@@ -156,7 +156,7 @@ def test_compiled_blocks_train_and_evaluate_as_eager_ones() -> None:
 def test_a_run_of_compiled_blocks_evaluates_and_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Traced and differentiated as where they are compiled, and then run without a compiler."""
+    """Blocks are traced and differentiated as for compilation, then run without a compiler."""
     compiled = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compiled(self, backend="aot_eager", **options))
     losses = {}

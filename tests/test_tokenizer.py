@@ -395,7 +395,7 @@ and of gigatoken where it reads characters that we list."""
 
 
 def test_only_one_function_gives_texts_to_the_library() -> None:
-    """A text from elsewhere ends in a clear error everywhere, since nothing else calls a tokenizer's `encode`."""
+    """Untrusted text gives a clear error everywhere, since nothing else calls a tokenizer's `encode`."""
     root = Path(gptworks.__file__).parent
     found = [
         (file.relative_to(root).as_posix(), ast.unparse(node))

@@ -135,7 +135,7 @@ print(peak_growth_bytes(cpu, reset_peak(cpu)))
 
 
 def test_a_peak_is_of_what_came_after_its_reset() -> None:
-    """In a process of its own: here, memory that other tests have freed may serve again without growth."""
+    """In a process of its own: here, memory that other tests freed may be reused without growth."""
     done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True)
     first, second = done.stdout.split()
     if first == "None":

@@ -30,7 +30,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_an_evaluation_is_bounded_unless_the_recipe_says_otherwise() -> None:
-    """Of 500M held-out tokens, a million; of a small split, every window, as with 0."""
+    """A million of 500M held-out tokens; every window of a small split, or with the setting 0."""
     context, n_large = 1024, 500_000_000 // 1024
     free = tiny.plain_training(max_steps=1)
     assert free.n_evaluated(n_large, context) * context == EVALUATED_TOKENS
@@ -61,7 +61,7 @@ def test_an_evaluation_says_what_part_it_read(tmp_path: Path, monkeypatch: pytes
 def test_a_stop_is_heard_within_an_evaluation_which_a_resumed_run_makes_up_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_steps: int
 ) -> None:
-    """Stopped between two batches of the evaluation of step 4, which may be the last."""
+    """The run stops between two batches of the evaluation of step 4, which may be the last."""
     monkeypatch.setattr(evaluation, "BATCH_TOKENS", 64)
     tree = tiny.recipe_tree(tmp_path, max_steps=max_steps, evaluate_every=2, checkpoint_every=3, sample_every=4,
                             sample_prompts=["line "], sample_tokens=4)  # fmt: skip
@@ -87,7 +87,7 @@ def test_a_stop_is_heard_within_an_evaluation_which_a_resumed_run_makes_up_for(
 
 
 def test_rank_0s_figures_decide_for_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that measured something else goes on as rank 0 does, in its patience and in its log."""
+    """A rank with other figures follows rank 0 in its patience and in its log."""
 
     class Second(Ranks):
         def broadcast(self, numbers: list[float]) -> list[float]:
@@ -102,7 +102,7 @@ def test_rank_0s_figures_decide_for_every_rank(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("kind", ["block", "selective"])
 def test_checkpointing_saves_memory_wherever_there_are_gradients(kind: str) -> None:
-    """Evaluation mode too: references are computed so, with gradients, that their kernels are those of training."""
+    """In evaluation mode too: references are computed with gradients, to use the kernels of training."""
     config = tiny.plain_model(vocab_size=31, context_length=64, n_layers=4, d_model=32, n_heads=4)
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     targets = torch.full_like(tokens, IGNORED)

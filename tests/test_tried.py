@@ -47,8 +47,8 @@ def answers(found: Try) -> set[str]:
 def test_a_change_that_does_nothing_gets_a_verdict_in_at_most_5_percent_of_tries_however_noisy_the_times(
     noise: float,
 ) -> None:
-    """All verdicts of a try together. The step times of the first pair alone differ by 5% in most tries, which would
-    be enough for a false verdict in equal time."""
+    """Counts all verdicts of a try. The step times of the first pair alone differ by 5% in most tries, enough for a
+    false verdict in equal time."""
     tries = [simulated(seed, noise) for seed in range(400)]
     wrong = [bool(answers(found) & {"lower", "higher"}) for found in tries]
     assert sum(wrong[:200]) <= 10
@@ -94,7 +94,7 @@ def run(step_times: list[float]) -> History:
 
 
 def test_a_runs_step_time_is_that_of_its_undisturbed_steps() -> None:
-    """Neither its slow first steps, nor a machine that was stopped, nor a third of slow steps change it."""
+    """Slow first steps, a paused machine, or a third of slow steps do not change it."""
     usual = [0.02] * 300
     assert step_seconds(run(usual)) == pytest.approx(0.02, rel=0.01)
     disturbed = [0.5] * 2 + usual[2:150] + [60.0] + [0.05] * 90 + usual[241:]

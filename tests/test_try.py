@@ -97,7 +97,8 @@ def test_both_runs_of_a_pair_have_one_seed_and_pairs_take_turns(recipe: Path) ->
 
 
 def test_where_a_step_takes_longer_a_third_run_of_each_pair_has_fewer_steps(recipe: Path) -> None:
-    """Micro-batches of half the size take twice as long. Equally many tokens make no difference, half as many do."""
+    """Micro-batches of half the size take twice as long. With equally many tokens the loss is the same, with half as
+    many it is not."""
     reports: list[str] = []
     begun = plan_try(recipe, ["train.micro_batch_size=2"], recipe.parent / "try", 20, 0.005)
     found = run_try(begun, recipe, reports.append)
@@ -248,8 +249,8 @@ def test_the_command_refuses_a_change_before_it_prepares_text(recipe: Path) -> N
 def test_noise_in_the_times_before_and_in_those_of_the_runs_gives_no_verdict(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A change that does nothing, on a busy machine: the short measurement finds it 12% faster, which would be 14% more
-    steps in the same time, and a lower loss."""
+    """The change does nothing, but on a busy machine a short measurement finds it 12% faster, which would mean 14% more
+    steps in the same time and a lower loss."""
     times = iter([0.1, 0.088, 0.11, 0.09])
     monkeypatch.setattr("gptworks.runs.try_run.measured_step_seconds", lambda one: next(times))
     found = tried(recipe, "train.learning_rate=0.1000001", minutes=10)
@@ -261,7 +262,7 @@ def test_noise_in_the_times_before_and_in_those_of_the_runs_gives_no_verdict(
 @pytest.mark.tries
 @pytest.mark.timeout(3000)
 def test_ten_tries_of_another_seed_find_nothing(tmp_path: Path) -> None:
-    """Real runs. More than two false verdicts in ten would come by chance in 1% of times at most."""
+    """With real runs. More than two false verdicts in ten would occur by chance in at most 1% of cases."""
     wrong = []
     for number in range(10):
         folder = tmp_path / str(number)

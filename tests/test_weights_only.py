@@ -95,7 +95,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_best_between_saves_is_the_weights_and_state_of_its_step_without_the_optimizer(tmp_path: Path) -> None:
-    """Beside a run that saves everything at each step, with an average, which is what is published."""
+    """Compared with a run that saves everything at each step, with averaged weights, which are the published ones."""
     for name, changes in (("every", {"checkpoint_every": 1, "keep_checkpoints": 20}), ("light", {})):
         with told(LOSSES):
             tree = tiny.recipe_tree(tmp_path, **SETTINGS | {"ema_decay": 0.9} | changes)
@@ -155,7 +155,7 @@ def test_a_damaged_best_with_weights_only_falls_back_to_the_one_before(live: Pat
 def test_a_run_resumes_from_the_optimizer_state_before_its_best_and_makes_the_same_again(
     end_before: int, tmp_path: Path
 ) -> None:
-    """Also where weights are all that it has written: it starts from step 0 and says so."""
+    """If it has only weights, it starts from step 0 and says so."""
     tree = tiny.recipe_tree(tmp_path, **SETTINGS)
     recipes = {name: parse_recipe(tree | {"run_dir": str(tmp_path / name)}) for name in ("whole", "parts")}
     left: list[list[str]] = []
@@ -240,7 +240,7 @@ def test_a_rollback_takes_weights_only_back_too_and_a_resumption_those_alone(tmp
 
 
 def test_both_kinds_of_one_step_stand_for_it_until_one_is_removed(tmp_path: Path) -> None:
-    """As a run leaves them that was stopped at its best and killed before it could clean up."""
+    """As left by a run that was stopped at its best and killed before the cleanup."""
     write(tmp_path, 5, best=5, weights_only=True)
     write(tmp_path, 5, best=5)
     assert choose_checkpoint(tmp_path).folder.name == checkpoint_of_step(tmp_path, 5).folder.name == "step-000005"
@@ -251,7 +251,7 @@ def test_both_kinds_of_one_step_stand_for_it_until_one_is_removed(tmp_path: Path
 
 
 def test_a_folder_whose_best_has_its_optimizer_between_saves_is_read_and_goes_on(tmp_path: Path) -> None:
-    """As they were before bests had weights only: every improvement saved everything."""
+    """As in earlier versions, which saved everything at every improvement."""
     tree = tiny.recipe_tree(tmp_path, **SETTINGS)
     for name, changes in (("whole", {}), ("parts", {"checkpoint_every": 3})):
         recipe = parse_recipe(tree | {"run_dir": str(tmp_path / name), "train": tree["train"] | changes})
@@ -272,7 +272,7 @@ def test_a_folder_whose_best_has_its_optimizer_between_saves_is_read_and_goes_on
 
 @pytest.mark.parametrize("evaluate_every", [3, 4])
 def test_the_plan_has_the_most_bytes_that_a_run_s_checkpoints_take(evaluate_every: int, tmp_path: Path) -> None:
-    """Losses for which most is kept: a best at a save, then one between each two saves."""
+    """With losses for which most is kept: a best at a save, then one between each two saves."""
     losses = dict.fromkeys(range(1, 25), 9.0) | {12: 5.0, 18: 4.0, 20: 4.5, 24: 4.4}
     most = 0
     remove = saving.remove_old

@@ -88,7 +88,7 @@ def test_it_computes_without_a_compiler_and_shares_the_threads_of_torch(wheel: P
 
 
 def test_the_libraries_for_aarch64_load(tmp_path: Path) -> None:
-    """As a wheel for AArch64 has them, cross-compiled, under an emulator."""
+    """Cross-compiled as for an AArch64 wheel, and run in an emulator."""
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
     if compiler is None or emulator is None:
         pytest.skip("no cross compiler or no emulator here: apt-get install g++-aarch64-linux-gnu qemu-user")

@@ -74,7 +74,7 @@ def test_a_link_is_replaced_and_not_followed(write: Callable[[Path, str], None],
 def test_a_folder_becoming_a_link_while_a_file_is_written_moves_nothing(
     write: Callable[[Path, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder is opened once: what its path becomes meanwhile does not matter."""
+    """The folder is opened once, so later changes of its path do not matter."""
     run, elsewhere, flush = tmp_path / "run", tmp_path / "elsewhere", os.fsync
     run.mkdir()
     elsewhere.mkdir()
@@ -180,7 +180,7 @@ def test_two_writers_of_one_file_do_not_remove_each_others_work(tmp_path: Path) 
 
 
 def test_a_recipe_that_a_full_disk_refuses_leaves_nothing_and_can_be_written_again(tmp_path: Path) -> None:
-    """`gptworks init` and `gptworks tune`: a file of 0 bytes would stop the second try."""
+    """`gptworks init` and `gptworks tune`: an empty file would prevent a second attempt."""
     out, limits = tmp_path / "recipe.yaml", resource.getrlimit(resource.RLIMIT_FSIZE)
     command = ["init", "--like", "demo", "-o", str(out)]
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
@@ -199,7 +199,7 @@ def test_a_recipe_that_a_full_disk_refuses_leaves_nothing_and_can_be_written_aga
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder", "another name"])
 def test_a_lock_is_a_file_that_holds_nothing_of_others(kind: str, tmp_path: Path) -> None:
-    """Releases of filelock empty the file that they lock, and some wait for a FIFO."""
+    """Some releases of filelock truncate the file that they lock, and some wait for a FIFO."""
     lock, precious = tmp_path / ".lock", tmp_path / "precious"
     precious.write_text("precious")
     if kind == "link":

@@ -36,7 +36,7 @@ def nested_merges(width: int, levels: int) -> str:
     ids=["merges", "deeper merges", "aliases of aliases", "plain values"],
 )  # fmt: skip
 def test_nodes_are_counted_before_they_are_made(text: str) -> None:
-    """Refused while composing: what was composed by then is not more than the limit, plus one alias."""
+    """Refused while composing: at that point there are at most as many nodes as the limit, plus one alias."""
     loader = _Loader(text)
     with pytest.raises(yaml.YAMLError, match="more than 100,000 values"):
         loader.get_single_node()
@@ -54,7 +54,7 @@ def test_an_alias_counts_as_its_value() -> None:
 
 
 def test_a_mapping_of_many_keys_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each key is compared with a set, not with all keys before it."""
+    """Each key is looked up in a set, not compared with all keys before it."""
     n_keys, compared = 40_000, [0]
 
     class Counted(str):
