@@ -162,7 +162,7 @@ def _check(reports: list[str], files: Files) -> None:
 
 
 def _n_bytes(files: Files) -> int:
-    """Return the bytes of the complete tensors."""
+    """Return the total bytes of the complete tensors."""
     return sum(prod(part.shape) * part.values.itemsize for parts in files.values() for part in parts.values())
 
 

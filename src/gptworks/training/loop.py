@@ -35,7 +35,7 @@ class Outcome:
 
     reason: str
     stop: str | None
-    """Name of the signal that stopped it; None if no signal did."""
+    """Name of the signal that stopped the run; None if no signal did."""
     step: int
     tokens: int
     seconds: float

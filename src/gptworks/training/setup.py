@@ -117,7 +117,7 @@ def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1, change: 
 def start_checks(
     recipe: Recipe, resume: bool = False, n_ranks: int = 1, change: Collection[str] = ()
 ) -> list[tuple[str, Callable[[], None]]]:
-    """Return the checks of `check_train`, each with what it checks."""
+    """Return the checks of `check_train`, each as (name of what it checks, function that raises UserError)."""
     return [
         ("run folder", lambda: check_run_folder(recipe, resume, change)),
         ("weights to start from", lambda: check_start(recipe, resume)),

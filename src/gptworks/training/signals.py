@@ -9,14 +9,14 @@ from types import FrameType
 from typing import Any
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that stop a run after its step, with a checkpoint. SIGUSR1 is a notice: a scheduler sends SIGTERM later."""
+"""Signals that stop a run after its step, with a checkpoint. Schedulers send SIGUSR1 first, SIGTERM later."""
 
 UNFINISHED = os.EX_TEMPFAIL
-"""Exit code of a run that SIGTERM or SIGUSR1 has stopped: with --resume it continues, so a scheduler may requeue it."""
+"""Exit code of a run that SIGTERM or SIGUSR1 has stopped: a scheduler may requeue it, and --resume continues it."""
 
 
 def exit_code_of(stop: str | None) -> int:
-    """Return the exit code of a run that the signal `stop` has stopped; 0 after SIGINT (Ctrl-C), or if None did."""
+    """Return the exit code of a run that the signal `stop` has stopped; 0 after SIGINT (Ctrl-C) or None (no signal)."""
     return 0 if stop in (None, signal.SIGINT.name) else UNFINISHED
 
 
@@ -24,8 +24,8 @@ def exit_code_of(stop: str | None) -> int:
 def stop_signals(wanted: Sequence[signal.Signals] = STOPS) -> Iterator[Callable[[], str | None]]:
     """Catch signals; yield a function that returns the name of the first, or None.
 
-    After the first SIGINT or SIGTERM, the next of either kind acts as usual and ends the process. SIGUSR1 never does: a
-    scheduler sends it first, and SIGTERM when the time is over.
+    After the first SIGINT or SIGTERM, a second one acts as usual and ends the process. SIGUSR1 never ends it, because a
+    scheduler sends SIGUSR1 first and SIGTERM when the time is over.
     """
     asked: list[str] = []
     previous: dict[signal.Signals, Any] = {}

@@ -27,7 +27,7 @@ from gptworks.training.step import TrainStep
 _OWN = "own"
 
 _REPORTED_WAIT_SECONDS = 5.0
-"""Minimum time that a save waits for the previous one before a message reports it."""
+"""Seconds that a save waits for the previous one before a message reports the delay."""
 
 
 class WeightAverage:
