@@ -163,8 +163,8 @@ class Checkpoint:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the matrices are quantized by `gptworks quantize`. False for a damaged file, and for quantized
-        matrices with an adapter, which can be merged."""
+        """Whether `gptworks quantize` made the checkpoint. False for a damaged file, and for an adapter on quantized
+        matrices, since the adapter can be merged."""
         try:
             stored = stored_tensors(self.folder / "model.safetensors", inside=self.run_dir)
         except UserError:

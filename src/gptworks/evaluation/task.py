@@ -7,7 +7,8 @@
     answer: answer
     shots: 3
 
-A setting that is computed from an item is the name of a field, or a Jinja template over the item's fields.
+A setting whose value differs by item, such as `answer`, is the name of a field or a Jinja template of the item's
+fields.
 """
 
 import hashlib

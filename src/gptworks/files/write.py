@@ -170,7 +170,7 @@ def new_folder(out: Path, needed_bytes: int | None = None, *, inside: Path | Non
                 os.rename(name, place.name, src_dir_fd=folder, dst_dir_fd=folder)
                 try:
                     _sync(folder)
-                except OSError:  # a crash may still lose the name, so it counts as not written
+                except OSError:  # a crash may still undo the rename: report the file as not written
                     os.rename(place.name, name, src_dir_fd=folder, dst_dir_fd=folder)
                     raise
 

@@ -412,7 +412,8 @@ def load(
         options: arguments of `Engine`, such as n_slots=8.
 
     Raises:
-        UserError: the run, checkpoint or device does not exist, a file is damaged, or the run has another quantization.
+        UserError: the run, checkpoint or device does not exist, a file is damaged, or the run is already
+            quantized in another format.
     """
     run = load_run(
         run_dir, str(checkpoint), overrides=overrides, device=choose_device(device), weights=weights, report=report

@@ -199,7 +199,7 @@ class Stream:
         return request
 
     def hand(self, number: int, piece: Piece | Exception) -> None:
-        """For the engine: queue a piece or error of a request; the reader is woken after the step. Thread-safe."""
+        """Queue a piece or an error for the request's reader, which the engine wakes after its step. Thread-safe."""
         full = self._max_unread is not None and len(self._unread) >= self._max_unread
         if full and isinstance(piece, Piece):
             if self.cancelled:

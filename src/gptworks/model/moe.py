@@ -138,7 +138,8 @@ def arrange(chosen: Tensor, sent: list[int], even: bool) -> tuple[Tensor, Tensor
 
 
 def send(x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    """Return rows `rows` [P] of x [N, C]. The backward pass reads the gradients of result rows `places` [N·K] only."""
+    """Return the rows of x [N, C] at the indices `rows` [P]. The backward pass reads only the gradients at the
+    indices `places` [N·K] of the result."""
     out: Tensor = _Send.apply(x, rows, places)  # type: ignore[no-untyped-call]
     return out
 

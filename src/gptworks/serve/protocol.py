@@ -65,7 +65,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """When the client stops sending, finish the current answer, since the client may still read; then close.
+        """Finish the current answer after the client has stopped sending, since it may still read; then close.
 
         A client that closed the connection looks the same. To find out, the server sends `100 Continue`, which clients
         ignore: if the client closed the connection, its system answers with a reset.

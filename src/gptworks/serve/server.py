@@ -59,7 +59,7 @@ class Server(uvicorn.Server):
         loop, said = asyncio.get_running_loop(), False
 
         def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-            """Log a lack of open files only once, since asyncio tries again many times a second."""
+            """Log only once that no file descriptors are left, since asyncio tries again many times a second."""
             nonlocal said
             error = context.get("exception")
             if not isinstance(error, OSError) or error.errno not in _SHORT_OF_FILES:

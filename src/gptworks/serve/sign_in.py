@@ -22,7 +22,7 @@ _MOST_COOKIES = 200
 
 
 class Session(NamedTuple):
-    """The two secrets that a browser gets for a code."""
+    """The two secrets that a browser gets in exchange for a one-time code."""
 
     cookie: str
     key: str

@@ -45,7 +45,7 @@ from gptworks.training.distributed.shards import DIMENSIONS, divided_over, local
 from gptworks.training.distributed.sums import GradientSums, Timed
 
 NO_HOLDERS: Mapping[str, int] = {}
-"""For tensors that are all sharded or replicated."""
+"""The empty mapping: no tensor is kept by only one rank."""
 
 
 class StopAsked(Exception):

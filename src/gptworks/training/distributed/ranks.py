@@ -298,8 +298,8 @@ class _Watch(threading.Thread):
 
     @contextmanager
     def patience(self, busy: bool) -> Iterator[None]:
-        """Context in which the run goes on although no counts rise; heartbeats must continue. This rank does uncounted
-        work (`busy`), or waits for a rank that does."""
+        """Return a context in which ranks with heartbeats need not count steps, because this rank does other work
+        (`busy`) or waits for a rank that does."""
         before = self._patient, self._busy
         self._patient, self._busy = True, busy or self._busy
         try:
