@@ -225,7 +225,8 @@ def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
 
 
 def stating_files(folder: Path) -> list[Path]:
-    """Return the files of a folder that state its special tokens; empty if `by_name` finds the tokens.
+    """Return the files that state a folder's special tokens, apart from tokenizer.json. Empty if there is none, or only
+    the tokenizer_config.json that gptworks writes: then `by_name` finds the tokens.
 
     Raises:
         UserError: tokenizer_config.json is not readable JSON.

@@ -19,7 +19,7 @@ NAMES = {"embedding": "embedding", "attention": "attention", "mlp": "MLP", "norm
 
 
 def to_html(sheet: Sheet) -> str:
-    """Return a data sheet as an HTML page, with the exact value of each number in a <data> element."""
+    """Return a data sheet as an HTML page, in which <data> elements hold the exact numbers."""
     parts = (
         _key_figures(sheet),
         html.section("Architecture", architecture(sheet.config)),

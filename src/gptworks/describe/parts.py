@@ -1,5 +1,5 @@
-"""Describes an architecture's parts in the order of the data flow: name, weights, function, source, and the operations
-that a drawing shows (diagram.py).
+"""Describes an architecture's parts in the order of the data flow: name, weights, function, publication, and the
+operations that a drawing shows (diagram.py).
 
 Shapes: B sequences of T tokens; weights are [out × in].
 """

@@ -222,7 +222,7 @@ class TurnSession(ChatSession):
 
     @property
     def messages(self) -> list[Message]:
-        """The messages that the model reads: the system message, if any, and the turns that fit into the context."""
+        """The system message, if any, and the turns; `send` drops the oldest turns that do not fit into the context."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.said[self._n_hidden :]]
 

@@ -33,7 +33,7 @@ class SlotRows:
             parts: (slot, number of cached tokens, number of new tokens) of each text, in the batch's order.
             capacity: largest length that a text may reach; rotary scaling by length depends on it.
             layers: each layer's cached keys and values.
-            tokens: token ids in the slots, int32 [n_slots, capacity]; None if the model ignores the previous token.
+            tokens: token ids in the slots, int32 [n_slots, capacity]; None unless the model's `reads_previous_token`.
             device: the cache's device.
         """
         self.parts, self.capacity = parts, capacity

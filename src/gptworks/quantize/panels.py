@@ -78,7 +78,8 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _panels(words: Tensor, rows: int, panel: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first row, view [panels, words, rows]): one view of all full panels, then one of a smaller last panel."""
+    """Yield (index of the first row, view [n_panels, n_words, rows per panel] of the flat `words`): for the full panels
+    together, then for the smaller last panel, each if there is one."""
     n_words, whole = len(words) // size_in_panels(rows), rows // panel * panel
     if whole:
         yield 0, words[: whole * n_words].view(-1, n_words, panel)

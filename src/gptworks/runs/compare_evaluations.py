@@ -73,7 +73,7 @@ def compare_evaluations(runs: Sequence[Path]) -> EvaluationComparison:
     """Compare each run's stored evaluations with the first run's, if both runs were evaluated on the same questions.
 
     Raises:
-        UserError: only one run is given, or the runs have no evaluation in common.
+        UserError: only one run is given, or no other run shares an evaluation of the same questions with the first.
     """
     if len(runs) < 2:
         raise UserError("--evaluations compares runs with the first: give two or more.")

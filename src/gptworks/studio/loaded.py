@@ -131,7 +131,7 @@ class Engines:
         return True
 
     async def take(self, wanted: Wanted, caller: Caller) -> ServedModel:
-        """Return the served engine of a checkpoint. It is loaded once for all who wait, and kept until `caller` leaves.
+        """Return a checkpoint's served engine. All who wait share one load; it is not removed before `caller` leaves.
 
         Raises:
             UserError: the model cannot be loaded, for example because it is damaged.

@@ -114,7 +114,7 @@ class Processes:
             _ask_holder(found, folder)
 
     def is_stopping(self, name: str, folder: Path) -> bool:
-        """Return whether the process that trains this run was started elsewhere and asked to stop."""
+        """Return whether this studio asked the process that trains the run, started elsewhere, to stop."""
         return name in self.asked and _holder(folder) == self.asked[name]
 
 

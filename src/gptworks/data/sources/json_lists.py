@@ -60,7 +60,11 @@ def read_json(file: Path, key: str | None = None) -> Iterator[tuple[str, Mapping
 
 
 def _find(text: "_Text", file: Path, key: str | None) -> None:
-    """Move `text` to the value of `key` in the object that the file holds."""
+    """Move `text` to the value of `key` in the file's object, whose `{` has been taken.
+
+    Raises:
+        UserError: the object lacks `key`, or `key` is None.
+    """
     names: list[str] = []
     while text.peek() != "}":
         if names:

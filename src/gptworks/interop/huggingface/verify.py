@@ -296,7 +296,7 @@ def _compare_greedy(model: GPT, theirs: Any, prompt: list[int]) -> tuple[int, in
     """
     config = model.config
     by_length = config.rope_scaling is not None and config.rope_scaling.by_length
-    # Beyond the original context transformers rotates cached keys differently.
+    # Beyond the original context, transformers keeps cached keys as rotated for a shorter text; gptworks does not.
     room = config.original_context_length if by_length else config.context_length
     n_new, n_ties = max(0, min(GREEDY_TOKENS, room - len(prompt))), 0
     cache, n_held, past = SlotCache(config, 1, len(prompt) + n_new), 0, None
