@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-random test-browser test-notebooks notebooks test-gguf test-harness test-trl test-memory test-arrangements test-ranks test-slurm test-job-files test-kills test-tries test-crashes test-schema test-overload test-engine test-planted test-guide test-processors test-sanitizers test-margins wheel lint format reference docs bench first-hour experiments league clean
+.PHONY: help demo pipeline bands test test-random test-browser test-notebooks notebooks test-gguf test-harness test-trl test-places test-memory test-arrangements test-ranks test-slurm test-job-files test-kills test-tries test-crashes test-schema test-overload test-engine test-planted test-guide test-processors test-sanitizers test-margins wheel lint format reference docs bench first-hour experiments league clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
 	@echo "make test-harness  compare lm-evaluation-harness's scores of a run and of its export (about a minute on 2 cores)"
 	@echo "make test-trl  compare preference tuning with trl, which it installs (about a minute)"
+	@echo "make test-places  runs in an S3 server that fails, and 22 kills there, with moto, which it installs (about 8 minutes on 2 cores)"
 	@echo "make test-memory  hold planned memory against traced steps, of every preset and of 1,500 drawn models (about 25 minutes on 2 cores)"
 	@echo "make test-arrangements  500 drawn recipes, twice: what is planned and advised, training accepts; what a step is planned to hold, its trace and processes hold (about 6 minutes on 2 cores)"
 	@echo "make test-slurm  jobs of gptworks launch in a Slurm of this machine, preempted and requeued (about 5 minutes; needs slurm-wlm and root)"
@@ -72,6 +73,10 @@ test-harness: .venv/.installed-dev
 test-trl: .venv/.installed-dev
 	$(PIP) -e ".[data,peers-trl]"
 	$(BIN)/python -m pytest -m trl tests/test_preference.py
+
+test-places: .venv/.installed-dev
+	$(PIP) -e ".[places]"
+	$(BIN)/python -m pytest -m places -rP tests/test_remote_s3.py
 
 test-memory: .venv/.installed-dev
 	$(BIN)/python -m pytest -m grid tests/test_memory.py tests/test_memory_of_combinations.py tests/test_costs.py

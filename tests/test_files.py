@@ -123,7 +123,6 @@ LISTED = {
     ("tensors.py", "open_tensors", "safe_open"): OURS,
     ("tensors.py", "stored_tensors", "safe_open"): OURS,
     ("training/objectives/reward.py", "Reward._starting_model", "save_file"): OURS,
-    ("training/run_folder.py", "is_in_use", "os.open"): "a lock, opened without following a link and never read",
 }  # fmt: skip
 """By file, function and call: why it does not go through the door."""
 

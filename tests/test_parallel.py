@@ -1,5 +1,6 @@
 """One recipe on many devices: the same gradients, samples and loss for any number of ranks."""
 
+import errno
 import json
 import os
 import shutil
@@ -29,7 +30,7 @@ import rank_worker
 import tiny
 from commands import Process
 from gptworks.checkpoint import checkpoints, choose_checkpoint
-from gptworks.errors import UserError
+from gptworks.errors import RunError, UserError
 from gptworks.model.gpt import GPT
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.training.checkpoint_files import save_checkpoint
@@ -649,7 +650,7 @@ def test_a_rank_that_does_not_see_the_run_folder_is_named_and_none_starts_afresh
     (tmp_path / "cases").write_text(json.dumps([case]), encoding="utf-8")
     said = ranks_of(2, "train", tmp_path / "cases", fails=True)
     assert "rank 1 of 2 does not see" in said
-    assert "step-000004 as rank 0 does" in said
+    assert f"the run folder {tmp_path / 'run'} as rank 0 does" in said
     assert [checkpoint.step for checkpoint in checkpoints(tmp_path / "run")] == [4]
 
 
@@ -683,6 +684,31 @@ def test_a_run_folder_that_all_see_is_left_as_it_was_and_other_characters_are_an
         assert [isinstance(error, UserError) for error in errors] == [bool(found)] * 2
         assert all(found in str(error) for error in errors if error)
         assert not (tmp_path / "a" / agreed.SHARED).exists()
+
+
+def test_a_rank_that_may_not_write_to_the_run_folder_is_named_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreed, "SHARED_SECONDS", 0.3)
+    opened, real, meeting = threading.local(), agreed.open_to_change, threading.Barrier(2)
+
+    def of_rank(rank: int) -> BaseException | None:
+        opened.rank = rank
+        with pytest.raises(RunError) as raised:
+            agreed.check_shared(InThreads(rank, meeting, board), tmp_path)
+        return raised.value
+
+    def refused(path: Path, **named: Any) -> Any:
+        if opened.rank == 1:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, **named)
+
+    monkeypatch.setattr(agreed, "open_to_change", refused)
+    board = dict[str, Any]()
+    with ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(of_rank, range(2)))
+    assert "rank 1: Permission denied" in str(errors[1])
+    assert not list(tmp_path.iterdir())
 
 
 class InThreads(Ranks):

@@ -340,7 +340,7 @@ def evaluate(
     found += [one.memorization()] if memorization else []
     found = [one.of_these_weights(each) for each in found]
     if save:
-        save_evaluations(Path(run), found)
+        save_evaluations(one.folder, found)
     return Measurements(None, tuple(found))
 
 

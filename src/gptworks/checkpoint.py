@@ -30,6 +30,8 @@ from gptworks.config import LoRAConfig, ModelConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.files import (
     check_inside,
+    fetch_missing,
+    fetched_path,
     open_regular,
     read_regular,
     remove_tree,
@@ -92,6 +94,7 @@ class Checkpoint:
         described = self._described_files()
         for name in names or described:
             path, entry = self.folder / name, described[name]
+            fetch_missing(path, entry["bytes"], entry["sha256"])
             try:
                 with open_regular(path, inside=self.run_dir) as file:
                     n_bytes = os.fstat(file.fileno()).st_size
@@ -165,8 +168,11 @@ class Checkpoint:
     def is_quantized(self) -> bool:
         """Whether `gptworks quantize` made the checkpoint. False for a damaged file, and for an adapter on quantized
         matrices, since the adapter can be merged."""
+        path = self.folder / "model.safetensors"
         try:
-            stored = stored_tensors(self.folder / "model.safetensors", inside=self.run_dir)
+            if not path.exists():
+                self.verify(path.name)  # fetches it, in the mirror of a remote folder
+            stored = stored_tensors(path, inside=self.run_dir)
         except UserError:
             return False
         return any(tensor.dtype != torch.float32 for tensor in stored.values()) and not has_adapter(stored)
@@ -321,7 +327,7 @@ def load_run(
     Raises:
         UserError: as `choose_checkpoint`; or the weights do not fit the recipe's model, or are refused as quantized.
     """
-    run_dir = Path(run_dir)
+    run_dir = fetched_path(run_dir)
     if run_dir.is_file() and run_dir.suffix in (".yaml", ".yml"):
         made = load_recipe(run_dir).run_dir
         raise UserError(f"{run_dir} is a file, not a run folder. Give the folder that training it makes: {made}.")

@@ -35,7 +35,7 @@ from gptworks.config.base import MOST_NAME_CHARACTERS
 from gptworks.config.explain import explain, leaves, sections_at
 from gptworks.config.objective import OBJECTIVE_SETTINGS
 from gptworks.errors import UserError, nearest
-from gptworks.files import read_given, read_text, write_whole
+from gptworks.files import fetched_path, read_given, read_text, write_whole
 from gptworks.presets import expand_preset
 from gptworks.recipes import shipped_paths
 from gptworks.yaml_files import MAX_BYTES, parse_yaml
@@ -43,7 +43,7 @@ from gptworks.yaml_files import MAX_BYTES, parse_yaml
 AnySection = TypeVar("AnySection", bound=Section)
 
 RecipeLike = str | PathLike[str] | Mapping[str, Any] | Recipe
-"""A recipe: a file, a shipped recipe's name, a run folder, nested dictionaries, or a `Recipe`."""
+"""A recipe: a file, a shipped recipe's name, a run folder or its URL, nested dictionaries, or a `Recipe`."""
 
 Unsaid = Mapping[str, Mapping[str, Any]]
 """Default settings by section, used where a recipe does not set them."""
@@ -81,7 +81,7 @@ def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = (), unsaid: Unsai
     """
     if isinstance(recipe, Recipe | Mapping):
         return _from_tree(recipe, overrides, unsaid or {})
-    run_dir = Path(recipe) if is_folder(recipe) else None
+    run_dir = fetched_path(recipe) if is_folder(recipe) else None
     path, tree = read_recipe(recipe)
     tree.setdefault("name", path.stem if path.stem != "recipe" else path.absolute().parent.name)
     if run_dir is not None:
@@ -121,8 +121,8 @@ def by_key(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def is_folder(recipe: RecipeLike) -> bool:
-    """Whether `recipe` is the path of a folder, such as a run's."""
-    return isinstance(recipe, str | PathLike) and Path(recipe).is_dir()
+    """Whether `recipe` is the path or the URL of a folder, such as a run's."""
+    return isinstance(recipe, str | PathLike) and fetched_path(recipe).is_dir()
 
 
 def _with_unsaid(tree: dict[str, Any], unsaid: Unsaid) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def recipe_text(path: str | PathLike[str]) -> tuple[Path, str]:
     Raises:
         UserError: the file does not exist, or cannot be read.
     """
-    path = Path(path)
+    path = fetched_path(path)
     if path.as_posix() in shipped_paths() and not path.exists():
         path = shipped_paths()[path.as_posix()]
     folder = path if path.is_dir() else None
@@ -219,11 +219,12 @@ def parse_recipe(tree: dict[str, Any], origin: str = "recipe", overrides: Mappin
     source = tree.get("initialize_from")
     if not isinstance(source, str | Path) or not source:
         return _parse_whole(tree, origin, overrides)
-    if not (Path(source) / "recipe.yaml").exists():
+    run = fetched_path(source)
+    if not (run / "recipe.yaml").exists():
         _require_model_and_tokenizer(tree, Path(source), origin)
         return _parse_whole(tree, origin, overrides)
-    recipe = _parse_whole(_completed(tree, Path(source)), origin, overrides)
-    check_same_model(recipe.model, Path(source))
+    recipe = _parse_whole(_completed(tree, run), origin, overrides)
+    check_same_model(recipe.model, run)
     return recipe
 
 

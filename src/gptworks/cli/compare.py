@@ -38,7 +38,7 @@ def report(
 
 
 def compare(
-    runs: Annotated[list[Path], Argument(metavar="RUN", help="Run folders.")],
+    runs: Annotated[list[Path], Argument(metavar="RUN", help="Run folders.", callback=options.fetched_paths)],
     against: Annotated[Path | None, Option(metavar="BAND", help="Hold the runs against this band's file.")] = None,
     make_band: Annotated[Path | None, Option(metavar="FILE", help="Make a band of runs of several seeds.")] = None,
     html: options.PageFile = None,

@@ -7,6 +7,12 @@ from typing import Annotated
 from typer import Argument, Option
 
 from gptworks.choices import BackendName, CacheName, DeviceName, LoadedWeights, Sharding
+from gptworks.files import fetched_path
+
+
+def fetched_paths(paths: list[Path] | None) -> list[Path] | None:
+    """Return the local paths of run folders, some of which may be URLs."""
+    return paths and [fetched_path(path) for path in paths]
 
 
 def recipe_names(incomplete: str) -> list[str]:
@@ -40,7 +46,9 @@ Overrides = Annotated[
     list[str] | None,
     Argument(metavar="KEY=VALUE", help="Settings that win over the file's, such as train.max_steps=200."),
 ]
-RunFolder = Annotated[Path, Argument(metavar="RUN", help="A run folder, such as runs/demo.")]
+RunFolder = Annotated[
+    Path, Argument(metavar="RUN", help="A run folder, such as runs/demo, or its URL.", callback=fetched_path)
+]
 WhichCheckpoint = Annotated[str, Option("--checkpoint", metavar="best|last|STEP", help="Which checkpoint.")]
 Texts = Annotated[
     list[Path] | None,

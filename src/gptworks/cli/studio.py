@@ -27,7 +27,11 @@ DEFAULT_RUNS = Path("runs")
 def studio(
     runs: Annotated[
         list[Path] | None,
-        Argument(metavar="RUNS", help="Run folders, or folders of them. Default: runs in this folder."),
+        Argument(
+            metavar="RUNS",
+            help="Run folders, or folders of them. Default: runs in this folder.",
+            callback=options.fetched_paths,
+        ),
     ] = None,
     host: options.Host = "127.0.0.1",
     port: options.Port = 7860,

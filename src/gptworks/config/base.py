@@ -6,8 +6,19 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PlainSerializer,
+    WithJsonSchema,
+)
 from pydantic_core import CoreSchema
+
+from gptworks.errors import UserError
+from gptworks.files import is_url, mirror_of, shown
 
 MOST_NAME_CHARACTERS = 200
 """Maximum length of a name that becomes a folder's name; file systems allow 255 bytes."""
@@ -17,7 +28,19 @@ MOST_PATH_CHARACTERS = 4096
 def _short(path: Any) -> Any:
     if isinstance(path, str | Path) and len(str(path)) > MOST_PATH_CHARACTERS:
         raise ValueError(f"a path of {len(str(path)):,} characters; it may have {MOST_PATH_CHARACTERS:,}")
+    if isinstance(path, str | Path) and is_url(path):
+        raise ValueError(
+            f"{path} is in an object store, where run_dir, initialize_from, objective.teacher and the path of a source "
+            f"may be: give a path on this machine"
+        )
     return path
+
+
+def _mirrored(path: Any) -> Any:
+    try:
+        return mirror_of(path) if isinstance(path, str | Path) and is_url(path) else path
+    except UserError as error:
+        raise ValueError(str(error)) from None
 
 
 # The bounds below exceed every real run; they catch typing errors that would cost hours or all memory.
@@ -27,6 +50,8 @@ ShortPath = Annotated[
     BeforeValidator(_short),
     WithJsonSchema({"type": "string", "format": "path", "maxLength": MOST_PATH_CHARACTERS}),
 ]
+RunPath = Annotated[ShortPath, BeforeValidator(_mirrored), PlainSerializer(shown, when_used="json")]
+"""A run folder. The URL of one in an object store becomes the path of its mirror, and in JSON the URL again."""
 PositiveTime = Annotated[float, Field(gt=0, le=10**9)]
 """Seconds or minutes, at most 10⁹: 10⁹ seconds are 30 years, and systems refuse longer timeouts."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]

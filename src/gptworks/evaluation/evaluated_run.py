@@ -26,6 +26,7 @@ from gptworks.evaluation.memorization import measure_memorization
 from gptworks.evaluation.results import Evaluation, Measured
 from gptworks.evaluation.scoring import SLOTS, Progress
 from gptworks.evaluation.text import evaluate_text, positions_table
+from gptworks.files import fetched_path
 from gptworks.infer.engine import load
 from gptworks.recipe import load_recipe
 from gptworks.tokenizer import fingerprint, token_bytes
@@ -56,7 +57,7 @@ class EvaluatedRun:
         Raises:
             UserError: run, checkpoint or device is missing, files are damaged, or a quantized run has another format.
         """
-        self.folder = Path(run_dir)
+        self.folder = fetched_path(run_dir)
         chosen = choose_checkpoint(self.folder, checkpoint, report)
         self.step, self._trained_on = chosen.step, str(chosen.state().get("data_fingerprint", ""))
         self.recipe = load_recipe(self.folder, overrides)

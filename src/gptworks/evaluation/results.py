@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, Type
 from gptworks.errors import UserError
 from gptworks.evaluation.bootstrap import Floats, interval
 from gptworks.evaluation.metrics import figure_of
-from gptworks.files import make_folder, read_regular, read_text, write_whole
+from gptworks.files import make_folder, read_regular, read_text, send, write_whole
 from gptworks.pages.tables import Table, in_a_cell
 from gptworks.units import significant
 
@@ -153,6 +153,7 @@ def save_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
         text = json.dumps(one.to_json(), indent=1, ensure_ascii=False) + "\n"
         write_whole(folder / f"{one.name}.json", text, inside=run_dir)
     write_card_section(run_dir)
+    send([run_dir / "model-card.md", *(folder / f"{one.name}.json" for one in evaluations)])
 
 
 def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:

@@ -1,8 +1,10 @@
 """All access to files: `read` opens them, `write` replaces them so that neither a crash nor a link damages them,
-`sums` verifies checksums, `fetch` downloads, and `disk` explains disk errors."""
+`sums` verifies checksums, `fetch` downloads, `remote` and `mirror` read object stores, and `disk` explains disk
+errors."""
 
 from gptworks.files.disk import naming_disk_errors, why_not_written
-from gptworks.files.lock import file_lock
+from gptworks.files.lock import file_lock, is_locked
+from gptworks.files.mirror import fetch_missing, fetched_path, local_path, send
 from gptworks.files.read import (
     Stamp,
     check_inside,
@@ -19,6 +21,7 @@ from gptworks.files.read import (
     read_text,
     stamp,
 )
+from gptworks.files.remote import is_url, mirror_of, shown, url_of
 from gptworks.files.sums import SUMS_FILE, check_sums, sealed_json, sha256_file, unsealed_json, write_sums
 from gptworks.files.write import (
     check_free,

@@ -34,6 +34,8 @@ Reach = Literal["public", "private", "guarded"]
 this machine also by http. guarded: as public, but an error does not reveal the downloaded bytes."""
 REACH = "GPTWORKS_DOWNLOADS"
 """The environment variable that selects a `Reach`; the studio sets it for the runs that it starts."""
+CACHE = "GPTWORKS_CACHE"
+"""The environment variable that names the folder for downloads and mirrors of object stores."""
 
 MOST_BYTES = 1 << 38
 MOST_SECONDS = 2 * 86_400
@@ -61,6 +63,13 @@ def reach() -> Reach:
     if given not in get_args(Reach):
         raise UserError(f"{REACH}={given}: it must be one of {', '.join(get_args(Reach))}.")
     return cast(Reach, given)
+
+
+def cache_folder() -> Path:
+    """Return the folder for downloads: $GPTWORKS_CACHE, else $XDG_CACHE_HOME/gptworks, else ~/.cache/gptworks."""
+    if chosen := os.environ.get(CACHE):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gptworks"
 
 
 def check_url(url: str, within: Reach | None = None) -> SplitResult:

@@ -1,6 +1,7 @@
 """Locks between processes, each on an empty file."""
 
 import contextlib
+import os
 from pathlib import Path
 
 from filelock import FileLock
@@ -25,3 +26,23 @@ def file_lock(path: Path, *, timeout: float = -1, mode: int = 0o644) -> FileLock
         if found.st_size:
             check_names(path, found)
     return FileLock(path, timeout=timeout, mode=mode)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the `file_lock` of a path; False if unknown, as on Windows. Writes nothing, follows no
+    link."""
+    try:
+        import fcntl
+
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (ImportError, OSError):
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)  # this also releases the lock
+    return False

@@ -48,7 +48,13 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents, and flush their names to the disk."""
+    """Make a folder and its missing parents, and flush their names to the disk.
+
+    Raises:
+        UserError: the path is a URL.
+    """
+    if re.fullmatch(r"[a-z][a-z0-9+.-]+:", path.parts[0] if path.parts else ""):
+        raise UserError(f"{path} is a URL: give a path on this machine here.")
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):

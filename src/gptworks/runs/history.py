@@ -12,6 +12,7 @@ import numpy as np
 
 from gptworks.config import Recipe
 from gptworks.errors import UserError
+from gptworks.files import fetched_path
 from gptworks.planning.params import count_parameters
 from gptworks.planning.steps import planned_steps
 from gptworks.recipe import load_recipe
@@ -159,6 +160,7 @@ def read_history(folder: Path) -> History:
     Raises:
         UserError: `folder` is not a run folder.
     """
+    folder = fetched_path(folder)
     if not (folder / "recipe.yaml").exists():
         trials = folder / "trials"
         hint = f"; a sweep's runs are below {trials}" if trials.is_dir() else ""

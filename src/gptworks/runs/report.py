@@ -11,6 +11,7 @@ from markupsafe import Markup
 from gptworks.describe.page import architecture
 from gptworks.describe.sheet import describe, summary, traits
 from gptworks.errors import UserError
+from gptworks.files import fetched_path
 from gptworks.pages import parts as html
 from gptworks.pages.chart import Chart, Format, Series, colour, compact
 from gptworks.pages.page import page, write_page
@@ -55,7 +56,7 @@ def watch_report(folder: Path, path: Path, wait: Callable[[float], object] = tim
     """
     seen = None
     with contextlib.suppress(KeyboardInterrupt):
-        while not has_ended(folder):
+        while not has_ended(fetched_path(folder)):
             if (now := _written(folder / "metrics.jsonl")) != seen:
                 write_report(read_history(folder), path, REFRESH_SECONDS)
                 seen = now

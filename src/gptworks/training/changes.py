@@ -15,7 +15,7 @@ from pydantic_core import to_jsonable_python
 from gptworks.checkpoint import checkpoints
 from gptworks.config import ENDS, Recipe, Role, role_of, settings
 from gptworks.errors import UserError, did_you_mean
-from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
+from gptworks.files import fetched_path, read_regular, sealed_json, unsealed_json, write_whole
 from gptworks.recipe import RecipeLike, as_typed, by_key, is_folder, load_recipe
 from gptworks.training.progress import rate_factor
 
@@ -133,7 +133,7 @@ def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[R
         UserError: the recipe is wrong (see `gptworks.recipe.load_recipe`), or the run folder's record is damaged.
     """
     recipe = load_recipe(source, overrides)
-    if is_folder(source) or not (recipe.run_dir / "recipe.yaml").exists():
+    if is_folder(source) or not (fetched_path(recipe.run_dir) / "recipe.yaml").exists():
         return recipe, []
     earlier, given = by_key(read_history(recipe.run_dir).overrides), by_key(overrides)
     kept = [override for key, override in earlier.items() if key not in given]

@@ -11,7 +11,16 @@ from pathlib import Path
 from gptworks.checkpoint import Checkpoint, all_checkpoints, checkpoint_of_step, checkpoints, require_full_weights
 from gptworks.config import Recipe
 from gptworks.errors import UserError
-from gptworks.files import check_free, check_regular, check_sums, copy_file, copy_folder, link_or_copy, new_folder
+from gptworks.files import (
+    check_free,
+    check_regular,
+    check_sums,
+    copy_file,
+    copy_folder,
+    fetched_path,
+    link_or_copy,
+    new_folder,
+)
 from gptworks.recipe import by_key, load_recipe, run_name, save_recipe
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 from gptworks.training.changes import (
@@ -93,8 +102,8 @@ def origin_of(text: str) -> tuple[Path, int | None]:
     """
     folder, at, which = text.rpartition("@")
     if not at or Path(text).is_dir():
-        return Path(text), None
-    run = Path(folder)
+        return fetched_path(text), None
+    run = fetched_path(folder)
     if which == "last":
         return run, None
     if which == "best":

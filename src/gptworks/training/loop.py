@@ -23,6 +23,7 @@ from gptworks.training.objectives.base import RunContext, generating
 from gptworks.training.objectives.next_token import LossFunction, StepBatches
 from gptworks.training.progress import anomaly, rate_factor
 from gptworks.training.record.display import Display
+from gptworks.training.remote_run import remote_run
 from gptworks.training.run_folder import open_run_folder
 from gptworks.training.session import Session
 from gptworks.training.setup import prepare_run
@@ -73,12 +74,17 @@ def train(
         RunError: losses or gradients stay non-finite, or a checkpoint cannot be written.
     """
     display = display or Display(None if ranks.is_rank_zero else Console(quiet=True))
-    setup = prepare_run(
-        recipe, display, resume=resume, change=change, force=force, overrides=overrides, ranks=ranks, prepare=prepare
-    )
-    run, settings = Run(setup, display, objective), setup.recipe.train
-    folder = open_run_folder(setup.recipe, resume, change) if ranks.is_rank_zero else contextlib.nullcontext()
-    with folder, run.state.writer, cpu_threads(settings.threads):
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(remote_run(recipe.run_dir, ranks, display.message))
+        setup = prepare_run(
+            recipe, display, resume=resume, change=change, force=force, overrides=overrides, ranks=ranks,
+            prepare=prepare,
+        )  # fmt: skip
+        run, settings = Run(setup, display, objective), setup.recipe.train
+        if ranks.is_rank_zero:
+            opened.enter_context(open_run_folder(setup.recipe, resume, change))
+        opened.enter_context(run.state.writer)
+        opened.enter_context(cpu_threads(settings.threads))
         run.begin()
         with stop_signals() as stop_asked, display:
             run.parallel.stop_asked = stop_asked

@@ -1,7 +1,6 @@
 """Opens run folders: for one process at a time, and without overwriting a run."""
 
 import contextlib
-import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -9,7 +8,8 @@ import filelock
 
 from gptworks.config import Recipe
 from gptworks.errors import RunError, UserError
-from gptworks.files import check_links, check_sums, file_lock, make_folder
+from gptworks.files import check_links, check_sums, file_lock, is_locked, make_folder, shown
+from gptworks.files.mirror import OWN_SESSION, VERSIONS
 from gptworks.recipe import load_recipe
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 from gptworks.training.changes import check_changes
@@ -17,6 +17,8 @@ from gptworks.training.distributed.agreed import SHARED
 
 CONSOLE = "console.log"
 """File with the output of a run that the studio started; it may exist before the run begins."""
+_NOT_OF_A_RUN = (".lock", SHARED, CONSOLE, OWN_SESSION, VERSIONS)
+"""Files that a folder may have before its run begins."""
 
 
 @contextlib.contextmanager
@@ -35,7 +37,7 @@ def open_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) 
         lock.acquire()
     except filelock.Timeout:
         raise UserError(
-            f"run folder {folder} is in use by another process: wait for it, or give another run_dir=."
+            f"run folder {shown(folder)} is in use by another process: wait for it, or give another run_dir=."
         ) from None
     except OSError as error:
         raise RunError(f"run folder {folder} cannot be written: {error.strerror}.") from error
@@ -47,21 +49,7 @@ def open_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) 
 
 def is_in_use(folder: Path) -> bool:
     """Whether a process has opened the run folder; False if unknown, as on Windows. Writes nothing, follows no link."""
-    try:
-        import fcntl
-
-        descriptor = os.open(folder / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except (ImportError, OSError):
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)  # this also releases the lock
-    return False
+    return is_locked(folder / ".lock")
 
 
 def check_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) -> None:
@@ -77,10 +65,10 @@ def check_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ())
     if (folder / "recipe.yaml").exists():
         if not resume:
             raise UserError(
-                f"{folder} already holds a run, and a run is never overwritten: add --resume to continue it, "
+                f"{shown(folder)} already holds a run, and a run is never overwritten: add --resume to continue it, "
                 f"give another run_dir=, or delete the folder."
             )
         check_changes(load_recipe(folder), recipe, change)
         check_sums(folder / "tokenizer", MAX_TOKENIZER_BYTES)
-    elif folder.is_dir() and any(path.name not in (".lock", SHARED, CONSOLE) for path in folder.iterdir()):
-        raise UserError(f"run_dir={folder} exists and holds other files, not a run: give another run_dir=.")
+    elif folder.is_dir() and any(path.name not in _NOT_OF_A_RUN for path in folder.iterdir()):
+        raise UserError(f"run_dir={shown(folder)} exists and holds other files, not a run: give another run_dir=.")

@@ -7,7 +7,7 @@ from gptworks.chat_template import load_chat_template, other_templates, save_cha
 from gptworks.checkpoint import checkpoints
 from gptworks.config import Recipe
 from gptworks.errors import UserError
-from gptworks.files import write_sums
+from gptworks.files import shown, write_sums
 from gptworks.infer.engine import Engine
 from gptworks.recipe import load_recipe, save_recipe
 from gptworks.tokenizer import save_tokenizer
@@ -91,13 +91,13 @@ class Session:
             UserError: the run folder or its checkpoints cannot be used; or the run has exceeded its planned length.
         """
         setup, ranks, folder, report = self.setup, self.ranks, self.recipe.run_dir, self.display.message
+        check_shared(ranks, folder)
         checkpoint = self.state.newest_checkpoint() if setup.resume else None
         if checkpoint is not None:
             self.state.restore(checkpoint)
             ranks.from_rank_zero(lambda: self.length.check_resume(self.progress, before))
-            report(f"resuming {folder} from step {self.progress.step:,}")
+            report(f"resuming {shown(folder)} from step {self.progress.step:,}")
             return False
-        check_shared(ranks, folder)
 
         def refuse_damaged() -> None:
             if checkpoints(folder):
@@ -107,7 +107,7 @@ class Session:
 
         ranks.from_rank_zero(refuse_damaged)
         if setup.resume:
-            report(f"{folder} has no checkpoint to go on from: starting from step 0")
+            report(f"{shown(folder)} has no checkpoint to go on from: starting from step 0")
         if self.recipe.initialize_from is not None:
             with ranks.busy():
                 self.state.start_from(starting_weights(self.recipe, setup.prepared.tokenizer, report, ranks))

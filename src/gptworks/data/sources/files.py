@@ -10,8 +10,9 @@ from gptworks.config.sources import FileSource
 from gptworks.data.shards import MANIFEST_FILE, TOKENIZER_FOLDER
 from gptworks.data.sources.opening import plain_name
 from gptworks.errors import UserError
-from gptworks.files import check_inside
-from gptworks.files.fetch import fetched
+from gptworks.files import check_inside, is_url
+from gptworks.files.fetch import cache_folder, fetched
+from gptworks.files.mirror import fetched_data
 
 
 def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
@@ -24,7 +25,7 @@ def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
     """
     if source.path is None:
         return [fetched(url, sha256, cache_folder()) for url, sha256 in source.downloads]
-    path = Path(source.path).expanduser()
+    path = fetched_data(source.path) if is_url(source.path) else Path(source.path).expanduser()
     if path.is_file():
         return [path]
     if source.sha256:
@@ -90,10 +91,3 @@ def linked_folders(folder: Path) -> list[Path]:
     """Return the links below a folder that lead to folders outside it. `walk` does not follow them."""
     paths = (Path(parent, name) for parent, folders, _ in os.walk(folder) for name in folders)
     return [path for path in paths if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve())]
-
-
-def cache_folder() -> Path:
-    """Return the folder for downloads: $GPTWORKS_CACHE, else $XDG_CACHE_HOME/gptworks, else ~/.cache/gptworks."""
-    if chosen := os.environ.get("GPTWORKS_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gptworks"

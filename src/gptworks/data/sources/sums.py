@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gptworks.data.sources.files import cache_folder
 from gptworks.errors import RunError
 from gptworks.files import make_folder, read_regular, sha256_file, write_whole
+from gptworks.files.fetch import cache_folder
 
 REMEMBERED_BYTES = 1 << 20
 """The sha256 of smaller files is not cached, since reading such a file is as fast."""

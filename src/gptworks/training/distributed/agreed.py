@@ -1,18 +1,21 @@
 """Checks that all ranks see the same run folder, and the choice of one checkpoint for all. Rank 0 chooses it, since the
 folder may change while ranks look."""
 
+import os
 import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from gptworks.checkpoint import Checkpoint
-from gptworks.errors import UserError
-from gptworks.files import read_regular, write_whole
+from gptworks.errors import RunError, UserError
+from gptworks.files import open_to_change, read_regular, url_of, why_not_written, write_whole
+from gptworks.files.fetch import CACHE
 from gptworks.training.distributed.ranks import Ranks
 
 SHARED = ".shared"
-"""Name of a temporary file in the run folder: rank 0 writes random characters to it, which all ranks must find."""
+"""Name of a temporary file in the run folder: rank 0 writes random characters to it, which all ranks must find, and
+each rank a byte after them."""
 
 SHARED_SECONDS = 5.0
 
@@ -39,12 +42,13 @@ def agreed_checkpoint(ranks: Ranks, run_dir: Path, choose: Callable[[], Checkpoi
 
 
 def check_shared(ranks: Ranks, run_dir: Path) -> None:
-    """Check that every rank sees the run folder: rank 0 writes random characters to a file, and the others look for it
-    for up to `SHARED_SECONDS`, since a network file system may show a new file late.
+    """Check that every rank sees the run folder and can write its part of a file there, as a save does: rank 0 makes a
+    file of random characters, in which each rank writes one more byte, and then finds all of them. A network file
+    system has up to `SHARED_SECONDS` to show the file, and the bytes.
 
     Raises:
-        UserError: a rank does not find the file; raised on all ranks.
-        RunError: rank 0 cannot write to the folder.
+        UserError: a rank does not find the file, or rank 0 not a rank's byte; raised on all ranks.
+        RunError: a rank cannot write to the folder.
     """
     if ranks.size == 1:
         return
@@ -52,26 +56,51 @@ def check_shared(ranks: Ranks, run_dir: Path) -> None:
 
     def written() -> str:
         token = secrets.token_hex(16)
-        write_whole(file, token)
+        write_whole(file, token + "-" * ranks.size)
         return token
 
-    token, until = ranks.from_rank_zero(written), time.monotonic() + SHARED_SECONDS
+    token = ranks.from_rank_zero(written).encode()
     with ranks.busy():
-        while not (sees := _holds(file, token)) and time.monotonic() < until:
-            time.sleep(0.1)
+        sees = _waited(lambda: _read(file, ranks.size).startswith(token))
+    why = ""
+    if sees:
+        try:
+            with open_to_change(file, inside=run_dir) as opened:
+                os.pwrite(opened.fileno(), b"+", len(token) + ranks.rank)
+                os.fsync(opened.fileno())
+        except (OSError, UserError) as error:
+            why = f"rank {ranks.rank}: {why_not_written(error, run_dir, None)}"
     try:
-        why = f"the run folder {run_dir} as rank 0 does"
-        refuse_blind(ranks, sees, why, "run_dir must lead to it on each of them")
+        advice = "" if url_of(run_dir) is None else f", or set {CACHE} to a folder that they share"
+        refuse_blind(
+            ranks, sees, f"the run folder {run_dir} as rank 0 does", f"run_dir must lead to it on each of them{advice}"
+        )
+        if ranks.all_reduce([float(bool(why))])[0]:
+            raise RunError(
+                f"{why or 'another rank'} cannot write to the run folder {run_dir}: each rank writes its part of a "
+                f"checkpoint. Give its user the permission."
+            )
+        with ranks.busy():
+            arrived = not ranks.is_rank_zero or _waited(lambda: _read(file, ranks.size) == token + b"+" * ranks.size)
+        refuse_blind(ranks, arrived, f"in {file} what the others wrote", "it must show each rank's writes to all")
     finally:
         if ranks.is_rank_zero:
             file.unlink(missing_ok=True)
 
 
-def _holds(file: Path, text: str) -> bool:
+def _waited(holds: Callable[[], bool]) -> bool:
+    """Wait until a condition holds, for up to `SHARED_SECONDS`; return whether it does."""
+    until = time.monotonic() + SHARED_SECONDS
+    while not (does := holds()) and time.monotonic() < until:
+        time.sleep(0.1)
+    return does
+
+
+def _read(file: Path, n_ranks: int) -> bytes:
     try:
-        return read_regular(file, 1024).decode("ascii", "replace") == text
+        return read_regular(file, 1024 + n_ranks)
     except (OSError, UserError):
-        return False
+        return b""
 
 
 def refuse_blind(ranks: Ranks, sees: bool, what: str, rule: str) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from gptworks.config import Recipe
 from gptworks.device import BusyCores, Precision, advice_on_threads, device_name, memory_figures
+from gptworks.files import shown
 from gptworks.model.moe import busiest_load
 from gptworks.planning.params import count_parameters
 from gptworks.training.events import Evaluation, Listener, Step
@@ -61,7 +62,7 @@ class Reporter(Listener):
         )  # fmt: skip
         n_tokens = self.objective.samples.train_shards.n_tokens
         self.display.message(
-            f"{self.recipe.run_dir}: {total:,} parameters{part}\n"
+            f"{shown(self.recipe.run_dir)}: {total:,} parameters{part}\n"
             f"{self.precision.name} on {device_name(self._device)}; {n_tokens:,} training tokens, and the run "
             f"ends after {self.length.words(progress)}{self._epochs(progress)}"
         )
@@ -220,9 +221,9 @@ class Reporter(Listener):
         left = " Continue with --resume." if self.length.share_done(progress) < 1 else ""
         self.display.message(
             f"{reason} at step {progress.step:,} after {clock(progress.seconds)}, {progress.tokens:,} tokens. "
-            f"Saved in {self.recipe.run_dir}.{left}"
+            f"Saved in {shown(self.recipe.run_dir)}.{left}"
         )
-        folder = shlex.quote(str(self.recipe.run_dir))
+        folder = shlex.quote(shown(self.recipe.run_dir))
         first = f"chat {folder}" if talks else f"generate {folder} PROMPT"
         commands = (f"gptworks {command}" for command in (first, f"evaluate {folder}", f"report {folder}"))
         self.display.message("Next: " + "\n      ".join(commands))

@@ -1,0 +1,232 @@
+"""The local mirrors of remote folders: `fetched_path` makes one current, except for large files, which `fetch_missing`
+adds when they are first read.
+
+    .sessions/00000001  (in the store) the process that trains or last trained there; each takes the next number
+    .session.json       (in the mirror) the session of this machine's last training
+    .remote.json        (in the mirror) which version of each object the local file has
+
+A folder below `checkpoints` counts only if it has its manifest.json: writers upload that last.
+"""
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from gptworks.errors import UserError
+from gptworks.files.lock import file_lock, is_locked
+from gptworks.files.read import check_links, read_regular
+from gptworks.files.remote import Entry, Remote, is_url, mirror_around, mirror_of, url_of
+from gptworks.files.sums import sha256_file
+from gptworks.files.write import make_folder, remove_tree, replacing, write_whole
+
+SESSIONS, OWN_SESSION, VERSIONS = ".sessions", ".session.json", ".remote.json"
+SEAL, CHECKPOINTS, LARGE = "manifest.json", "checkpoints", ".safetensors"
+_MOST_JSON_BYTES = 1 << 24
+_FRESH_SECONDS = 10.0
+"""A process asks the store again for the state of a folder after this time."""
+_TRIES = 3
+_fetched_at: dict[Path, float] = {}
+
+
+def local_path(path: str | PathLike[str]) -> Path:
+    """Return a path as a local one: of a URL, its mirror, which need not exist."""
+    return mirror_of(path) if is_url(path) else Path(path)
+
+
+def fetched_path(path: str | PathLike[str]) -> Path:
+    """Return a path as a local one. If it is a URL or a mirror, first make the mirror current: all its files but the
+    tensors of checkpoints, which `fetch_missing` fetches.
+
+    Raises:
+        UserError: the URL cannot be used, or the store refuses access or holds names that are not read.
+        RunError: the store or the disk fails.
+    """
+    local = local_path(path)
+    mirror = mirror_around(local)
+    if mirror is not None and time.monotonic() > _fetched_at.get(mirror, 0) + _FRESH_SECONDS:
+        refresh(mirror)
+    return local
+
+
+def fetched_data(url: str) -> Path:
+    """Return the local copy of a file or a folder of data in an object store, fetched completely; files that have not
+    changed there are not fetched again.
+
+    Raises:
+        UserError: nothing is there, it cannot be used, or the store refuses access. RunError: the store or disk fails.
+    """
+    path = mirror_of(url)
+    remote = Remote(url)
+    make_folder(path.parent)
+    with file_lock(path.with_name(f".{path.name}.lock"), mode=0o600):
+        entries = remote.entries()
+        if not entries:
+            raise UserError(f"{url}: no such file or folder in the store. Check the path.")
+        if "" not in entries:
+            _fetch(remote, entries, path, lambda name: not _is_hidden(name))
+            return path
+        versions, version = path.with_name(f".{path.name}.json"), [entries[""].n_bytes, entries[""].version]
+        if not path.is_file() or _json(versions) != {"": version}:
+            _download(remote, "", entries[""].n_bytes, path, path.parent)
+            write_whole(versions, json.dumps({"": version}))
+        return path
+
+
+def keep(mirror: Path) -> None:
+    """Never fetch the mirror again in this process, because it trains there."""
+    _fetched_at[mirror] = float("inf")
+
+
+def refresh(mirror: Path, session: dict[str, Any] | None = None) -> None:
+    """Make a mirror current. It is left as it is while a process trains there, and after this machine was the last that
+    trained there, since it then may have more than the store.
+
+    Args:
+        session: the last session before this process's own; None: read it.
+
+    Raises:
+        UserError, RunError: see `fetched_path`.
+    """
+    url = url_of(mirror)
+    assert url is not None
+    make_folder(mirror.parent)
+    with file_lock(mirror.with_name(f".{mirror.name}.lock"), mode=0o600):
+        _fetched_at[mirror] = max(_fetched_at.get(mirror, 0), time.monotonic())
+        if is_locked(mirror / ".lock"):
+            return
+        remote = Remote(url)
+        entries = remote.entries()
+        if session is None:
+            session = last_session(remote, entries)
+        if session is not None and is_last_here(mirror, session):
+            return
+        own = _json(mirror / OWN_SESSION)
+        if own is not None and own.get("uploaded") is not True and any((mirror / CHECKPOINTS).glob("step-*")):
+            aside = mirror.with_name(f".{mirror.name}.{own.get('token')}")
+            warnings.warn(
+                f"{url} was trained elsewhere since this machine wrote files that it lacks: they are kept in {aside}.",
+                stacklevel=2,
+            )
+            remove_tree(aside)
+            mirror.rename(aside)
+        if "" in entries:
+            raise UserError(f"{url} is a file: give the folder of a run.")
+        _fetch(remote, entries, mirror, lambda name: _is_small(name, entries))
+
+
+def is_last_here(mirror: Path, session: dict[str, Any]) -> bool:
+    """Whether a session, a remote folder's last, was one of this machine."""
+    own = _json(mirror / OWN_SESSION) or {}
+    return session.get("token") is not None and session["token"] in (own.get("token"), own.get("claims"))
+
+
+def last_session(remote: Remote, entries: dict[str, Entry]) -> dict[str, Any] | None:
+    """Return the newest session of a remote folder, with its `number`; None if it has none."""
+    numbers = [name.rpartition("/")[2] for name in entries if name.startswith(f"{SESSIONS}/")]
+    newest = max((int(one) for one in numbers if one.isdigit() and len(one) < 16), default=None)
+    if newest is None:
+        return None
+    try:
+        found = json.loads(remote.read(f"{SESSIONS}/{newest:08d}", _MOST_JSON_BYTES))
+    except (ValueError, FileNotFoundError):
+        found = None
+    return {**(found if isinstance(found, dict) else {}), "number": newest}
+
+
+def _fetch(remote: Remote, entries: dict[str, Entry], mirror: Path, is_wanted: Callable[[str], bool]) -> None:
+    """Fetch the wanted files that the mirror lacks or has in another version; delete those that the store lacks."""
+    wanted = {name: entry for name, entry in entries.items() if is_wanted(name)}
+    make_folder(mirror)
+    check_links(mirror)
+    mirror.chmod(0o700)
+    have = _json(mirror / VERSIONS) or {}
+    for path in sorted(mirror.rglob("*"), reverse=True):  # files before their folders
+        name = path.relative_to(mirror).as_posix()
+        gone = name not in entries if not path.is_dir() else not any(one.startswith(f"{name}/") for one in entries)
+        if gone and not _is_hidden(name):
+            remove_tree(path)
+    now = {}
+    for name, entry in sorted(wanted.items()):
+        path, version = mirror / name, [entry.n_bytes, entry.version]
+        if have.get(name) != version or not path.exists():
+            if name.endswith(f"/{SEAL}") and name.startswith(f"{CHECKPOINTS}/"):  # other bytes under the same name
+                for large in path.parent.glob(f"*{LARGE}"):
+                    large.unlink()
+            make_folder(path.parent)
+            try:
+                _download(remote, name, entry.n_bytes, path, mirror)
+            except FileNotFoundError:  # deleted meanwhile, with its checkpoint
+                continue
+        now[name] = version
+    write_whole(mirror / VERSIONS, json.dumps(now), inside=mirror)
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def _is_small(name: str, entries: dict[str, Entry]) -> bool:
+    """Whether a run's file is fetched at once: all but tensors, and what an upload has not completed."""
+    if _is_hidden(name):
+        return False
+    if not name.startswith(f"{CHECKPOINTS}/"):
+        return True
+    return f"{name.rpartition('/')[0]}/{SEAL}" in entries and not name.endswith(LARGE)
+
+
+def _download(remote: Remote, name: str, n_bytes: int, path: Path, mirror: Path) -> None:
+    with replacing(path, inside=mirror, private=True) as file:
+        remote.download(name, n_bytes, file)
+
+
+def fetch_missing(path: Path, n_bytes: int, sha256: str) -> None:
+    """Fetch a file of a mirror that does not exist yet, with these bytes and checksum; no effect on other paths.
+
+    Raises:
+        UserError: the store sends other bytes several times. RunError: the store fails, or the disk is full.
+    """
+    mirror = None if path.exists() else mirror_around(path)
+    if mirror is None:
+        return
+    url = url_of(mirror)
+    assert url is not None
+    remote, name = Remote(url), path.relative_to(mirror).as_posix()
+    with file_lock(mirror.with_name(f".{mirror.name}.lock"), mode=0o600):
+        for _ in range(_TRIES):
+            if path.exists():  # another process has fetched it
+                return
+            if (entry := remote.entries().get(name)) is None or entry.n_bytes != n_bytes:
+                return  # the reader reports a damaged checkpoint
+            try:
+                _download(remote, name, n_bytes, path, mirror)
+            except FileNotFoundError:
+                return
+            if sha256_file(path) == sha256:
+                return
+            path.unlink()
+    raise UserError(f"{url}/{name} is damaged: {_TRIES} times its bytes had another sha256 than its manifest has.")
+
+
+def send(paths: Iterable[Path]) -> None:
+    """Upload files of a mirror that a command has written; no effect on other paths, or while a process trains there,
+    which uploads them.
+
+    Raises:
+        UserError, RunError: the store refuses access, or fails.
+    """
+    for path in paths:
+        mirror = mirror_around(path)
+        if mirror is not None and not is_locked(mirror / ".lock"):
+            Remote(url_of(mirror) or "").put(path.relative_to(mirror).as_posix(), path.read_bytes())
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(read_regular(path, _MOST_JSON_BYTES))
+    except (OSError, ValueError, UserError):
+        return None
+    return found if isinstance(found, dict) else None

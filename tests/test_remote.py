@@ -1,0 +1,315 @@
+"""Runs and data in object stores, on fsspec's memory: what is fetched, what is uploaded, and what is refused."""
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+import gptworks
+import tiny
+from gptworks.checkpoint import checkpoints, choose_checkpoint, load_run
+from gptworks.config.sources import TextSource
+from gptworks.data.sources.files import local_files
+from gptworks.errors import RunError, UserError
+from gptworks.files import fetched_path, local_path, mirror_of, shown, url_of
+from gptworks.files import mirror as mirrors
+from gptworks.files.remote import Remote
+from gptworks.recipe import load_recipe, parse_recipe, save_recipe
+from gptworks.training import remote_run
+from gptworks.training.distributed.ranks import ALONE
+from gptworks.training.loop import Run
+from gptworks.training.remote_run import Session, Uploads
+from test_resume import assert_same_run
+
+URL = "memory://bucket/team/exp"
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("GPTWORKS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("gptworks.files.remote._FIRST_WAIT_SECONDS", 0.001)
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    yield memory
+    memory.store.clear()
+
+
+def another_machine(tmp_path: Path) -> None:
+    """As if the next call were made where nothing was fetched yet."""
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    mirrors._fetched_at.clear()
+
+
+def there(store: Any) -> set[str]:
+    return {path.removeprefix("/bucket/team/exp/") for path in store.find("/bucket/team/exp") if "/." not in path}
+
+
+@pytest.mark.parametrize("url", [URL, "s3://bucket/exp", "gs://bucket/a/b/c", "az://container/exp"])
+def test_a_url_and_its_mirror_lead_to_each_other(url: str) -> None:
+    folder = mirror_of(url)
+    assert folder.name == url.rpartition("/")[2]
+    assert url_of(folder) == url
+    assert url_of(folder / "checkpoints" / "step-000004") == f"{url}/checkpoints/step-000004"
+    assert local_path(Path(url)) == folder, "a Path has lost the second slash"
+    assert shown(folder) == url
+    assert mirror_of(f"{url}/below").parent != folder, "a run below another is no part of it"
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", "s3://bucket/../x", "s3://bucket/a//b", "s3://bucket/.a", "s3://b/a b", "s3://b/a?b",
+                                 "s3://bucket/" + "a" * 201, "s3://" + "b" * 100 + "/c" * 100])  # fmt: skip
+def test_urls_that_name_no_folder_are_refused(url: str) -> None:
+    with pytest.raises(UserError, match=r"give s3://BUCKET/NAME|too long"):
+        mirror_of(url)
+
+
+def test_settings_hold_urls_only_where_they_are_used(tmp_path: Path) -> None:
+    tree = tiny.recipe_tree(tmp_path) | {"run_dir": "s3://bucket/exp"}
+    recipe = parse_recipe(tree)
+    assert recipe.run_dir == mirror_of("s3://bucket/exp")
+    save_recipe(recipe, tmp_path / "recipe.yaml")
+    assert "run_dir: s3://bucket/exp\n" in (tmp_path / "recipe.yaml").read_text()
+    with pytest.raises(UserError, match=r"data.cache_dir.*object store"):
+        parse_recipe(tree | {"data": tree["data"] | {"cache_dir": "s3://bucket/cache"}})
+
+
+def test_commands_do_not_make_folders_named_like_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="URL"):
+        gptworks.files.make_folder(Path("s3://bucket/out"))
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------ a run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    folder = tmp_path_factory.mktemp("whole")
+    tree = tiny.recipe_tree(folder, max_steps=10, checkpoint_every=2, threads=1)
+    gptworks.train(tree)
+    return tree, folder / "run"
+
+
+def interrupted(_: Run) -> bool:
+    raise KeyboardInterrupt
+
+
+def test_a_run_continues_on_another_machine(
+    whole: tuple[dict[str, Any], Path], tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, local = whole
+    tree = tree | {"run_dir": URL}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "evaluate", interrupted)  # in step 5
+        gptworks.train(tree)
+    assert {"recipe.yaml", "metrics.jsonl", "tokenizer/tokenizer.json"} <= there(store)
+    another_machine(tmp_path)
+    gptworks.train(tree, resume=True)
+    names = {path.relative_to(local).as_posix() for path in local.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert there(store) == names
+    another_machine(tmp_path)
+    mirror = fetched_path(URL)
+    assert not list(mirror.rglob("*.safetensors")), "tensors are fetched when they are read"
+    with pytest.raises(UserError, match=f"{URL} already holds a run"):
+        gptworks.train(tree)
+    assert load_run(URL, "last").checkpoint.step == 10
+    assert sorted(path.parent.name for path in mirror.rglob("*.safetensors")) == ["step-000010"] * 2
+    assert gptworks.read_run(URL).records[-1]["step"] == 10
+    choose_checkpoint(mirror, "last").verify()
+    assert (mirror / "checkpoints/step-000010/model.safetensors").read_bytes() == (
+        local / "checkpoints/step-000010/model.safetensors"
+    ).read_bytes()
+
+
+def uploaded(tree: dict[str, Any], local: Path) -> None:
+    """Put a run into the store, file by file."""
+    memory = fsspec.filesystem("memory")
+    for path in sorted(local.rglob("*")):
+        if path.is_file() and path.name != ".lock":
+            memory.pipe_file(f"{URL}/{path.relative_to(local).as_posix()}", path.read_bytes())
+
+
+def test_a_checkpoint_without_manifest_is_not_there(whole: tuple[dict[str, Any], Path], store: Any) -> None:
+    uploaded(*whole)
+    store.rm("/bucket/team/exp/checkpoints/step-000010/manifest.json")
+    assert [each.step for each in checkpoints(fetched_path(URL))] == [8]
+
+
+def test_damaged_tensors_are_found_and_another_checkpoint_is_used(
+    whole: tuple[dict[str, Any], Path], store: Any
+) -> None:
+    uploaded(*whole)
+    name = "/bucket/team/exp/checkpoints/step-000010/model.safetensors"
+    data = bytearray(store.cat_file(name))
+    data[-1] ^= 1
+    store.pipe_file(name, bytes(data))
+    said: list[str] = []
+    assert load_run(URL, "last", report=said.append).checkpoint.step == 8
+    assert "step-000010/model.safetensors is damaged" in said[0]
+    assert not (mirror_of(URL) / "checkpoints/step-000010/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "checkpoints/./x", "a\nb", "a\\b", " ", "a/" * 20 + "b"])
+def test_names_that_lead_elsewhere_are_refused(name: str, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = {"size": 1, "created": 0}
+    monkeypatch.setattr(type(store), "find", lambda *_, **__: {f"/bucket/team/exp/{name}": info})
+    with pytest.raises(UserError, match="an object named"):
+        fetched_path(URL)
+
+
+def test_an_object_below_an_object_is_refused(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {f"/bucket/team/exp/{name}": {"size": 1, "created": 0} for name in ("a", "a/b")}
+    monkeypatch.setattr(type(store), "find", lambda *_, **__: found)
+    with pytest.raises(UserError, match="below another object"):
+        fetched_path(URL)
+
+
+def test_an_object_that_is_longer_than_stated_is_not_read_on(store: Any) -> None:
+    store.pipe_file(f"{URL}/metrics.jsonl", b"x" * 100)
+    with pytest.raises(UserError, match="more than 50 bytes"):
+        Remote(URL).read("metrics.jsonl", 50)
+
+
+# ------------------------------------------------------------------------------------------ two runs, and failures
+
+
+def test_two_runs_cannot_train_in_one_place(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_run, "STALE_SECONDS", 1.0)
+    monkeypatch.setattr(remote_run, "BEAT_SECONDS", 0.1)
+    said: list[str] = []
+    first, second, third = (Session(Remote(URL), said.append) for _ in range(3))
+    for each, host in ((first, "here"), (second, "there"), (third, "yonder")):
+        each._own["host"] = host
+    first.claim(mirror_of(URL))
+    beats = threading.Thread(target=first.beat)
+    beats.start()
+    with pytest.raises(UserError, match=r"is in use by process \d+ on here"):
+        second.claim(mirror_of(URL))
+    first._over.set()
+    beats.join()
+    second.claim(mirror_of(URL))  # its beats have ended: it waits until they are stale
+    assert "waiting up to" in said[-1]
+    stopped: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda process, number: stopped.append(number))
+    first._over.clear()
+    first.beat()  # it was only slow
+    assert stopped and first.taken_by is not None and "on there" in first.taken_by
+    second.end(mirror_of(URL), True)
+    began = time.monotonic()
+    third.claim(mirror_of(URL))
+    assert time.monotonic() - began < 0.9, "a session that has ended is not waited for"
+
+
+def test_what_was_not_uploaded_is_said_and_uploaded_later(
+    whole: tuple[dict[str, Any], Path], store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = whole[0] | {"run_dir": URL}
+    monkeypatch.setattr(remote_run, "END_SECONDS", 0.0)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("503 Slow Down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "put_file", full)
+        with pytest.raises(
+            RunError, match=r"files of the run are not in memory://.*step-000010.*503 Slow Down.*--resume"
+        ):
+            gptworks.train(tree)
+    assert not any(name.endswith("manifest.json") for name in there(store))
+    assert_same_run(mirror_of(URL), whole[1], 10)
+    gptworks.train(tree, resume=True)
+    assert "checkpoints/step-000010/manifest.json" in there(store)
+    another_machine(tmp_path)
+    choose_checkpoint(fetched_path(URL), "last").verify()
+    assert_same_run(fetched_path(URL), whole[1], 10)
+
+
+def test_files_that_another_machine_overtook_are_kept_aside(
+    whole: tuple[dict[str, Any], Path], store: Any, tmp_path: Path
+) -> None:
+    uploaded(*whole)
+    mirror = fetched_path(URL)
+    own = {"token": "mine", "uploaded": False}
+    (mirror / mirrors.OWN_SESSION).write_text(json.dumps(own))
+    (mirror / "only-here.txt").write_text("kept")
+    store.pipe_file(f"{URL}/.sessions/00000007", json.dumps({"token": "theirs", "ended": True}).encode())
+    mirrors._fetched_at.clear()
+    with pytest.warns(UserWarning, match="kept in"):
+        fetched_path(URL)
+    assert not (mirror / "only-here.txt").exists()
+    assert (mirror.with_name(".exp.mine") / "only-here.txt").read_text() == "kept"
+
+
+def test_the_store_never_has_half_a_checkpoint(
+    whole: tuple[dict[str, Any], Path], store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each write to the store, what it holds is a run that another machine can read."""
+    mirror = mirror_of(URL)
+    shutil.copytree(whole[1], mirror, ignore=shutil.ignore_patterns(".lock"))
+    uploads = Uploads(Remote(URL), mirror, lambda _: None)
+    seen, check = [], threading.Lock()
+
+    def looked() -> None:
+        found = {name.rpartition("/")[0] for name in there(store) if name.endswith("manifest.json")}
+        for folder in found:
+            manifest = json.loads(store.cat_file(f"{URL}/{folder}/manifest.json"))
+            for name, entry in manifest["files"].items():
+                assert store.size(f"{URL}/{folder}/{name}") == entry["bytes"]
+            assert "metrics.jsonl" in there(store)
+        assert found or not seen or not seen[-1], "the last checkpoint was deleted before the next was there"
+        seen.append(found)
+
+    for name in ("put_file", "pipe_file", "rm_file"):
+        real = getattr(type(store), name)
+
+        def watched(*arguments: Any, real: Any = real, **named: Any) -> Any:
+            result = real(*arguments, **named)
+            if not check.locked():
+                with check:
+                    looked()
+            return result
+
+        monkeypatch.setattr(type(store), name, watched)
+    uploads.finish(False)
+    shutil.move(mirror / "checkpoints/step-000010", mirror / "checkpoints/step-000012")
+    shutil.rmtree(mirror / "checkpoints/step-000008")
+    uploads.finish(False)
+    assert {one.rpartition("/")[2] for one in seen[-1]} >= {"step-000012"}
+    assert not {one.rpartition("/")[2] for one in seen[-1]} & {"step-000008", "step-000010"}
+
+
+def test_a_local_run_needs_no_store() -> None:
+    with remote_run.remote_run(Path("runs/demo"), ALONE, lambda _: None):
+        pass
+
+
+# ------------------------------------------------------------------------------------------------------ data
+
+
+def test_sources_are_read_from_a_store(store: Any, tmp_path: Path) -> None:
+    store.pipe_file("memory://bucket/texts/a.txt", b"one")
+    store.pipe_file("memory://bucket/texts/more/b.txt", b"two")
+    source = TextSource(type="text", path="memory://bucket/texts")
+    assert [path.read_text() for path in local_files(source, (".txt",))] == ["one", "two"]
+    store.pipe_file("memory://bucket/texts/a.txt", b"three")
+    store.rm("memory://bucket/texts/more/b.txt")
+    assert [path.read_text() for path in local_files(source, (".txt",))] == ["three"]
+    one = TextSource(type="text", path="memory://bucket/texts/a.txt")
+    assert [path.read_text() for path in local_files(one, (".txt",))] == ["three"]
+    with pytest.raises(UserError, match="no such file or folder in the store"):
+        local_files(TextSource(type="text", path="memory://bucket/none"), (".txt",))
+
+
+def test_a_run_starts_from_one_in_a_store(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    uploaded(*whole)
+    tree = whole[0]
+    recipe = load_recipe({key: tree[key] for key in ("name", "data", "train")} | {"initialize_from": URL})
+    assert recipe.model.d_model == 32
+    assert recipe.initialize_from == mirror_of(URL)
