@@ -22,8 +22,8 @@ from gptworks.files.fetch import cache_folder
 
 T = TypeVar("T")
 
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "memory": "fsspec"}
-"""The package that implements each scheme. memory: this process's memory, for tests."""
+_PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "az": ("adlfs", "azure"), "memory": ("fsspec", "s3")}
+"""The package that implements each scheme, and the extra that installs it. memory: this process's memory, for tests."""
 _URL = re.compile(rf"({'|'.join(_PACKAGES)}):/{{1,2}}([^/].*)", re.DOTALL)  # a Path has lost the second slash
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@-]{0,199}")
 _MOST_PARTS, _MOST_OBJECTS = 16, 100_000
@@ -115,9 +115,9 @@ class Remote:
             UserError: the package for the scheme is not installed.
         """
         scheme = url.partition(":")[0]
-        self.url, package = url.rstrip("/"), _PACKAGES[scheme]
-        if find_spec(package) is None:
-            raise not_installed(package, "cloud", f"{url}")
+        self.url, (self._package, extra) = url.rstrip("/"), _PACKAGES[scheme]
+        if find_spec(self._package) is None:
+            raise not_installed(self._package, extra, url)
         import fsspec
 
         self._store: Any = fsspec.filesystem(scheme, use_listings_cache=False)
@@ -141,7 +141,7 @@ class Remote:
                 if isinstance(error, _FINAL) or "Credential" in type(error).__name__:
                     raise UserError(
                         f"{name}: the store refuses the access ({reason}). Check the bucket's name, and the "
-                        f"credentials of {_PACKAGES[self.url.partition(':')[0]]} in the environment."
+                        f"credentials of {self._package} in the environment."
                     ) from error
                 if n + 1 == tries and "Checksum" in type(error).__name__:
                     raise UserError(f"{name} is damaged in the store: {reason} Restore it, or delete it.") from error
