@@ -61,14 +61,14 @@ def run_command(script: str, folder: Path, **environment: str) -> list[list[str]
 def test_a_slurm_job_asks_for_what_was_asked() -> None:
     text = slurm.job_file(
         job(least_nodes=2, most_nodes=4, gpus=8, gpu_type="h100", time="1-00:00:00", grace=300,
-            options={"partition": "gpu", "comment": 'a "b" # c $(x) \\'})
+            options={"partition": "gpu", "comment": 'a "b" # c $(x) @COMMAND@ \\'})
     )  # fmt: skip
     asked = {line for line in text.splitlines() if line.startswith("#SBATCH")}
     assert asked == {
         "#SBATCH --job-name=my-run-1", "#SBATCH --nodes=2-4", "#SBATCH --ntasks-per-node=1", "#SBATCH --no-kill",
         "#SBATCH --gpus-per-node=h100:8", "#SBATCH --time=1-00:00:00", "#SBATCH --signal=B:USR1@300",
         "#SBATCH --requeue", "#SBATCH --open-mode=append", "#SBATCH --partition=gpu",
-        '#SBATCH --comment="a \\"b\\" # c $(x) \\\\"',
+        '#SBATCH --comment="a \\"b\\" # c $(x) @COMMAND@ \\\\"',
     }  # fmt: skip
 
 
@@ -142,7 +142,9 @@ def test_a_trainjob_starts_each_machine_with_the_recipe_as_it_was_given(tmp_path
     assert trainer["numNodes"] == 2 and trainer["image"] == "registry/image:1"
     assert trainer["resourcesPerNode"]["limits"] == {"memory": "64Gi", "nvidia.com/gpu": "8"}
     assert trainer["command"][:2] == ["bash", "-c"]
-    [words] = run_command(trainer["command"][2], tmp_path, PET_MASTER_ADDR="job-node-0-0.job", PET_MASTER_PORT="29400")
+    script = trainer["command"][2].replace("$$", "$")  # as Kubernetes does, which also reads $(NAME)
+    assert "$" not in trainer["command"][2].replace("$$", "")
+    [words] = run_command(script, tmp_path, PET_MASTER_ADDR="job-node-0-0.job", PET_MASTER_PORT="29400")
     assert words[words.index("--rendezvous") + 1] == "job-node-0-0.job:29400" and words[-2:] == ["--", HOSTILE]
 
 

@@ -1,5 +1,6 @@
 """Job files for Slurm. Submit them with `sbatch`."""
 
+import re
 import shlex
 import sys
 
@@ -64,15 +65,13 @@ def job_file(job: Job) -> str:
     several = job.most_nodes > 1
     python = shlex.quote(sys.executable)
     command = job.command(f"{job.least_nodes}:$SLURM_NNODES", '"$first:$port"' if several else None)
-    filled = _TEMPLATE
-    for name, text in {
+    texts = {
         "DIRECTIVES": "\n".join(directives),
         "UNFINISHED": str(UNFINISHED),
         "RENDEZVOUS": _RENDEZVOUS.replace("@PYTHON@", python) + "\n" if several else "",
-        "COMMAND": f"{python} -m gptworks {command}",  # last: nothing in it is replaced
-    }.items():
-        filled = filled.replace(f"@{name}@", text)
-    return filled
+        "COMMAND": f"{python} -m gptworks {command}",
+    }
+    return re.sub("@([A-Z]+)@", lambda found: texts[found[1]], _TEMPLATE)
 
 
 def _directive(value: str) -> str:
