@@ -83,8 +83,10 @@ class Machines:
         """What the agents say, which end well."""
         said = {machine: agent.communicate(timeout=240)[0] for machine, agent in self.agents.items()}
         assert [agent.returncode for agent in self.agents.values()] == [0] * len(said), said
-        assert "Traceback" not in "".join(said.values()), said
-        return "".join(said.values())
+        text = "".join(said.values())
+        (self.run_dir.parent / "said").write_text(text)
+        assert "Traceback" not in text, text.partition("Traceback")[2]
+        return text
 
 
 @pytest.fixture

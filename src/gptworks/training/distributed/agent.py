@@ -69,6 +69,8 @@ class Agent:
 
     def _next_round(self) -> Round:
         self._meets = True
+        if self._stop is not None:
+            raise _Stopped
         found = self._rendezvous.next_round()
         self._meets = False
         return found

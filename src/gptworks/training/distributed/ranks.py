@@ -110,7 +110,12 @@ def join(timeout_seconds: float, device: torch.device) -> Iterator[Ranks]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
         return
-    ranks = _Joined(timeout_seconds, device)
+    try:
+        ranks = _Joined(timeout_seconds, device)
+    except RuntimeError as error:
+        if not _is_of_a_collective(error):
+            raise
+        raise RunError(f"the ranks do not reach one another: {str(error).splitlines()[0]}") from error
     try:
         yield ranks
         ranks.leave(_DONE)

@@ -142,9 +142,10 @@ class Machines(ThisMachine):
             raise RendezvousConnectionError(f"{self._host} has no address")
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             self.interface = _interface_towards(addresses[0])
+        endpoint = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
         for hosts in (True, False) if any(map(_is_own, addresses)) else (False,):
             settings = RendezvousParameters(
-                "c10d", f"{self._host}:{self._port}", self._run_id, self._least, self._most,
+                "c10d", endpoint, self._run_id, self._least, self._most,
                 is_host=hosts, read_timeout=_STORE_SECONDS, join_timeout=JOIN_SECONDS,
             )  # fmt: skip
             try:
