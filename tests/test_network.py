@@ -135,7 +135,7 @@ def test_gpt3_on_1024_ranks_sends_what_its_layout_asks_for_and_waits_for_what_co
     assert one_card.tokens_per_second == pytest.approx(one_card.tokens_per_step / times.total)
     small = planned("gpt3-125m", 1024, "train.parallel.strategy=fsdp", gpus_per_node=1)
     assert small.step_time is not None
-    assert small.step_time.communication == pytest.approx(0.020, rel=0.01)
+    assert small.step_time.communication == pytest.approx(0.0231, rel=0.01)  # 768 rows are padded to 1,024
     assert small.step_time.total > 3 * small.step_time.compute
 
 

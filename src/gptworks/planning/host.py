@@ -11,7 +11,7 @@ from math import prod
 
 from gptworks.config.optimizers import OPTIMIZERS
 from gptworks.planning.devices import Device
-from gptworks.planning.layout import rank_config
+from gptworks.planning.layout import rank_config, shards_of
 from gptworks.planning.params import ParameterCount, count_parameters
 from gptworks.planning.setting import Setting
 from gptworks.planning.state import (
@@ -144,7 +144,10 @@ def _saved_bytes(setting: Setting, parameters: ParameterCount, trained: Trained)
 
 def placed_bytes(setting: Setting) -> int:
     """Return the bytes of a rank's weights once the model is divided among the ranks."""
-    return _divided(setting, held_weights_bytes(*_of_rank(setting)))
+    parameters, trained = _of_rank(setting)
+    model = rank_config(setting.model, setting.layout.tensor_parallel)
+    shards = shards_of(parameters, model, trained, setting.layout.n_shards)
+    return shards.rank_bytes(held_weights_bytes(parameters, trained), 4 * shards.whole)
 
 
 def _of_rank(setting: Setting) -> tuple[ParameterCount, Trained]:

@@ -7,7 +7,7 @@ from math import prod
 
 from gptworks.choices import Sharding
 from gptworks.config import ModelConfig
-from gptworks.planning.params import ParameterCount
+from gptworks.planning.params import ParameterCount, Shape
 from gptworks.planning.trained import Trained
 
 BUCKET_BYTES = 32 * 2**20
@@ -35,9 +35,14 @@ class Layout:
         return self.data_parallel * self.tensor_parallel
 
     @property
+    def n_shards(self) -> int:
+        """Number of ranks of FSDP that divide each tensor; 1: not sharded."""
+        return 1 if self.sharding == "none" else self.data_parallel
+
+    @property
     def n_parts(self) -> int:
         """Number of ranks that divide each matrix of a block; 1: each rank holds whole matrices."""
-        return (1 if self.sharding == "none" else self.data_parallel) * self.tensor_parallel
+        return self.n_shards * self.tensor_parallel
 
     @property
     def sums_in_backward(self) -> bool:
@@ -63,7 +68,10 @@ def parallel_overrides(sharding: Sharding | None, tensor_parallel: int | None) -
 
 @dataclass(frozen=True)
 class Shards:
-    """Sizes of the groups of tensors that FSDP gathers and reduces together, in elements on a tensor-parallel rank."""
+    """Sizes of the groups of tensors that FSDP gathers and reduces together, in elements on a tensor-parallel rank.
+
+    FSDP shards a tensor by rows and pads them to a multiple of the number of ranks; padding counts.
+    """
 
     block: int
     """Elements of one block's matrices, including an adapter's."""
@@ -77,10 +85,30 @@ class Shards:
     """Trained elements of `block`, `outside` and `whole`, assuming the same trained share in `block` and `whole`."""
     largest: int
     """Elements of the largest tensor."""
+    n_shards: int
+    """Number of ranks that shard each tensor; 1: not sharded."""
+    padding: float
+    """Share of padding in one block's matrices and all tensors outside the blocks, relative to their elements."""
+
+    def rank_bytes(self, n_bytes: int, whole_bytes: int) -> int:
+        """Return the bytes that the first rank holds of tensors with `n_bytes`: `whole_bytes` that are not sharded, and
+        its shard of the rest, with padding."""
+        if self.n_shards == 1:
+            return n_bytes
+        return round((n_bytes - whole_bytes) * (1 + self.padding)) // self.n_shards + whole_bytes
 
 
-def shards_of(parameters: ParameterCount, model: ModelConfig, trained: Trained) -> Shards:
-    """Return the sizes of the groups that `gptworks.training.distributed.parallel.ManyDevices.place` makes."""
+def padded(shape: Shape, n_shards: int) -> int:
+    """Return the elements of a tensor whose rows are padded to a multiple of `n_shards`."""
+    return -(-shape[0] // n_shards) * n_shards * prod(shape[1:]) if shape else 1
+
+
+def shards_of(parameters: ParameterCount, model: ModelConfig, trained: Trained, n_shards: int) -> Shards:
+    """Return the sizes of the groups that `gptworks.training.distributed.parallel.ManyDevices.place` makes.
+
+    Args:
+        n_shards: number of ranks that shard each tensor; 1: not sharded.
+    """
     groups = parameters.groups.values()
     in_blocks = sum(group.total for group in groups if group.in_block)
     whole = sum(
@@ -89,11 +117,29 @@ def shards_of(parameters: ParameterCount, model: ModelConfig, trained: Trained) 
         for shape in group.tensors.values()
         if group.in_block and (len(shape) < 2 or group.name == "router")
     )
-    outside, block = parameters.total - in_blocks, (in_blocks - whole) // model.n_layers
-    added = trained.added // model.n_layers
-    trained_outside = outside if trained.embedding or trained.head else 0
-    of_blocks = max(0, trained.parameters - trained.added - trained_outside) / max(in_blocks, 1)
+    matrices = sum(
+        group.repeats * padded(shape, n_shards)
+        for group in groups
+        for shape in group.tensors.values()
+        if group.in_block and len(shape) > 1 and group.name != "router"
+    )
+    outside = sum(
+        group.repeats * padded(shape, n_shards)
+        for group in groups
+        for shape in group.tensors.values()
+        if not group.in_block
+    )
+    block, added = (
+        matrices // model.n_layers,
+        sum(padded(shape, n_shards) for shape in trained.adapters) // model.n_layers,
+    )
+    own_outside = parameters.total - in_blocks
+    is_outside = trained.embedding or trained.head
+    trained_outside = outside if is_outside else 0
+    of_blocks = max(0, trained.parameters - trained.added - own_outside * is_outside) / max(in_blocks, 1)
     return Shards(
+        n_shards=n_shards,
+        padding=(matrices + outside) / max(1, parameters.total - whole) - 1,
         block=block + added,
         outside=outside,
         whole=whole,

@@ -81,8 +81,8 @@ class _Step:
         self.model = rank_config(setting.model, self.layout.tensor_parallel)
         self.parameters = count_parameters(self.model)
         self.trained = setting.trained or everything(self.parameters)
-        self.shards = shards_of(self.parameters, self.model, self.trained)
-        self.sharded = self.layout.sharding != "none" and self.layout.data_parallel > 1
+        self.shards = shards_of(self.parameters, self.model, self.trained, self.layout.n_shards)
+        self.sharded = self.layout.n_shards > 1
         n_rows = setting.micro_batch_size * setting.objective.rows_per_sample * (self.model.context_length // length)
         self.shapes = Shapes(
             config=self.model,
@@ -167,8 +167,8 @@ class _Step:
         return self.peak
 
     def _start(self) -> None:
-        weights = self._shared(held_weights_bytes(self.parameters, self.trained), 4 * self.shards.whole)
-        gradients = self._shared(4 * self.trained.parameters, 4 * self.shards.trained_whole)
+        weights = self.shards.rank_bytes(held_weights_bytes(self.parameters, self.trained), 4 * self.shards.whole)
+        gradients = self.shards.rank_bytes(4 * self.trained.parameters, 4 * self.shards.trained_whole)
         average = gradients if self.setting.averages else 0
         self.hold(WEIGHTS, weights)
         self.hold(OTHER_MODELS, self.setting.other_models_bytes)
@@ -186,16 +186,12 @@ class _Step:
         s, ownership = self.setting, OPTIMIZERS[self.setting.optimizer].ownership
         if ownership is None or not ownership.keeps_state:
             state = trained_state_bytes(self.parameters, s.optimizer, self.trained, s.optimizer_state)
-            return self._shared(state, 8 * self.shards.trained_whole)
+            return self.shards.rank_bytes(state, 8 * self.shards.trained_whole)
         matrices = whole_model(s)[1].matrices
         others = trained_state_bytes(self.parameters, "adamw", self.trained)
         others -= 8 * sum(map(prod, matrices)) // self.layout.tensor_parallel
         owned = owned_state_bytes(s.optimizer, ownership, matrices, self.layout.world_size)
-        return self._shared(others, 8 * self.shards.trained_whole) + owned
-
-    def _shared(self, n_bytes: int, whole_bytes: int) -> int:
-        """Return this rank's part of `n_bytes`: `whole_bytes` that every rank holds, and its shard of the rest."""
-        return (n_bytes - whole_bytes) // self.layout.data_parallel + whole_bytes if self.sharded else n_bytes
+        return self.shards.rank_bytes(others, 8 * self.shards.trained_whole) + owned
 
     def _block(self, use: int) -> list[Stage]:
         stages = self._cost(use).stages

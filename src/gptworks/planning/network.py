@@ -76,8 +76,8 @@ def collectives(s: Setting) -> Iterator[Collective]:
     model = rank_config(s.model, layout.tensor_parallel)
     parameters = count_parameters(model)
     trained = s.trained or everything(parameters)
-    shards = shards_of(parameters, model, trained)
-    sharded = layout.sharding != "none" and layout.data_parallel > 1
+    shards = shards_of(parameters, model, trained, layout.n_shards)
+    sharded = layout.n_shards > 1
     if sharded:
         yield from _of_shares(layout, shards, model.n_layers)
     elif layout.data_parallel > 1:

@@ -16,8 +16,8 @@ class Trained:
 
     parameters: int
     """Number of parameters with a gradient, including an adapter's."""
-    added: int
-    """Number of parameters that an adapter adds to the model's own."""
+    adapters: tuple[Shape, ...]
+    """Shapes of the matrices that an adapter adds to the model's own."""
     share: float
     """Trained share of the model's own parameters, from 0 to 1."""
     matrices: tuple[Shape, ...]
@@ -43,6 +43,11 @@ class Trained:
     n_still: int = 0
     """Number of block runs at the start without a backward pass: no parameter in or before them is trained."""
 
+    @property
+    def added(self) -> int:
+        """Number of parameters that an adapter adds to the model's own."""
+        return sum(map(prod, self.adapters))
+
     def moves(self, module: str, layer: int) -> bool:
         """Return whether a layer's module with this last name part has trained parameters of its own."""
         return self.modules is None or module in self.modules[layer]
@@ -66,7 +71,7 @@ def everything(count: ParameterCount) -> Trained:
     )
     return Trained(
         parameters=count.total,
-        added=0,
+        adapters=(),
         share=1.0,
         matrices=matrices,
         head=True,
@@ -98,7 +103,7 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
             modules[int(layer)].add(path[-2] if group == "blocks" else group)
     part = Trained(
         parameters=sum(own.values()),
-        added=0,
+        adapters=(),
         share=sum(own.values()) / count.total,
         matrices=matrices,
         head=own.keys() >= count.groups["token_embedding" if model.tie_embeddings else "head"].tensors.keys(),
@@ -113,11 +118,11 @@ def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig
     adapted = [
         shape for name, shape in shapes.items() if len(shape) == 2 and adapter.adapts(name.removesuffix(".weight"))
     ]
-    added = adapter.rank * sum(map(sum, adapted))
+    added = tuple(shape for n_out, n_in in adapted for shape in ((adapter.rank, n_in), (n_out, adapter.rank)))
     return replace(
         part,
-        parameters=part.parameters + added,
-        added=added,
+        parameters=part.parameters + sum(map(prod, added)),
+        adapters=added,
         rank=adapter.rank,
         dropout=adapter.dropout > 0,
         targets=frozenset(part for parts in ADAPTED_MODULES.values() for part in parts if adapter.adapts(part)),

@@ -8,6 +8,8 @@ from math import ceil
 from gptworks.errors import UserError
 from gptworks.planning.advice import recipe_with
 from gptworks.planning.fit import divisors
+from gptworks.planning.layout import rank_config, shards_of
+from gptworks.planning.params import count_parameters
 from gptworks.planning.run import Plan
 from gptworks.planning.run import plan as plan_recipe
 from gptworks.units import duration, readable
@@ -20,6 +22,9 @@ MOST_LOST_SECONDS = 1800
 
 LEAST_WRITE_SECONDS = 1
 """Time to write a checkpoint below which it is never too long."""
+
+MOST_PADDING = 0.05
+"""Share of padding in FSDP's tensors above which a number of ranks with less is recommended."""
 
 MOST_EPOCHS = 4
 """Passes over the same text up to which repeating is nearly as good as new text (Muennighoff et al., 2023)."""
@@ -49,8 +54,29 @@ def advice(plan: Plan, write_seconds: float) -> Iterator[Advice]:
         yield found
     if plan.data.missing is not None:
         yield Advice(plan.data.missing)
+    yield from _padding(plan)
     yield from _epochs(plan)
     yield from _pace(plan, write_seconds)
+
+
+def _padding(plan: Plan) -> Iterator[Advice]:
+    layout = plan.setting.layout
+    share = _padding_share(plan, layout.data_parallel) if layout.n_shards > 1 else 0.0
+    if share < MOST_PADDING:
+        return
+    tensor = layout.tensor_parallel
+    fewer = (n for n in divisors(layout.data_parallel) if _padding_share(plan, n) < MOST_PADDING)
+    ranks = next(fewer, 1) * tensor
+    yield Advice(
+        f"FSDP pads the rows of each tensor to a multiple of {layout.data_parallel:,} ranks, which adds {share:.0%} to "
+        f"what is gathered and reduced. On {ranks:,} devices it adds {_padding_share(plan, ranks // tensor):.1%}.",
+        (f"--world-size {ranks}",),
+    )
+
+
+def _padding_share(plan: Plan, n_shards: int) -> float:
+    model = rank_config(plan.setting.model, plan.setting.layout.tensor_parallel)
+    return shards_of(count_parameters(model), model, plan.trained, n_shards).padding
 
 
 def _epochs(plan: Plan) -> Iterator[Advice]:

@@ -145,6 +145,21 @@ class _FakeRanks(Ranks):
         self.rank, self.size = rank, size
 
 
+class _Measured(ManyDevices):
+    """Measures the growth of the process until its parts are made; then FSDP gathers some for the first time, which is
+    not the host's memory on a GPU."""
+
+    grown_bytes: int | None = None
+
+    def build(self, make: Callable[[], GPT], device: torch.device) -> GPT:
+        self._before = reset_peak(CPU)
+        return super().build(make, device)
+
+    def _placed(self, model: GPT) -> GPT:
+        self.grown_bytes = peak_growth_bytes(CPU, self._before)
+        return super()._placed(model)
+
+
 class _OnFakeTensors(ManyDevices):
     """Builds the model on the meta device, and replaces its parts by fake tensors once they are divided."""
 
@@ -166,7 +181,7 @@ def _place(asked: Asked) -> Placement:
     for number, rank in enumerate(asked.ranks):
         if asked.builds and not number:
             with _joined(rank, asked) as parallel:
-                built = _build(asked, ManyDevices(*parallel))
+                built = _build(asked, _Measured(*parallel))
         with _joined(rank, asked) as parallel:
             found.append(_steps(asked.rehearsal, _OnFakeTensors(*parallel)))
     return Placement(tuple(found), built)
@@ -183,14 +198,13 @@ def _joined(rank: int, asked: Asked) -> Iterator[tuple[TrainConfig, Ranks, Devic
         distributed.destroy_process_group()
 
 
-def _build(asked: Asked, parallel: ManyDevices) -> Built:
+def _build(asked: Asked, parallel: _Measured) -> Built:
     rehearsal = asked.rehearsal
     return_freed_memory()
     torch.manual_seed(asked.seed)
-    before, started = reset_peak(CPU), time.perf_counter()
+    started = time.perf_counter()
     parallel.build(rehearsal.new_model, CPU)
-    seconds = time.perf_counter() - started
-    return Built(seconds, peak_growth_bytes(CPU, before), _held_bytes(parallel))
+    return Built(time.perf_counter() - started, parallel.grown_bytes, _held_bytes(parallel))
 
 
 def _held_bytes(parallel: ManyDevices) -> int:
