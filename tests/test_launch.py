@@ -16,6 +16,7 @@ from gptworks.cli import app
 from gptworks.errors import RunError, UserError
 from gptworks.launch import kubeflow, skypilot, slurm
 from gptworks.launch.job import Job, parse_gpus, parse_nodes
+from gptworks.launch.local import check_local
 from gptworks.launch.submit import write_job
 
 HOSTILE = "runs of 'me'/a \"b\"; $(touch broken) `touch broken`\n#x: {y}.yaml"
@@ -81,7 +82,8 @@ def test_a_slurm_job_starts_each_machine_with_the_recipe_as_it_was_given(
     text = slurm.job_file(
         job(HOSTILE, least_nodes=nodes[0], most_nodes=nodes[1], overrides=["name=$(touch broken)'\"\n;touch broken"])
     )
-    calls = run_command(text, tmp_path, SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n[1-3]", SLURM_NNODES="3")
+    names = "no-such-machine\nnor-this\n127.0.0.1"
+    calls = run_command(text, tmp_path, SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n", SLURM_NNODES="3", SAYS_scontrol=names)
     [started] = [call for call in calls if call[0].endswith("srun")]
     words = started[started.index("gptworks") + 1 :]
     assert words[: words.index("--resume") + 1] == [
@@ -92,7 +94,7 @@ def test_a_slurm_job_starts_each_machine_with_the_recipe_as_it_was_given(
     assert between[:3] == met
     if met:
         host, _, port = between[3].partition(":")
-        assert host == "first" and 1024 <= int(port) < 1 << 16
+        assert host == "127.0.0.1" and 1024 <= int(port) < 1 << 16
 
 
 @pytest.mark.parametrize(
@@ -188,6 +190,12 @@ def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(
         launch(recipe.name, *arguments)
     assert message in str(raised.value)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_elastic_job_that_gets_one_machine_trains_on_it() -> None:
+    assert check_local(job(), "1:1", "10.0.0.1:29400", resume=True) == ("", 0)
+    assert check_local(job(least_nodes=1, most_nodes=2), "1:2", "10.0.0.1", resume=True) == ("10.0.0.1", 29400)
+    assert check_local(job(least_nodes=2, most_nodes=2), "2", "[fe80::1]:7", resume=True) == ("fe80::1", 7)
 
 
 def test_a_recipe_outside_the_folder_that_is_copied_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

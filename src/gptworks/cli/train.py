@@ -142,7 +142,7 @@ def launch(
             "is for a job", gpus=gpus, time=time, partition=partition, option=asked or None, image=image,
             volume=volume or None, setup=setup, file=file,
         )  # fmt: skip
-        host, port = check_local(job, rendezvous, resume)
+        host, port = check_local(job, nodes, rendezvous, resume)
     else:
         refuse_unused(f"does nothing with --on {on}, whose job chooses it", rendezvous=rendezvous)
         if on != "slurm":

@@ -6,14 +6,18 @@ from gptworks.training.distributed.agent import Agent
 from gptworks.training.distributed.rendezvous import DEFAULT_PORT, Machines, ThisMachine, check_host
 
 
-def check_local(job: Job, rendezvous: str | None, resume: bool) -> tuple[str, int]:
+def check_local(job: Job, nodes: str, rendezvous: str | None, resume: bool) -> tuple[str, int]:
     """Return the host and the port at which the machines meet; ("", 0) if there is one machine.
+
+    Args:
+        nodes, rendezvous: the options, as given.
 
     Raises:
         UserError: the address is missing, has another form, or each machine takes it for itself.
     """
     if job.most_nodes == 1:
-        refuse_unused("is for several machines: give --nodes N, or", rendezvous=rendezvous)
+        if ":" not in nodes:  # 1:1 is an elastic job that has got one machine
+            refuse_unused("is for several machines: give --nodes N, or", rendezvous=rendezvous)
         return "", 0
     if rendezvous is None:
         raise UserError(

@@ -37,9 +37,9 @@ exit "$code"
 """
 
 _RENDEZVOUS = """\
-# The machines meet at a port that is free on the first one.
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$(@PYTHON@ -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])') || exit
+# The machines meet at the first: at its address in the network that leads to the last, and a port that is free there.
+last=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tail -n 1)
+meet=$(@PYTHON@ -m gptworks.launch.meeting "$last") || exit
 """
 
 
@@ -64,7 +64,7 @@ def job_file(job: Job) -> str:
     directives += ["#SBATCH --requeue", *(["#SBATCH --no-kill"] if job.is_elastic else [])]
     several = job.most_nodes > 1
     python = shlex.quote(sys.executable)
-    command = job.command(f"{job.least_nodes}:$SLURM_NNODES", '"$first:$port"' if several else None)
+    command = job.command(f"{job.least_nodes}:$SLURM_NNODES", '"$meet"' if several else None)
     texts = {
         "DIRECTIVES": "\n".join(directives),
         "UNFINISHED": str(UNFINISHED),
