@@ -2,7 +2,7 @@
 and rank 0 adds the state and the manifest. The files are the same on any number of ranks.
 
 The header of a safetensors file gives the offset of every element, so that ranks need not send each other tensors.
-`torch.distributed.checkpoint` would write metadata that can run code when read (pickle), or one file of parts per rank,
+`torch.distributed.checkpoint` would write metadata that can run code when read, or one file of parts per rank,
 which every reader would have to combine.
 """
 
