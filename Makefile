@@ -85,7 +85,7 @@ test-arrangements: .venv/.installed-dev
 	$(BIN)/python -m pytest -m arrangements -rP tests/test_arrangements.py tests/test_plan_claims.py
 
 test-ranks: .venv/.installed-dev
-	$(BIN)/python -m pytest -m ranks tests/test_parallel.py tests/test_ranks.py tests/test_machines.py tests/test_memory_of_ranks.py tests/test_network.py tests/test_host.py
+	$(BIN)/python -m pytest -m ranks tests/test_parallel.py tests/test_ranks.py tests/test_machines.py tests/test_memory_of_ranks.py tests/test_network.py tests/test_host.py tests/test_scaling.py
 
 test-slurm: .venv/.installed-dev
 	$(BIN)/python -m pytest -m slurm -rs tests/test_slurm.py

@@ -2,7 +2,7 @@
 or was not checked."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from markupsafe import Markup
@@ -45,7 +45,7 @@ def sections(rehearsed: Rehearsed) -> dict[str, list[Line]]:
 
 def _before(r: Rehearsed) -> Iterator[Line]:
     for check in r.checks:
-        yield Line(check.what, "shown", check.problem or "as training asks for")
+        yield Line(check.what, "shown", check.problem or "passed")
     if not r.checks:
         yield Line("a run's inputs", "not checked", "a preset names no data, run folder or weights to start from")
 
@@ -123,7 +123,7 @@ def _built(r: Rehearsed) -> Line:
     built, what = r.placement.built, "building rank 0's parts in memory"
     if built is None:
         return Line(what, "not checked", r.placement.not_built or "")
-    planned = building_bytes(r.plan.setting) + placed_bytes(r.plan.setting)
+    planned = building_bytes(replace(r.plan.setting, on_cpu=True))  # the process is both device and host
     grown = built.grown_bytes
     held = "the system reports no peak" if grown is None else f"{readable(grown, 'B')} more than the process before"
     return Line(
@@ -189,7 +189,8 @@ def _data_and_cost(r: Rehearsed) -> Iterator[Line]:
     tokens, shards = plan.data.train_tokens, plan.shards_bytes
     about = "about " if plan.data.estimated else ""
     if tokens is None:
-        yield Line("data", "not checked", plan.data.missing or "the number of its tokens is not known")
+        unknown = "the number of its tokens is not known" if r.checks else "a preset names none"
+        yield Line("data", "not checked", plan.data.missing or unknown)
     else:
         yield Line(
             "data", "planned" if plan.data.estimated else "shown",
@@ -210,7 +211,7 @@ def _data_and_cost(r: Rehearsed) -> Iterator[Line]:
     each = "unknown" if kept is None else f"at most {plan.most_checkpoints:,}, {readable(kept, 'B')}"
     yield Line("checkpoints on disk", "planned", each, {"bytes": kept, "checkpoints": plan.most_checkpoints})
     if plan.seconds is None or r.device_hours is None:
-        yield Line("time", "not checked", "the run's length or the device's speed is not known")
+        yield Line("time", "not checked", "it depends on what is not known: the data, the length or the speed")
         return
     layout = plan.setting.layout
     nodes = counted(machines(layout, plan.device), "node")
