@@ -1,5 +1,5 @@
-"""The work of tests with several processes: `torchrun … rank_worker.py gradients|memory|traffic|owners|train JSON
-[TIME]`."""
+"""The work of tests with several processes: `torchrun … rank_worker.py gradients|memory|traffic|texts|owners|train
+JSON [TIME]`."""
 
 import hashlib
 import json
@@ -20,19 +20,24 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gptworks.config import ModelConfig
+from gptworks.config import CharTokenizer, ModelConfig
 from gptworks.config.optimizers import OPTIMIZERS
 from gptworks.data.samples import Batch
 from gptworks.device import choose_precision
+from gptworks.evaluation.loss import evaluate_loss
+from gptworks.infer.engine import Engine
+from gptworks.infer.sampling import SamplingSettings
 from gptworks.model.gpt import GPT
 from gptworks.planning.layout import Layout
 from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.tokenizer import train_tokenizer
 from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.distributed import sums
 from gptworks.training.distributed.parallel import NO_HOLDERS, ManyDevices, Parallel, choose_parallel
 from gptworks.training.distributed.ranks import Ranks, _collectives_issued, join
 from gptworks.training.distributed.shards import local
 from gptworks.training.loop import train
+from gptworks.training.objectives.base import generating
 from gptworks.training.objectives.next_token import Losses, next_token
 from gptworks.training.optim.muon import Muon
 from gptworks.training.optim.optimizer import Optimizer
@@ -235,6 +240,63 @@ def traffic(cases: list[dict], ranks: Ranks) -> list[dict[str, int]]:
     return found
 
 
+def gathers(traffic: Traffic) -> int:
+    """Return the number of all-gathers of tensors."""
+    return sum(sent.kind == "all_gather" and sent.n_bytes > 0 for sent in traffic.sent)
+
+
+def texts(cases: list[dict], ranks: Ranks) -> list[dict]:
+    """Generate samples with a model after a step. Return how many texts the ranks generated, and how many differ from
+    those of one device; the number of all-gathers, also of an evaluation of three batches a rank; and the peak bytes of
+    this rank's tensors."""
+    results = []
+    for case in cases:
+        recipe, layout, once = parse_recipe(case["recipe"]), Layout(**case["layout"]), case["once"]
+        precision, config, settings = choose_precision(recipe.train.precision, CPU), recipe.model, recipe.train
+        tokenizer = train_tokenizer(CharTokenizer(type="char"), ["".join(map(chr, range(97, 77 + config.vocab_size)))])
+        sampling = SamplingSettings(max_tokens=settings.sample_tokens, temperature=0.8, top_k=50, seed=recipe.seed)
+
+        def made(parallel: Parallel, model: GPT, settings=settings, sampling=sampling, tokenizer=tokenizer,
+                 precision=precision) -> list[str]:  # fmt: skip
+            engine = Engine(model, tokenizer, cache_dtype=precision.dtype)
+            with parallel.inference_mode(generates=True), generating(precision):
+                if not parallel.samples:
+                    return []
+                requests = [engine.submit(prompt, sampling, overflow="slide") for prompt in settings.sample_prompts]
+                return [completion.text for (completion,) in engine.finish(requests)]
+
+        with HeldBytes() as held:
+            parallel = choose_parallel(recipe, ranks, CPU, layout)
+            parallel.gathers_once = once
+            model = parallel.place(model_of(config, checkpoint_blocks=False), CPU)
+            optimizer = Optimizer(model, settings, parallel.mesh)
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step(torch.amp.GradScaler("cpu", enabled=False))
+            optimizer.zero_grad()
+            held.peak_bytes = 0
+            with Traffic(parallel.mesh) as sent:
+                found = made(parallel, model)
+            peak_bytes = held.peak_bytes
+        windows = [(torch.ones(1, n).long(),) * 2 for n in range(1, 1 + 3 * ranks.size)]  # each is a batch
+        with Traffic(parallel.mesh) as in_evaluation, parallel.inference_mode():
+            evaluate_loss(model, windows, workers=parallel)
+        whole = saved(parallel.parameters, parallel)
+        del parallel, optimizer
+        one = Parallel(settings)
+        alone = one.place(GPT(config), CPU).train()
+        alone.load_state_dict(whole)
+        expected = made(one, alone)
+        wrong = [text for text in found if text not in expected] + ["too few"] * (0 < len(found) < len(expected))
+        (n_wrong,) = ranks.all_reduce([len(wrong)])
+        (n_found,) = ranks.all_reduce([len(found)])
+        results.append({
+            "wrong": n_wrong, "found": n_found, "peak": peak_bytes, "texts": len(set(expected)),
+            "gathers": gathers(sent), "in_evaluation": gathers(in_evaluation),
+        })  # fmt: skip
+    return results
+
+
 def owner_steps(cases: list[dict], ranks: Ranks) -> list[dict]:
     """Four steps of an optimizer of whole matrices by one rank; two by all ranks in a layout, then two by one that
     resumes them; and two by one, then two by all. Whether the weights and states are the same bits on this rank, and
@@ -399,6 +461,7 @@ if __name__ == "__main__":
                 "gradients": gradients,
                 "memory": memory,
                 "traffic": traffic,
+                "texts": texts,
                 "owners": owner_steps,
                 "built": built,
             }[what](cases, ranks)

@@ -31,7 +31,7 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from gptworks.infer import Engine, SamplingSettings, room
+from gptworks.infer import Engine, SamplingSettings
 from gptworks.infer.backends import native
 from gptworks.infer.backends.backend import Chunk
 from gptworks.infer.backends.cache import Vectors
@@ -42,6 +42,7 @@ from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.speculate import DraftModel, HeadsDraft, PromptLookup
 from gptworks.kernels.build import Unavailable
 from gptworks.model.gpt import GPT
+from gptworks.planning import setting
 from gptworks.quantize.panels import UNIT, from_panels
 from gptworks.special_tokens import special_tokens
 from test_engine import char_tokenizer, random_model
@@ -211,8 +212,8 @@ class EngineMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[Asked] = []
-        self.least_capacity = room.LEAST_CAPACITY_CPU
-        room.LEAST_CAPACITY_CPU = PREFILL  # so that room grows often
+        self.least_capacity = setting.LEAST_CAPACITY_CPU
+        setting.LEAST_CAPACITY_CPU = PREFILL  # so that room grows often
 
     @initialize(
         way=st.sampled_from(ways()), kind=st.sampled_from(["windowed", "learned"]),
@@ -370,7 +371,7 @@ class EngineMachine(RuleBasedStateMachine):
             if hasattr(self, "engine"):
                 self.let_all_end()
         finally:
-            room.LEAST_CAPACITY_CPU = self.least_capacity
+            setting.LEAST_CAPACITY_CPU = self.least_capacity
 
 
 def run_machine(n_wanted: int) -> None:

@@ -257,6 +257,8 @@ def test_documents_of_the_validation_split_cost_what_their_text_costs(trained_ru
     assert document.n_tokens == shards.n_tokens and not document.framed  # the end of a text that training began
     with pytest.raises(UserError, match=rf"from 0 to {shards.n_documents - 1}"):
         TokenizedText.of_document(run.tokenizer, shards, shards.n_documents)
+    with pytest.raises(UserError, match="no tokens to read"):
+        TokenizedText.of_tokens(run.tokenizer, [])
 
 
 # ------------------------------------------------------------------------------- training data and checkpoints

@@ -20,7 +20,6 @@ from gptworks.model.loss import linear_cross_entropy
 from gptworks.planning.memory import training_peak
 from gptworks.planning.run import plan
 from gptworks.planning.setting import Setting
-from gptworks.planning.trained import trained
 from gptworks.presets import preset
 from gptworks.quantize.convert import pack_for, unpack_all
 from gptworks.quantize.linear import packed_matrices
@@ -331,8 +330,7 @@ def test_the_planned_memory_is_enough_and_not_far_from_the_traced(
     """The plan includes activations that frozen layers do not save: it may be too high, never too low."""
     model = preset("gpt2-mini").model_copy(update={"n_layers": 2})
     config = tiny.plain_training(max_steps=1, batch_size=2, micro_batch_size=1)
-    part = trained(model, adapter, freeze)
-    planned = training_peak(Setting.of(model, config, precision, True, trained=part)).total_bytes
+    planned = training_peak(Setting.of(model, config, precision, True, adapter, freeze)).total_bytes
     traced = trace_step(Rehearsal(model, config, "cpu", precision, adapter, freeze)).peak_bytes
     assert 0.98 < planned / traced < (1.06 if adapter else 1.25)
     assert planned < 0.9 * training_peak(Setting.of(model, config, precision, True)).total_bytes

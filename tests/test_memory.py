@@ -33,7 +33,7 @@ from gptworks.planning.memory import GRADIENTS, OPTIMIZER, WEIGHTS, training_pea
 from gptworks.planning.params import count_parameters
 from gptworks.planning.setting import Setting
 from gptworks.planning.state import optimizer_scratch_bytes, trained_state_bytes
-from gptworks.planning.trained import everything, trained
+from gptworks.planning.trained import everything
 from gptworks.presets import PRESETS, preset
 from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
@@ -283,7 +283,7 @@ def adapted_error(n_layers: int, base: Any, precision: str, checkpointing: str) 
         max_steps=1, batch_size=1, micro_batch_size=1, activation_checkpointing=checkpointing, optimizer="adamw"
     )
     adapter = LoRAConfig(base=base)
-    planned = training_peak(Setting.of(model, config, precision, True, trained(model, adapter, None))).total_bytes
+    planned = training_peak(Setting.of(model, config, precision, True, adapter)).total_bytes
     return planned / trace_step(Rehearsal(model, config, "cpu", precision, adapter)).peak_bytes - 1
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from gptworks.config import FreezeConfig, LoRAConfig
 from gptworks.planning.memory import Setting, training_peak
-from gptworks.planning.trained import trained
 from gptworks.training.rehearsal.trace import Rehearsal, trace_step
 from test_memory import SMALL, combinations
 from tiny import plain_model, plain_training
@@ -49,7 +48,7 @@ def test_settings_together(model: str, how: str, case: tuple[str, str]) -> None:
     train = plain_training(
         max_steps=1, batch_size=2, micro_batch_size=1 if how == "whole" else 2, activation_checkpointing=checkpointing
     )
-    setting = Setting.of(config, train, precision, True, trained(config, adapter, freeze))
+    setting = Setting.of(config, train, precision, True, adapter, freeze)
     planned = training_peak(replace(setting, several_texts=several_texts)).total_bytes
     rehearsal = Rehearsal(config, train, "cpu", precision, adapter, freeze, several_texts=several_texts)
     assert planned == pytest.approx(trace_step(rehearsal).peak_bytes, rel=0.05)

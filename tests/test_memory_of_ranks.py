@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from gptworks.config import FreezeConfig
 from gptworks.planning.arrange import rank_setting
 from gptworks.planning.layout import Layout
-from gptworks.planning.memory import training_peak
+from gptworks.planning.memory import generation_peak, training_peak
 from gptworks.recipe import parse_recipe
+from gptworks.training.optim.optimizer import Optimizer
+from gptworks.training.optim.trainable import trainable_model
 from test_parallel import ranks_of
 
 MODEL = {
@@ -115,6 +119,39 @@ MANY = {
 }
 
 
+GENERATING = {"sample_every": 1, "sample_prompts": ["a", "bcd", "efghij"], "sample_tokens": 24}
+TEXTS = {
+    2: {"fsdp": case("fsdp", 2, 1, "fp32", **GENERATING)},
+    4: {
+        "fsdp × tensor": case("fsdp", 2, 2, "fp32", **GENERATING),
+        "fsdp, little but weights": case("fsdp", 4, 1, "bf16", NARROW | {"context_length": 64}, **GENERATING),
+        "without resharding": case("zero2", 4, 1, "fp32", **GENERATING),
+    },
+}
+
+
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(4, marks=pytest.mark.ranks)])
+def test_blocks_are_gathered_once_for_samples_or_once_a_step_of_all_texts(n_ranks: int, tmp_path: Path) -> None:
+    """And once a batch for evaluations. The texts are those of one device, and the memory is the planned."""
+    cases = [(name, each | {"once": once}) for name, each in TEXTS[n_ranks].items() for once in (True, False)]
+    (tmp_path / "cases").write_text(json.dumps([each for _, each in cases]), encoding="utf-8")
+    ranks_of(n_ranks, "texts", tmp_path / "cases")
+    for (name, each), found in zip(cases, json.loads((tmp_path / "cases.results").read_text()), strict=True):
+        recipe, layout, once = parse_recipe(each["recipe"]), Layout(**each["layout"]), each["once"]
+        n_generating = layout.tensor_parallel if once else n_ranks
+        assert (found["wrong"], found["found"], found["texts"]) == (0, 3 * n_generating, 3), name
+        n_layers, root = recipe.model.n_layers, 1
+        n_times = 1 if once or layout.sharding == "zero2" else GENERATING["sample_tokens"]
+        assert found["gathers"] == n_layers * n_times + root, name
+        assert found["in_evaluation"] == n_layers * (1 if layout.sharding == "zero2" else 3) + root, name
+        setting = replace(rank_setting(recipe, recipe.train.precision, True, layout), saves=False)
+        planned = generation_peak(setting, gathered=once).total_bytes
+        print(
+            f"{name}, once: {once}: {found['peak'] / 1e6:.1f} MB measured, {planned / found['peak'] - 1:+.1%} planned"
+        )
+        assert planned == pytest.approx(found["peak"], rel=0.02), name
+
+
 def hold(n_ranks: int, cases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "cases").write_text(json.dumps(list(cases.values())), encoding="utf-8")
     ranks_of(n_ranks, "memory", tmp_path / "cases")
@@ -136,3 +173,20 @@ def test_two_ranks_hold_what_is_planned(tmp_path: Path) -> None:
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_every_layout_holds_what_is_planned(n_ranks: int, tmp_path: Path) -> None:
     hold(n_ranks, MANY[n_ranks], tmp_path)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon"])
+@pytest.mark.parametrize("freeze", [None, FreezeConfig(embeddings=True), FreezeConfig(first_blocks=3, embeddings=True)])
+def test_a_tensor_parallel_rank_keeps_the_state_of_what_it_trains(optimizer: str, freeze: FreezeConfig | None) -> None:
+    """Against the state of an optimizer of a rank's model, which has half the heads and half the inner width."""
+    each = case("none", 1, 2, optimizer=optimizer)
+    recipe = parse_recipe(each["recipe"]).model_copy(update={"freeze": freeze})
+    setting = replace(rank_setting(recipe, "fp32", on_cpu=True, layout=Layout(**each["layout"])), saves=False)
+    halves = {"n_heads": 2, "n_kv_heads": 2, "d_ff": 384, "d_head": recipe.model.d_head}
+    model = trainable_model(recipe.model.model_copy(update=halves), None, freeze)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    step = Optimizer(model, recipe.train)
+    step.step(torch.amp.GradScaler("cpu", enabled=False))
+    kept = sum(tensor.nbytes for tensor in step.state_tensors().values() if tensor.ndim)
+    assert training_peak(setting).parts["optimizer_state"] == kept

@@ -19,6 +19,7 @@ from gptworks.errors import RunError
 from gptworks.files import naming_disk_errors, replacing, write_whole
 from gptworks.recipe import parse_recipe, with_vocab_size
 from gptworks.training.progress import Progress
+from gptworks.training.record import metrics
 from gptworks.training.record.card import write_model_card
 from gptworks.training.record.curves import draw_curves
 from gptworks.training.record.metrics import MetricsLog, Record, Skipped, last_step, read_metrics, write_samples
@@ -50,6 +51,23 @@ def test_figures_that_are_not_finite_come_back_and_the_file_is_json(tmp_path: Pa
     assert losses[1:] == [math.inf, 1.5]
     for line in path.read_text(encoding="utf-8").splitlines():
         json.loads(line, parse_constant=pytest.fail)
+
+
+def test_records_of_some_kinds_are_found_without_parsing_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    jump = {"kind": "rollback", "step": 4, "from_step": 9}
+    write(path, [training(1, 1.0), jump, training(2, 1.0), {**training(3, 1.0), "note": "a rollback"}])
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"kind": "rollback"}\nnot json\n' + json.dumps({**jump, "step": 5}))
+    parsed: list[bytes] = []
+    parse = metrics._parsed
+    monkeypatch.setattr(metrics, "_parsed", lambda line: parsed.append(line) or parse(line))
+    skipped = Skipped()
+    assert list(read_metrics(path, skipped, kinds=("rollback",))) == [jump, {**jump, "step": 5}]
+    assert skipped.reasons == {"without a step": (1, 5)}
+    assert len(parsed) == 4
 
 
 def test_resuming_drops_later_records_and_a_line_cut_short(tmp_path: Path) -> None:

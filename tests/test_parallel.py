@@ -273,8 +273,7 @@ def test_each_rank_has_one_number_among_the_owners_in_every_layout(dimensions: t
         try:
             mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("data", "tensor"))
             owners = Owners(mesh, dimensions)
-            assert owners.n_ranks == 6 and owners.rank_of(owners.number) == rank
-            assert sorted(map(owners.rank_of, range(6))) == list(range(6))
+            assert owners.ranks[owners.number] == rank and sorted(owners.ranks) == list(range(6))
         finally:
             distributed.destroy_process_group()
 
@@ -408,7 +407,9 @@ TUNED: dict[str, dict[str, Any]] = {
     "moments in 8 bits, ddp": {},
     "preference, fsdp": {"objective": {"type": "preference"}},
     "distillation, fsdp": {"objective": {"type": "distillation"}},
-}
+    "reward, fsdp": {"objective": {"type": "reward", "group_size": 4, "max_tokens": 4, "beta": 0,
+                                   "allow": ["little-learned"]}},
+}  # fmt: skip
 
 
 def test_other_objectives_lose_as_in_one_process(tmp_path: Path) -> None:
@@ -426,6 +427,12 @@ def test_other_objectives_lose_as_in_one_process(tmp_path: Path) -> None:
             tree["data"] |= {"sources": [{"type": "preferences", "path": str(tmp_path / "pairs.jsonl")}]}
         if "distillation" in name:
             tree["objective"] |= {"teacher": str(tmp_path / "base")}
+        if "reward" in name:
+            (tmp_path / "share.py").write_text(
+                "def of_e(completion, prompt, answer):\n    return completion.count('e') / (1 + len(completion))\n"
+            )
+            tree["objective"] |= {"reward": f"{tmp_path / 'share.py'}:of_e"}
+            tree["train"] |= {"batch_size": 16, "micro_batch_size": 8, "learning_rate": 1e-4}
         path = tmp_path / f"{name}.yaml"
         path.write_text(yaml.safe_dump(tree), encoding="utf-8")
         train(load_recipe(path, [f"run_dir={tmp_path / f'{name} alone'}"]))
@@ -439,7 +446,8 @@ def test_other_objectives_lose_as_in_one_process(tmp_path: Path) -> None:
         for one, other in zip(alone, shared, strict=True):
             assert (other["kind"], other["step"]) == (one["kind"], one["step"])
             assert other["loss"] == pytest.approx(one["loss"], abs=1e-4), f"{name}, step {one['step']}"
-        assert alone[-2]["loss"] != alone[0]["loss"], name
+            assert other.get("reward") == pytest.approx(one.get("reward"), abs=1e-4), f"{name}, step {one['step']}"
+        assert alone[-2]["grad_norm"] != alone[0]["grad_norm"], name
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "soap"])

@@ -299,7 +299,7 @@ def test_a_run_is_refused_before_its_data_is_prepared(tmp_path: Path) -> None:
 def test_the_check_names_a_change_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = recipe(tmp_path)
     cpu, fp32 = torch.device("cpu"), choose_precision("fp32", torch.device("cpu"))
-    there = check_memory(given, cpu, fp32).total_bytes - 1
+    there = check_memory(given, cpu, fp32).peak.total_bytes - 1
     monkeypatch.setattr("gptworks.device.memory_bytes", lambda device: there)
     with pytest.raises(UserError, match=r"train\.micro_batch_size=2 would hold"):
         check_memory(given, cpu, fp32)

@@ -100,7 +100,7 @@ def test_a_run_that_writes_answers_is_planned_with_the_cache_of_its_engine(teach
     cache = TorchBackend(
         GPT(recipe.model), ANSWERS_AT_ONCE, 256, dtype=choose_precision(precision, torch.device("cpu")).dtype
     ).cache
-    assert peak.moment == "answers generated"
+    assert peak.moment == "texts generated"
     assert peak.parts[CACHE] == sum(layer.data.nbytes for layer in (*cache.keys, *cache.values))
     assert training_peak(replace(rank_setting(recipe, precision, on_cpu=True), saves=False)).moment != peak.moment
 

@@ -211,7 +211,7 @@ def test_garbage_in_the_log_is_named_on_the_page(tmp_path: Path) -> None:
 def test_a_log_of_many_records_keeps_its_sums_its_best_and_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gptworks.runs.history.MOST_RECORDS", 50)
+    monkeypatch.setattr("gptworks.runs.history.THINNED_RECORDS", 50)
     records = [
         training(step, 3.0, seconds_by_part={"forward": 0.25}, resident_bytes=2000 - abs(step - 500))
         for step in range(1, 1001)

@@ -25,6 +25,7 @@ _WORDS = WORDS | {
     "sampling_policy": "forward pass over the answers sampled",
     "reference": "forward pass of the start",
     "weights_again": "weights for the backward pass",
+    "weights_to_generate": "weights to generate answers",
     "whole_gradients": "gradients of vectors",
     "gradients_alike": "gradients of what each tensor rank has whole",
     "gathered_matrices": "matrices gathered by their owners",
@@ -93,7 +94,7 @@ def _facts(plan: Plan, details: bool, unmeasured: str) -> list[tuple[str, str]]:
     facts = [
         ("parameters", f"{count.total:,}"),
         *([("active for a token", f"{count.active:,}")] if count.active != count.total else []),
-        *([("trained of them", f"{plan.trained.parameters:,}")] if plan.setting.trained is not None else []),
+        *([("trained of them", f"{plan.trained.parameters:,}")] if plan.recipe.adapter or plan.recipe.freeze else []),
         *([("outside the embeddings", f"{count.non_embedding:,}")] if details else []),
         *([("objective", objective)] if (objective := _objective(plan)) else []),
         ("tokens a step", f"{most}{plan.tokens_per_step:,} ({_batch(plan)})"),

@@ -60,7 +60,7 @@ class Tuning(Drafted):
     def lines(self) -> list[str]:
         """Return lines that describe the run's parameters, steps, time and memory."""
         plan = self.plan
-        what = "all" if plan.setting.trained is None else "added to those"
+        what = "added to those" if plan.recipe.adapter or plan.recipe.freeze else "all"
         return [
             f"trains      {plan.trained.parameters:,} parameters, {what} of {plan.recipe.initialize_from}",
             f"steps       {plan.steps:,} of {plan.train.batch_size} × {plan.setting.model.context_length} tokens: "

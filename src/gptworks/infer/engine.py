@@ -182,6 +182,19 @@ class Engine:
         """Return the token ids of a prompt; see `Admission.encode_prompt`."""
         return self.admission.encode_prompt(prompt)
 
+    def finish(self, requests: Sequence[Request]) -> list[list[Completion]]:
+        """Take steps until these submitted requests are done; return the completions of each.
+
+        Raises:
+            RunError: a logit of the model is NaN.
+        """
+        while not all(request.done for request in requests):
+            self.step()
+        for request in requests:
+            if request.error is not None:
+                raise request.error
+        return [request.completions() for request in requests]
+
     def _run(self, request: Request) -> Iterator[Piece]:
         """Enqueue a request, take steps until it is done, and yield its pieces; cancel it if the reader stops early."""
         self.enqueue(request)

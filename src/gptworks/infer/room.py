@@ -13,13 +13,8 @@ from gptworks.infer.backends.native import choose_backend
 from gptworks.infer.scheduler import PREFILL_TOKENS, Reuse, Scheduler
 from gptworks.infer.speculate import Drafter
 from gptworks.model.gpt import GPT
-from gptworks.planning.setting import ANSWERS_AT_ONCE
+from gptworks.planning.setting import ANSWERS_AT_ONCE, slots_for
 from gptworks.units import readable
-
-LEAST_CAPACITY = 256
-LEAST_CAPACITY_CPU = 2048
-"""Minimum capacity of a slot, in tokens, if `slot_tokens` is not given. Capacities are powers of two, so that slots
-seldom grow. The minimum on a CPU may be large, because memory is committed only for pages in use."""
 
 
 class Room:
@@ -99,9 +94,8 @@ class Room:
 
     def fit(self, n_texts: int, longest_tokens: int) -> None:
         """Grow, if necessary, to slots for `n_texts` texts of up to `longest_tokens` tokens."""
-        least = LEAST_CAPACITY_CPU if self.model.device.type == "cpu" else LEAST_CAPACITY
-        capacity = min(self._slot_tokens or _power_of_two(max(least, longest_tokens)), self.context)
-        self._grow(self._n_slots or _power_of_two(min(n_texts, ANSWERS_AT_ONCE)), capacity)
+        n_slots, capacity = slots_for(n_texts, longest_tokens, self.model.device.type == "cpu")
+        self._grow(self._n_slots or n_slots, min(self._slot_tokens or capacity, self.context))
 
     def fill(self, *, promised_bytes: int = 0) -> int:
         """Allocate all slots at full length; arguments, result and errors: see `Engine.warm_up`."""
@@ -147,8 +141,3 @@ class Room:
 def _versions(model: GPT) -> tuple[tuple[int, int], ...]:
     """Return the address and version of each weight; the result differs after any weight has changed."""
     return tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters())
-
-
-def _power_of_two(n: int) -> int:
-    """Return the smallest power of two ≥ n."""
-    return 1 << max(0, n - 1).bit_length()

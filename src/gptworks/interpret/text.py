@@ -81,7 +81,7 @@ class TokenizedText:
         the text into exactly these tokens.
 
         Raises:
-            UserError: `ids` has too many tokens.
+            UserError: `ids` is empty or has too many tokens.
         """
         _check_length(len(ids))
         given = np.array(ids, dtype=np.int64)
@@ -112,7 +112,13 @@ class TokenizedText:
 
 
 def _decoded(tokenizer: Tokenizer, ids: list[int]) -> tuple[tuple[str, ...], bool]:
-    """Return the text that each token adds, and whether the first token marks the beginning of a document."""
+    """Return the text that each token adds, and whether the first token marks the beginning of a document.
+
+    Raises:
+        UserError: `ids` is empty.
+    """
+    if not ids:
+        raise UserError("there are no tokens to read: give at least one.")
     stream = StreamDecoder(tokenizer)
     pieces = [stream.push(token) for token in ids]
     pieces[-1] += stream.flush()

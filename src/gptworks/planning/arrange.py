@@ -10,9 +10,8 @@ from gptworks.errors import UserError
 from gptworks.planning.devices import Device
 from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.planning.memory import training_peak
-from gptworks.planning.objectives import other_models_bytes, teacher_config
-from gptworks.planning.setting import Setting
-from gptworks.planning.trained import trained
+from gptworks.planning.objectives import copies_start, other_models_bytes, teacher_config
+from gptworks.planning.setting import ANSWERS_AT_ONCE, Setting
 
 
 @dataclass(frozen=True)
@@ -191,11 +190,18 @@ def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | No
             f"train.parallel.{setting} divides gradients of all weights",
             "use strategy=ddp and tensor_parallel=1.",
         )
-    if recipe.objective.rollouts:
+    if recipe.objective.rollouts and recipe.train.parallel.tensor_parallel > 1:
         return Refusal(
             f"objective.type={recipe.objective.type} samples with whole weights and train.parallel.{setting} divides "
             f"them",
-            "use strategy=ddp and tensor_parallel=1.",
+            "set tensor_parallel=1.",
+        )
+    if recipe.objective.rollouts and copies_start(recipe):
+        return Refusal(
+            f"objective.type={recipe.objective.type} with beta above 0 keeps a whole copy of the starting model and "
+            f"train.parallel.{setting} divides models",
+            "use strategy=ddp, or set objective.beta=0, or train an adapter, without which the model is the starting "
+            "model.",
         )
     return None
 
@@ -225,13 +231,17 @@ def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = 
         model = model.model_copy(update={"vocab_size": 1})
         recipe = recipe.model_copy(update={"model": model})
     micro = train.rank_micro_batch_size(layout.data_parallel)
+    prompts = train.sample_prompts if train.sample_every else ()
+    longest_prompt = max((len(prompt.encode("utf-8")) for prompt in prompts), default=0)  # tokens are fewer
     return replace(
-        Setting.of(model, train, precision, on_cpu, trained(model, recipe.adapter, recipe.freeze)),
+        Setting.of(model, train, precision, on_cpu, recipe.adapter, recipe.freeze),
         micro_batch_size=micro,
         accumulates=micro < train.batch_size // layout.data_parallel,
         saves=True,
         starts_from=recipe.initialize_from is not None,
         layout=layout,
+        n_texts=ANSWERS_AT_ONCE if objective.rollouts else len(prompts),
+        text_tokens=model.context_length if objective.rollouts else longest_prompt + train.sample_tokens,
         objective=objective,
         several_texts=bool(recipe.data.conversations) and objective.several_texts,
         other_models_bytes=other_models_bytes(recipe),

@@ -7,7 +7,7 @@ from gptworks.planning.arrange import Refusal, arrange, planned_precision, rank_
 from gptworks.planning.devices import Device
 from gptworks.planning.host import HostMemory, host_memory
 from gptworks.planning.layout import Layout
-from gptworks.planning.memory import Peak, training_peak
+from gptworks.planning.memory import Peak, generation_peak, training_peak
 from gptworks.planning.setting import Setting
 from gptworks.units import readable
 
@@ -27,6 +27,8 @@ class Need:
     """Peak memory use of each device."""
     host: HostMemory | None
     """Memory use of the fullest node's host; None on a CPU, which is both device and host."""
+    gathers_once: bool = False
+    """Whether FSDP gathers all blocks once to generate texts, because the device has room for the whole model."""
 
     @property
     def fits_device(self) -> bool:
@@ -48,7 +50,14 @@ class Need:
 
 def need(setting: Setting, device: Device) -> Need:
     """Estimate the memory that a run with this training step needs on devices of this kind and on their hosts."""
-    return Need(device, training_peak(setting), host_memory(setting, device))
+    peak, gathers_once = training_peak(setting), False
+    if setting.n_texts and setting.layout.sharding != "none":
+        generating = generation_peak(setting, gathered=True)
+        # Rollouts need it: each rank answers its own prompts, and takes a different number of steps.
+        gathers_once = setting.objective.rollouts is not None or generating.total_bytes <= device.memory_bytes
+        if gathers_once and generating.total_bytes > peak.total_bytes:
+            peak = generating
+    return Need(device, peak, host_memory(setting, device), gathers_once)
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,17 @@ replicated tensors. A CPU is both device and host, so its peak includes these by
 from dataclasses import dataclass
 from math import prod
 
-from gptworks.config.optimizers import OPTIMIZERS
 from gptworks.planning.devices import Device
-from gptworks.planning.layout import rank_config, shards_of
-from gptworks.planning.params import ParameterCount, count_parameters
+from gptworks.planning.layout import shards_of
+from gptworks.planning.params import ParameterCount
 from gptworks.planning.setting import Setting
 from gptworks.planning.state import (
     held_weights_bytes,
-    matrix_state_bytes,
     owned_state_bytes,
+    state_in_parts_bytes,
     trained_state_bytes,
 )
-from gptworks.planning.trained import Trained, everything
+from gptworks.planning.trained import Trained
 from gptworks.units import readable
 
 PROCESS_BYTES, CUDA_PROCESS_BYTES = 400 * 10**6, 10**9
@@ -82,15 +81,9 @@ def host_memory(setting: Setting, device: Device) -> HostMemory | None:
     return HostMemory(moment, n, CUDA_PROCESS_BYTES + each, there, device.host_bytes, one)
 
 
-def whole_model(setting: Setting) -> tuple[ParameterCount, Trained]:
-    """Return the parameters of the whole model, not of one tensor-parallel rank, and its trained part."""
-    parameters = count_parameters(setting.model)
-    return parameters, setting.trained or everything(parameters)
-
-
 def building_bytes(setting: Setting) -> int:
     """Return the host bytes of a rank that builds the model, in float32 except for the packed base of an adapter."""
-    layout, (parameters, trained) = setting.layout, whole_model(setting)
+    layout, (parameters, trained) = setting.layout, setting.whole
     if layout.n_parts == 1:
         return held_weights_bytes(parameters, trained)
     on_device = placed_bytes(setting) if setting.on_cpu else 0
@@ -102,63 +95,43 @@ def starting_bytes(setting: Setting) -> int:
     run does not start from another run's weights."""
     if not setting.starts_from:
         return 0
-    parameters, trained = whole_model(setting)
+    parameters, trained = setting.whole
     return 4 * parameters.total + (held_weights_bytes(parameters, trained) if trained.base != "full" else 0)
 
 
 def checkpoint_bytes(setting: Setting) -> int:
     """Return the bytes of a checkpoint: weights, their average and the optimizer's state."""
-    return _saved_bytes(setting, *whole_model(setting))
+    parameters, trained = setting.whole
+    state = trained_state_bytes(parameters, setting.optimizer, trained, setting.optimizer_state)
+    return _weights_bytes(setting, parameters, trained) + state
 
 
 def copied_bytes(setting: Setting, n_ranks: int) -> int:
     """Return the bytes of the parts of a checkpoint that the first `n_ranks` ranks copy and write."""
-    layout, ownership = setting.layout, OPTIMIZERS[setting.optimizer].ownership
-    whole, of_rank = (_parts_bytes(setting, *model) for model in (whole_model(setting), _of_rank(setting)))
-    n_tensor = layout.tensor_parallel
+    layout, optimizer, n_tensor = setting.layout, setting.optimizer, setting.layout.tensor_parallel
+    whole, of_rank = (
+        _weights_bytes(setting, *part) + state_in_parts_bytes(part[0], optimizer, part[1], setting.optimizer_state)
+        for part in (setting.whole, setting.of_rank)
+    )
     copied = of_rank  # the first rank writes all replicated parts
     if n_tensor > 1:
         copied += (min(n_ranks, n_tensor) - 1) * (whole - of_rank) // (n_tensor - 1)
     if layout.sharding != "none":
-        copied = max(1, n_ranks // n_tensor) * _divided(setting, copied)
-    if ownership is not None and ownership.keeps_state:
-        matrices = whole_model(setting)[1].matrices
-        copied += n_ranks * owned_state_bytes(setting.optimizer, ownership, matrices, layout.world_size)
+        copied = max(1, n_ranks // n_tensor) * (copied // layout.data_parallel)
+    copied += n_ranks * owned_state_bytes(optimizer, setting.whole[1].matrices, layout.world_size)
     return min(copied, checkpoint_bytes(setting))
 
 
-def _parts_bytes(setting: Setting, parameters: ParameterCount, trained: Trained) -> int:
-    """Return the bytes of a checkpoint without optimizer state that is kept only by the owners of matrices."""
-    ownership = OPTIMIZERS[setting.optimizer].ownership
-    total = _saved_bytes(setting, parameters, trained)
-    if ownership is not None and ownership.keeps_state:
-        total -= sum(matrix_state_bytes(setting.optimizer, shape) for shape in trained.matrices)
-    return total
-
-
-def _saved_bytes(setting: Setting, parameters: ParameterCount, trained: Trained) -> int:
-    average = 4 * trained.parameters if setting.averages else 0
-    state = trained_state_bytes(parameters, setting.optimizer, trained, setting.optimizer_state)
-    return held_weights_bytes(parameters, trained) + average + state
+def _weights_bytes(setting: Setting, parameters: ParameterCount, trained: Trained) -> int:
+    """Return the bytes of the weights and of their average."""
+    return held_weights_bytes(parameters, trained) + (4 * trained.parameters if setting.averages else 0)
 
 
 def placed_bytes(setting: Setting) -> int:
     """Return the bytes of a rank's weights once the model is divided among the ranks."""
-    parameters, trained = _of_rank(setting)
-    model = rank_config(setting.model, setting.layout.tensor_parallel)
-    shards = shards_of(parameters, model, trained, setting.layout.n_shards)
+    parameters, trained = setting.of_rank
+    shards = shards_of(parameters, setting.rank_model, trained, setting.layout.n_shards)
     return shards.rank_bytes(held_weights_bytes(parameters, trained), 4 * shards.whole)
-
-
-def _of_rank(setting: Setting) -> tuple[ParameterCount, Trained]:
-    """Return a rank's part of the model after tensor parallelism, before FSDP divides it, and its trained part."""
-    parameters = count_parameters(rank_config(setting.model, setting.layout.tensor_parallel))
-    return parameters, setting.trained or everything(parameters)
-
-
-def _divided(setting: Setting, n_bytes: int) -> int:
-    """Divide bytes by the number of ranks of FSDP, if it is used."""
-    return n_bytes // setting.layout.data_parallel if setting.layout.sharding != "none" else n_bytes
 
 
 ONEDNN_KERNEL_BYTES, ONEDNN_KEEPS = 555_000, 1024

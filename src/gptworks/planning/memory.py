@@ -10,7 +10,6 @@ inside kernels, and memory that the allocator cannot use between allocations of 
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from math import prod
 
 from gptworks.config import computes_again
 from gptworks.config.optimizers import OPTIMIZERS
@@ -20,24 +19,26 @@ from gptworks.model.loss import loss_chunk_bytes, scoring_bytes
 from gptworks.model.rotary import rotary_tables_bytes
 from gptworks.model.scores import bias_bytes, is_blocked
 from gptworks.planning.frozen import as_first, as_trained
-from gptworks.planning.host import building_bytes, placed_bytes, starting_bytes, whole_model
+from gptworks.planning.host import building_bytes, placed_bytes, starting_bytes
 from gptworks.planning.inference import kv_cache_bytes
-from gptworks.planning.layout import BUCKET_BYTES, rank_config, shards_of
-from gptworks.planning.params import count_parameters
-from gptworks.planning.setting import ANSWERS_AT_ONCE, UNPACKED_ELSEWHERE, UNPACKED_ON_CPU, Setting
+from gptworks.planning.layout import BUCKET_BYTES, shards_of
+from gptworks.planning.setting import UNPACKED_ELSEWHERE, UNPACKED_ON_CPU, Setting, slots_for
 from gptworks.planning.state import (
     held_weights_bytes,
     optimizer_scratch_bytes,
     owned_state_bytes,
-    trained_state_bytes,
+    state_in_parts_bytes,
 )
-from gptworks.planning.trained import everything
 
 WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER = "weights", "weights_average", "gradients", "optimizer_state"
 LOSS, TEMPORARY, COMMUNICATION, TOKENS = "logits_and_loss", "temporary", "communication", "tokens"
-CACHE = "keys_and_values_of_answers"
+CACHE = "keys_and_values"
 CHECKPOINT, OTHER_MODELS, STARTING = "checkpoint_being_written", "other_models", "starting_weights"
 """Keys of `Peak.parts`, in addition to the kinds of saved tensors in `gptworks.model.cost`."""
+
+RECEIVING = 2
+"""Number of buffers, as large as a gathered block, that FSDP holds in a forward pass: the buffer that receives a block,
+and the previous block's, which it frees once the block is copied out."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,18 @@ def training_peak(setting: Setting) -> Peak:
     moments = [_Step(setting, length).run() for length in lengths]
     if setting.on_cpu and setting.saves:
         moments += _beginning(setting)
-    if setting.objective.rollouts and setting.saves:
-        moments.append(_Step(setting, setting.model.context_length).answering())
+    if setting.n_texts and setting.saves:
+        moments.append(generation_peak(setting, gathered=setting.objective.rollouts is not None))
     return max(moments, key=lambda peak: peak.total_bytes)
+
+
+def generation_peak(setting: Setting, gathered: bool = False) -> Peak:
+    """Estimate the peak memory of a device between steps, while an engine generates samples or answers.
+
+    Args:
+        gathered: whether FSDP gathers all blocks once; otherwise it gathers each block in each step of the engine.
+    """
+    return _Step(setting, setting.model.context_length).generating(gathered)
 
 
 def _beginning(setting: Setting) -> list[Peak]:
@@ -78,9 +88,8 @@ class _Step:
 
     def __init__(self, setting: Setting, length: int) -> None:
         self.setting, self.layout = setting, setting.layout
-        self.model = rank_config(setting.model, self.layout.tensor_parallel)
-        self.parameters = count_parameters(self.model)
-        self.trained = setting.trained or everything(self.parameters)
+        self.model = setting.rank_model
+        self.parameters, self.trained = setting.of_rank
         self.shards = shards_of(self.parameters, self.model, self.trained, self.layout.n_shards)
         self.sharded = self.layout.n_shards > 1
         n_rows = setting.micro_batch_size * setting.objective.rows_per_sample * (self.model.context_length // length)
@@ -153,17 +162,25 @@ class _Step:
             self.parameters, s.optimizer, s.optimizer_state, self.trained, s.on_cpu, s.decays_cautiously, n_shares
         )
         if (ownership := OPTIMIZERS[s.optimizer].ownership) is not None and self.layout.n_parts > 1:
-            whole = Counter(whole_model(s)[1].matrices)
+            whole = Counter(s.whole[1].matrices)
             scratch = max(scratch, ownership.scratch_bytes(whole, self.layout.world_size))
         self.mark("optimizer", scratch)
         return self.peak
 
-    def answering(self) -> Peak:
-        """Return the memory in use while an engine generates answers between steps, each as long as the context."""
+    def generating(self, gathered: bool) -> Peak:
+        """Return the memory while an engine generates texts; see `generation_peak`."""
+        setting, model = self.setting, self.model
+        n_slots, capacity = slots_for(setting.n_texts, setting.text_tokens, setting.on_cpu)
+        length = min(capacity, model.context_length)
         self._start()
         self.hold(GRADIENTS, -self.held[GRADIENTS])
-        self.hold(CACHE, ANSWERS_AT_ONCE * kv_cache_bytes(self.model, bytes_per_value=self.shapes.product_bytes))
-        self.mark("answers generated")
+        if self.sharded:
+            n_kept = model.n_layers if gathered or self.layout.sharding == "zero2" else 1
+            self.hold(COMMUNICATION, 4 * self.shards.outside + n_kept * self.gathered_bytes)
+        if gathered:  # before there is a cache; the buffer receives the last block
+            self.mark("blocks gathered to generate texts", self.gathered_bytes, COMMUNICATION)
+        self.hold(CACHE, n_slots * kv_cache_bytes(model, length, self.shapes.product_bytes))
+        self.mark("texts generated", 0 if gathered else RECEIVING * self.gathered_bytes, COMMUNICATION)
         return self.peak
 
     def _start(self) -> None:
@@ -183,15 +200,10 @@ class _Step:
 
     def _state_bytes(self) -> int:
         """Return the bytes of optimizer state on a rank; on the fullest rank if owners keep the matrices' state."""
-        s, ownership = self.setting, OPTIMIZERS[self.setting.optimizer].ownership
-        if ownership is None or not ownership.keeps_state:
-            state = trained_state_bytes(self.parameters, s.optimizer, self.trained, s.optimizer_state)
-            return self.shards.rank_bytes(state, 8 * self.shards.trained_whole)
-        matrices = whole_model(s)[1].matrices
-        others = trained_state_bytes(self.parameters, "adamw", self.trained)
-        others -= 8 * sum(map(prod, matrices)) // self.layout.tensor_parallel
-        owned = owned_state_bytes(s.optimizer, ownership, matrices, self.layout.world_size)
-        return self.shards.rank_bytes(others, 8 * self.shards.trained_whole) + owned
+        s = self.setting
+        in_parts = state_in_parts_bytes(self.parameters, s.optimizer, self.trained, s.optimizer_state)
+        owned = owned_state_bytes(s.optimizer, s.whole[1].matrices, self.layout.world_size)
+        return self.shards.rank_bytes(in_parts, 8 * self.shards.trained_whole) + owned
 
     def _block(self, use: int) -> list[Stage]:
         stages = self._cost(use).stages
@@ -248,7 +260,7 @@ class _Step:
             else:
                 for stage in self._block(layer):
                     self.hold_saved(stage)
-            arriving = 2 * self.gathered_bytes - kept  # gathered weights, and the buffer they arrive in
+            arriving = (1 + RECEIVING) * self.gathered_bytes - kept
             self.mark(f"layer {layer + 1}, forward", arriving, COMMUNICATION)
             self._mark_unpacked(layer, f"layer {layer + 1}, forward")
         if not self._keeps_bias:

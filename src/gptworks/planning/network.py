@@ -29,10 +29,8 @@ from math import ceil, prod
 from gptworks.config import computes_again
 from gptworks.config.optimizers import OPTIMIZERS, Ownership
 from gptworks.planning.devices import Device
-from gptworks.planning.layout import BUCKET_BYTES, Layout, Shards, rank_config, shards_of
-from gptworks.planning.params import count_parameters
+from gptworks.planning.layout import BUCKET_BYTES, Layout, Shards, shards_of
 from gptworks.planning.setting import Setting
-from gptworks.planning.trained import everything
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Collective:
     else per step."""
     when: str
     """The computation that the transfer overlaps with: forward or backward (of each micro-batch), last_backward (of the
-    last micro-batch), or exposed (none)."""
+    last micro-batch), or exposed (none); generation: none, before answers are generated."""
     exposed_bytes: int = 0
     """The part of `n_bytes` that is sent before or after all computation, and so does not overlap with it."""
     in_each_micro_batch: bool = True
@@ -73,13 +71,14 @@ class StepTime:
 def collectives(s: Setting) -> Iterator[Collective]:
     """Yield the collectives of a step; none for a single rank."""
     layout = s.layout
-    model = rank_config(s.model, layout.tensor_parallel)
-    parameters = count_parameters(model)
-    trained = s.trained or everything(parameters)
-    shards = shards_of(parameters, model, trained, layout.n_shards)
+    parameters, trained = s.of_rank
+    shards = shards_of(parameters, s.rank_model, trained, layout.n_shards)
     sharded = layout.n_shards > 1
     if sharded:
-        yield from _of_shares(layout, shards, model.n_layers)
+        yield from _of_shares(layout, shards, s.model.n_layers)
+        if (rollouts := s.objective.rollouts) is not None:
+            gathered = (_gathered_bytes(layout, shards) * s.model.n_layers + 4 * shards.outside) // rollouts.steps
+            yield Collective("weights_to_generate", "all_gather", "data", gathered, "generation", 0, False)
     elif layout.data_parallel > 1:
         tail = min(4 * trained.parameters, max(BUCKET_BYTES, 4 * shards.trained_outside))
         when = "last_backward" if layout.sums_in_backward else "exposed"
@@ -91,8 +90,7 @@ def collectives(s: Setting) -> Iterator[Collective]:
 
 
 def _of_shares(layout: Layout, shards: Shards, n_layers: int) -> Iterator[Collective]:
-    element = 2 if layout.gathers == "bf16" else 4
-    block, root = element * shards.block, 4 * shards.outside
+    block, root = _gathered_bytes(layout, shards), 4 * shards.outside
     yield Collective("weights", "all_gather", "data", n_layers * block + root, "forward", block + root)
     if layout.sharding == "fsdp":
         yield Collective("weights_again", "all_gather", "data", n_layers * block, "backward", block)
@@ -103,12 +101,17 @@ def _of_shares(layout: Layout, shards: Shards, n_layers: int) -> Iterator[Collec
         yield Collective("whole_gradients", "all_reduce", "data", whole, "exposed", whole, False)
 
 
+def _gathered_bytes(layout: Layout, shards: Shards) -> int:
+    """Return the bytes of a block's matrices, as FSDP gathers them."""
+    return (2 if layout.gathers == "bf16" else 4) * shards.block
+
+
 def _of_owners(s: Setting, ownership: Ownership) -> Iterator[Collective]:
     """Yield the collectives that send matrices to their owners, and updates from the owners back; see
     `gptworks.training.distributed.owners`."""
     layout, n_parts = s.layout, s.layout.n_parts
     n_copies = layout.world_size // n_parts
-    matrices = (s.trained or everything(count_parameters(s.model))).matrices
+    matrices = s.whole[1].matrices
     held = ownership.element_bytes * sum(map(prod, matrices)) // n_parts
     if n_parts > 1:
         sharded = "data" if layout.tensor_parallel == 1 else "all"
@@ -173,14 +176,14 @@ def step_time(
         forward_seconds, backward_seconds: seconds of computation in these passes, of all micro-batches of a step.
     """
     layout = setting.layout
-    spent = dict.fromkeys(("forward", "backward", "last_backward", "exposed"), 0.0)
+    spent = dict.fromkeys(("forward", "backward", "last_backward", "generation", "exposed"), 0.0)
     for one in collectives(setting):
         rate = ring_bandwidth(one, layout, device)
         exposed_bytes = one.n_bytes if one.when == "exposed" else one.exposed_bytes
         before_or_after = sent_bytes(one, layout, micro_steps, exposed_bytes) / rate
         spent["exposed"] += before_or_after
         spent[one.when] += sent_bytes(one, layout, micro_steps) / rate - before_or_after
-    exposed = spent["exposed"] + max(0.0, spent["forward"] - forward_seconds)
+    exposed = spent["exposed"] + spent["generation"] + max(0.0, spent["forward"] - forward_seconds)
     exposed += max(0.0, spent["backward"] - backward_seconds)
     exposed += max(0.0, spent["last_backward"] - backward_seconds / micro_steps)
     return StepTime(forward_seconds + backward_seconds, sum(spent.values()), exposed)

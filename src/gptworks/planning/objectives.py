@@ -6,7 +6,7 @@ from gptworks.model.cost import Shapes
 from gptworks.model.rotary import rotary_tables_bytes
 from gptworks.planning.params import count_parameters
 from gptworks.planning.state import held_weights_bytes
-from gptworks.planning.trained import everything, trained
+from gptworks.planning.trained import trained
 from gptworks.recipe import load_recipe
 
 
@@ -29,11 +29,16 @@ def other_models_bytes(recipe: Recipe) -> int:
     second model is the trained model without the adapter."""
     if (model := teacher_config(recipe)) is not None:
         return 4 * count_parameters(model).total + _tables_bytes(model)
-    if not recipe.objective.keeps_start or (recipe.adapter is not None and not recipe.adapter.embeddings):
+    if not copies_start(recipe):
         return 0
     count = count_parameters(recipe.model)
-    part = trained(recipe.model, recipe.adapter, recipe.freeze) or everything(count)
+    part = trained(recipe.model, recipe.adapter, recipe.freeze)
     return held_weights_bytes(count, part) + _tables_bytes(recipe.model)
+
+
+def copies_start(recipe: Recipe) -> bool:
+    """Return whether the objective keeps a copy of the starting model; it needs none if only an adapter is trained."""
+    return recipe.objective.keeps_start and (recipe.adapter is None or recipe.adapter.embeddings)
 
 
 def _tables_bytes(model: ModelConfig) -> int:

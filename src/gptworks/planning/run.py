@@ -18,7 +18,7 @@ from gptworks.planning.params import ParameterCount, count_parameters
 from gptworks.planning.setting import ANSWERS_AT_ONCE, Setting
 from gptworks.planning.state import held_weights_bytes, trained_state_bytes
 from gptworks.planning.steps import UNKNOWN_SIZE, DataSize, planned_steps
-from gptworks.planning.trained import Trained, everything
+from gptworks.planning.trained import Trained
 from gptworks.planning.work import Work, training_work
 
 
@@ -69,7 +69,7 @@ class Plan:
     @property
     def trained(self) -> Trained:
         """The part of the model that is trained."""
-        return self.setting.trained or everything(self.parameters)
+        return self.setting.whole[1]
 
     @property
     def flops_per_token(self) -> float:

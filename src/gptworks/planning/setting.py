@@ -2,13 +2,32 @@
 
 from dataclasses import dataclass
 
-from gptworks.config import ModelConfig, TrainConfig
+from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, TrainConfig
 from gptworks.config.objective import NEXT_TOKEN, ObjectiveSettings
-from gptworks.planning.layout import ONE_DEVICE, Layout
-from gptworks.planning.trained import Trained
+from gptworks.planning.layout import ONE_DEVICE, Layout, rank_config
+from gptworks.planning.params import ParameterCount, count_parameters
+from gptworks.planning.trained import Trained, trained
 
 ANSWERS_AT_ONCE = 32
 """Largest number of texts that an engine generates in one batch if its number of slots is not set."""
+
+LEAST_CAPACITY = 256
+LEAST_CAPACITY_CPU = 2048
+"""Minimum capacity of an engine's slot, in tokens, if it is not set. Capacities are powers of two, so that slots seldom
+grow. The minimum on a CPU may be large, because memory is committed only for pages in use."""
+
+
+def slots_for(n_texts: int, longest_tokens: int, on_cpu: bool) -> tuple[int, int]:
+    """Return the number of slots that an engine makes for texts of up to `longest_tokens` tokens, and the capacity of
+    each in tokens, which the model's context limits."""
+    least = LEAST_CAPACITY_CPU if on_cpu else LEAST_CAPACITY
+    return _power_of_two(min(n_texts, ANSWERS_AT_ONCE)), _power_of_two(max(least, longest_tokens))
+
+
+def _power_of_two(n: int) -> int:
+    """Return the smallest power of two ≥ n."""
+    return 1 << max(0, n - 1).bit_length()
+
 
 UNPACKED_ON_CPU, UNPACKED_ELSEWHERE = 2**18, 2**22
 """Number of weights to unpack at a time from a packed matrix: on a CPU, whose cache they fit into, and elsewhere."""
@@ -42,8 +61,12 @@ class Setting:
     starts_from: bool = False
     """Whether the run starts from another run's weights."""
     layout: Layout = ONE_DEVICE
-    trained: Trained | None = None
-    """The part of the model that is trained; None: the whole model."""
+    adapter: LoRAConfig | None = None
+    freeze: FreezeConfig | None = None
+    n_texts: int = 0
+    """Number of texts that a rank generates together during the run."""
+    text_tokens: int = 0
+    """Maximum tokens of such a text with its prompt."""
     objective: ObjectiveSettings = NEXT_TOKEN
     several_texts: bool = False
     """Whether a row may hold several texts, which a bias on the attention scores separates."""
@@ -54,7 +77,12 @@ class Setting:
 
     @staticmethod
     def of(
-        model: ModelConfig, train: TrainConfig, precision: str, on_cpu: bool, trained: Trained | None = None
+        model: ModelConfig,
+        train: TrainConfig,
+        precision: str,
+        on_cpu: bool,
+        adapter: LoRAConfig | None = None,
+        freeze: FreezeConfig | None = None,
     ) -> "Setting":
         """Return the step on one device that a recipe's training settings describe, without checkpoints."""
         return Setting(
@@ -70,5 +98,24 @@ class Setting:
             decays_cautiously=train.cautious_weight_decay and train.weight_decay > 0,
             n_future=len(train.future_weights),
             averages=train.averages,
-            trained=trained,
+            adapter=adapter,
+            freeze=freeze,
         )
+
+    @property
+    def whole(self) -> tuple[ParameterCount, Trained]:
+        """The parameters of the whole model, and its trained part."""
+        return self._part(self.model)
+
+    @property
+    def of_rank(self) -> tuple[ParameterCount, Trained]:
+        """The parameters of a tensor-parallel rank before FSDP shards them, and their trained part."""
+        return self._part(self.rank_model)
+
+    @property
+    def rank_model(self) -> ModelConfig:
+        """The configuration of a tensor-parallel rank's model."""
+        return rank_config(self.model, self.layout.tensor_parallel)
+
+    def _part(self, model: ModelConfig) -> tuple[ParameterCount, Trained]:
+        return count_parameters(model), trained(model, self.adapter, self.freeze)

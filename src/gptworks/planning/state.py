@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
-from gptworks.config.optimizers import AT_ONCE, CPU_AT_ONCE, OPTIMIZERS, Ownership
+from gptworks.config.optimizers import AT_ONCE, CPU_AT_ONCE, OPTIMIZERS
 from gptworks.planning.inference import weights_bytes
 from gptworks.planning.layout import divided
 from gptworks.planning.params import ParameterCount, Shape
@@ -33,8 +33,19 @@ def matrix_state_bytes(optimizer: str, shape: Shape) -> int:
     return sum(4 * prod(tensor.shape) for tensor in kept if tensor.shape)
 
 
-def owned_state_bytes(optimizer: str, ownership: Ownership, matrices: Sequence[Shape], n_owners: int) -> int:
-    """Return the bytes of optimizer state on the fullest of `n_owners` ranks, which keep their own matrices' state."""
+def state_in_parts_bytes(parameters: ParameterCount, optimizer: str, trained: Trained, moments: str) -> int:
+    """Return the bytes of `trained_state_bytes` without the state that only the owners of matrices keep."""
+    ownership = OPTIMIZERS[optimizer].ownership
+    if ownership is None or not ownership.keeps_state:
+        return trained_state_bytes(parameters, optimizer, trained, moments)
+    return trained_state_bytes(parameters, "adamw", trained) - 8 * sum(map(prod, trained.matrices))
+
+
+def owned_state_bytes(optimizer: str, matrices: Sequence[Shape], n_owners: int) -> int:
+    """Return the bytes of optimizer state that the fullest of `n_owners` ranks keeps only for the matrices it owns."""
+    ownership = OPTIMIZERS[optimizer].ownership
+    if ownership is None or not ownership.keeps_state:
+        return 0
     kept = [matrix_state_bytes(optimizer, shape) for shape in matrices]
     return max(sum(kept[i] for i in share) for share in divided([*map(ownership.work, matrices)], n_owners))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from gptworks.config import ADAPTED_MODULES, FreezeConfig, LoRAConfig, ModelConfig
@@ -88,11 +89,12 @@ def moments_in_8_bits(sizes: Iterable[int]) -> tuple[int, int]:
     return sum(large), 2 * sum(-(-size // SCALED_TOGETHER) for size in large)
 
 
-def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> Trained | None:
-    """Return the trained part of a model; None if the whole model is trained."""
-    if adapter is None and freeze is None:
-        return None
+@lru_cache(maxsize=16)
+def trained(model: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> Trained:
+    """Return the trained part of a model."""
     count = count_parameters(model)
+    if adapter is None and freeze is None:
+        return everything(count)
     shapes = count.shapes
     own = {name: prod(shape) for name, shape in shapes.items() if trains(name, adapter, freeze)}
     matrices = tuple(shapes[name] for name in own if name.startswith("blocks.") and len(shapes[name]) == 2)

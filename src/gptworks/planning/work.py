@@ -36,10 +36,8 @@ def training_work(recipe: Recipe) -> Work:
     products = _products(recipe, by_expert=False)
     forward = {part: n / (length * products.parts) for part, n in products.forward.items()}
     backward = {part: n / (length * products.parts) for part, n in products.backward.items()}
-    part = trained(model, recipe.adapter, recipe.freeze)
-    n_still = 0 if part is None else part.n_still
     plain = forward_flops(model).per_token_dense + forward.get("adapter", 0.0)
-    again = _computed_again(recipe, products, n_still)
+    again = _computed_again(recipe, products, trained(model, recipe.adapter, recipe.freeze).n_still)
     if (teacher := teacher_config(recipe)) is not None:
         forward["teacher"] = forward_flops(teacher, length).per_token_dense
     if rollouts := recipe.objective.rollouts:

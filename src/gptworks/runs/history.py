@@ -20,8 +20,8 @@ from gptworks.training.changes import Origin
 from gptworks.training.changes import read_history as read_changes
 from gptworks.training.record.metrics import Record, Skipped, read_metrics
 
-MOST_RECORDS = 20_000
-"""When a kind has twice this many records, they are thinned to this many, evenly spaced, and the best and last stay."""
+THINNED_RECORDS = 20_000
+"""Number of evenly spaced records that remain of twice as many of a kind; the best and the last are kept as well."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class _Thinned:
         loss = record.get("loss", math.inf)
         if isinstance(loss, int | float) and loss < (math.inf if self._best is None else self._best["loss"]):
             self._best = record
-        if len(self._kept) >= 2 * MOST_RECORDS:
+        if len(self._kept) >= 2 * THINNED_RECORDS:
             self._kept, self._every = self._kept[::2], 2 * self._every
 
     @property

@@ -158,7 +158,7 @@ class Run(Session):
         with part("data"):
             own = self.prefetcher.step(position, self.progress.step)
         if self.objective.generates:
-            with part("rollouts"), self.parallel.inference_mode():
+            with part("rollouts"), self.parallel.inference_mode(generates=True):
                 own = self.objective.generate(position, own)
         with part("data"):
             sums = self.parallel.all_reduce_numbers([float(own.n_targets), float(own.n_tokens)])
@@ -194,7 +194,7 @@ class Run(Session):
                 self.display.during("evaluation"),
                 self.step.stopwatch.part("evaluation"),
                 self.state.average.applied(),
-                self.parallel.inference_mode(),
+                self.parallel.inference_mode(self.objective.generates),
             ):
                 report, figures = self.objective.evaluate(self.model, self.parallel, self.setup.precision)
         except StopAsked:
@@ -215,21 +215,24 @@ class Run(Session):
 
     def sample(self) -> None:
         """Generate and report a text for each of the recipe's prompts, always with the same seed."""
-        if not self.parallel.samples:
+        if not (self.parallel.samples or self.parallel.gathers_once):
             return
         sampling = SamplingSettings(
             max_tokens=self.settings.sample_tokens, temperature=0.8, top_k=50, seed=self.recipe.seed
         )
-        for prompt in self.settings.sample_prompts:
-            with (
-                self.display.during("sample"),
-                self.step.stopwatch.part("samples"),
-                self.state.average.applied(),
-                self.parallel.inference_mode(),
-                generating(self.setup.precision),
-            ):
-                text = self.engine.generate(prompt, sampling, overflow="slide")
-            self.reporter.sample(self.progress, prompt, text)
+        prompts = self.settings.sample_prompts
+        with (
+            self.display.during("sample"),
+            self.step.stopwatch.part("samples"),
+            self.state.average.applied(),
+            self.parallel.inference_mode(generates=True),
+            generating(self.setup.precision),
+        ):
+            if not self.parallel.samples:  # this rank only takes part in gathering the blocks
+                return
+            requests = [self.engine.submit(prompt, sampling, overflow="slide") for prompt in prompts]
+            for prompt, (completion,) in zip(prompts, self.engine.finish(requests), strict=True):
+                self.reporter.sample(self.progress, prompt, completion.text)
         self.reporter.sampled()
 
     def finish(self, reason: str, stop: str | None) -> Outcome:

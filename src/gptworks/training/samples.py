@@ -40,7 +40,7 @@ def samples_of_step(recipe: Recipe, run_dir: Path, step: int) -> StepSamples:
     if not 1 <= step <= done:
         raise UserError(f"step {step} is not among those that the run has done: choose one from 1 to {done}.")
     sizes = _batch_sizes(recipe, run_dir)
-    records = [record for record in read_metrics(run_dir / LOG) if record["kind"] in ("rollback", "skipped")]
+    records = list(read_metrics(run_dir / LOG, kinds=("rollback", "skipped")))
     jumps = [(record["step"], record["from_step"]) for record in records if record["kind"] == "rollback"]
     _check(run_dir, recipe, sizes, jumps, step)
     size = next(size for first, size in reversed(sizes) if first < step)

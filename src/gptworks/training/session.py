@@ -45,6 +45,8 @@ class Session:
         recipe, ranks, device = setup.recipe, setup.ranks, setup.device
         self.setup, self.recipe, self.settings, self.ranks, self.display = setup, recipe, recipe.train, ranks, display
         self.parallel = choose_parallel(recipe, ranks, device, setup.layout)
+        has_room = setup.need is not None and setup.need.gathers_once
+        self.parallel.gathers_once = not ranks.all_reduce_max(not has_room)  # true if all ranks have room
         with ranks.busy():
             self.objective = choose_objective(recipe, setup.prepared.folder, verify=ranks.is_rank_zero)
         torch.manual_seed(recipe.seed)

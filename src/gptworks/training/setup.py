@@ -22,9 +22,8 @@ from gptworks.errors import UserError
 from gptworks.kernels.library import torch_trains_because
 from gptworks.planning.advice import Change, changes_that_fit
 from gptworks.planning.arrange import layout_of, rank_setting, refusal
-from gptworks.planning.fit import layout_words, need
+from gptworks.planning.fit import Need, layout_words, need
 from gptworks.planning.layout import ONE_DEVICE, Layout
-from gptworks.planning.memory import Peak
 from gptworks.recipe import with_vocab_size
 from gptworks.tokenizer import vocabulary_size
 from gptworks.training.distributed.ranks import ALONE, Ranks
@@ -48,8 +47,8 @@ class PreparedRun:
     precision: Precision
     ranks: Ranks = ALONE
     layout: Layout = ONE_DEVICE
-    peak: Peak | None = None
-    """The planned peak memory of one device; None: not planned."""
+    need: Need | None = None
+    """The memory that the run needs; None: not planned."""
     resume: bool = False
     overrides: Sequence[str] = ()
     """The command line's `key.path=value` settings, stored in the run folder for a resumed run."""
@@ -77,23 +76,24 @@ def prepare_run(
     device = choose_device(recipe.train.device)
     precision = choose_precision(recipe.train.precision, device)
 
-    def fitted(recipe: Recipe) -> tuple[Layout, Peak]:
+    def fitted(recipe: Recipe) -> tuple[Layout, Need]:
         here = this_device(device, ranks.local_size)
         layout = Layout(**ranks.from_rank_zero(lambda: asdict(layout_of(recipe, ranks.size, here))))
         forced = force or not ranks.is_rank_zero
         return layout, check_memory(recipe, device, precision, forced, layout, ranks.local_size)
 
     ranks.from_rank_zero(lambda: check_train(recipe, resume, ranks.size, change))
-    layout, peak = fitted(recipe)
+    layout, needed = fitted(recipe)
     if device.type == "cpu" and ranks.is_rank_zero and (why := torch_trains_because()):
         display.message(f"training's C++ is not used: {why} torch computes instead, slower.")
     prepared = ranks.rank_zero_first(lambda: (prepare if ranks.is_rank_zero else prepare_data)(recipe))
     ranks.from_rank_zero(lambda: check_records(recipe, prepared, display.message))
     resolved = with_vocab_size(recipe, vocabulary_size(prepared.tokenizer))
     if resolved.model.vocab_size != recipe.model.vocab_size:
-        layout, peak = fitted(resolved)
+        layout, needed = fitted(resolved)
     if ranks.size > 1:
         display.message(f"{ranks.size} ranks: {layout_words(layout)}")
+    peak = needed.peak
     display.message(f"memory: {readable(peak.total_bytes, 'B')} planned at the peak, reached during: {peak.moment}")
     choose_allocation(peak.total_bytes, device, ranks.local_size, gathers=layout.sharding != "none")
     if is_new and ranks.size == 1 and recipe.train.threads is None and (free := free_threads(cores, device)):
@@ -101,7 +101,7 @@ def prepare_run(
         display.message(words)
         resolved = resolved.model_copy(update={"train": recipe.train.model_copy(update={"threads": threads})})
         overrides = [*overrides, f"train.threads={threads}"]  # a resumed run repeats each bit only with this number
-    return PreparedRun(resolved, prepared, device, precision, ranks, layout, peak, resume, overrides)
+    return PreparedRun(resolved, prepared, device, precision, ranks, layout, needed, resume, overrides)
 
 
 def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1, change: Collection[str] = ()) -> None:
@@ -145,8 +145,8 @@ def check_memory(
     force: bool = False,
     layout: Layout = ONE_DEVICE,
     n_local_ranks: int = 1,
-) -> Peak:
-    """Return the planned peak memory of a device, a lower bound while the vocabulary's size is unknown.
+) -> Need:
+    """Return the planned memory of a run, a lower bound while the vocabulary's size is unknown.
 
     Args:
         n_local_ranks: number of ranks on this machine; if they train on the CPU, they share its memory.
@@ -157,7 +157,7 @@ def check_memory(
     place = this_device(device, n_local_ranks, layout.world_size)
     needed = need(rank_setting(recipe, precision.name, device.type == "cpu", layout), place)
     if force or needed.fits:
-        return needed.peak
+        return needed
     advice = "".join(f" {_advised(change)}." for change in changes_that_fit(recipe, layout.world_size, place)[:1])
     raise UserError(
         f"this run does not fit: {needed.missing}.{advice} `gptworks plan` shows more, and --force starts it anyway."

@@ -13,6 +13,7 @@ result to the ranks that hold the same part. A rank's number as an owner is copy
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from math import prod
 
 import torch
 from torch import Tensor, distributed, nn
@@ -46,45 +47,16 @@ class Owners:
             divided_over: names of the mesh dimensions over which the matrices are sharded.
         """
         self._mesh, self._divided_over = mesh, divided_over
-        self.n_copies, self.copy, self.n_parts, self.part = 1, 0, 1, 0
-        if mesh is None:
-            return
-        sizes, places = sizes_of(mesh), places_of(mesh)
-        for name in DIMENSIONS:
-            size, index = sizes[name], places[name]
-            if name in divided_over:
-                self.n_parts, self.part = self.n_parts * size, self.part * size + index
-            else:
-                self.n_copies, self.copy = self.n_copies * size, self.copy * size + index
-
-    @property
-    def n_ranks(self) -> int:
-        """Number of ranks that own matrices."""
-        return self.n_copies * self.n_parts
-
-    @property
-    def number(self) -> int:
-        """This rank's number, copy · n_parts + part."""
-        return self.copy * self.n_parts + self.part
-
-    def rank_of(self, number: int) -> int:
-        """Return the global rank of the owner with this number."""
-        if self._mesh is None:
-            return 0
-        places = self._places(number)
-        return int(self._mesh.mesh[tuple(places[name] for name in DIMENSIONS)])
-
-    def _places(self, number: int) -> dict[str, int]:
-        """Return the index, in each dimension of the mesh, of the owner with this number."""
-        assert self._mesh is not None, "a single rank has no mesh"
-        copy, part = divmod(number, self.n_parts)
-        sizes, places = sizes_of(self._mesh), {}
-        for name in reversed(DIMENSIONS):
-            if name in self._divided_over:
-                part, places[name] = divmod(part, sizes[name])
-            else:
-                copy, places[name] = divmod(copy, sizes[name])
-        return places
+        self.ranks = [0]
+        """Global ranks of the owners, by number."""
+        self.number, self.n_parts = 0, 1
+        if mesh is not None:
+            outer_first = sorted(DIMENSIONS, key=divided_over.__contains__)  # copies, then parts
+            self.ranks = sorted(range(mesh.size()), key=lambda rank: [places_of(mesh, rank)[n] for n in outer_first])
+            self.number = self.ranks.index(mesh.get_rank())
+            self.n_parts = prod(sizes_of(mesh)[name] for name in divided_over)
+        self.n_copies = len(self.ranks) // self.n_parts
+        self.copy, self.part = divmod(self.number, self.n_parts)
 
     def _group(self, of_parts: bool) -> distributed.ProcessGroup | None:
         """Return the group of the ranks that hold parts of this rank's copy, or else copies of its part."""
@@ -93,9 +65,7 @@ class Owners:
 
     def part_of(self, matrix: Tensor, number: int | None = None) -> Part:
         """Return the part of a matrix that the owner with this number holds; None: this rank."""
-        if self._mesh is None or number is None:
-            return part_of(matrix, self._mesh)
-        return part_of(matrix, self._mesh, self._places(number))
+        return part_of(matrix, self._mesh, None if number is None else self.ranks[number])
 
     def gather(self, owned: Sequence[Matrices], made: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """Return a whole tensor for each matrix that this rank owns, [N, rows, columns], from the parts of all ranks.
@@ -185,5 +155,5 @@ def divided_among_owners(
         alike.setdefault(divided_over(matrix), []).append(matrix)
     for dimensions, those in alike.items():
         owners = Owners(mesh, dimensions)
-        shares = divided([work(tuple(matrix.shape)) for matrix in those], owners.n_ranks)
+        shares = divided([work(tuple(matrix.shape)) for matrix in those], len(owners.ranks))
         yield owners, [[those[index] for index in share] for share in shares]

@@ -13,7 +13,6 @@ the step. A block's matrices are gathered in the precision of the products, whic
 embedding, head, vectors, routers and the residual stream are float32.
 """
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -57,8 +56,8 @@ class Parallel:
 
     layout = ONE_DEVICE
     ranks = ALONE
-    samples = True
-    """Whether this rank takes part in generating samples."""
+    gathers_once = False
+    """Whether this rank has room for all blocks of its model, gathered once to generate texts."""
     mesh: DeviceMesh | None = None
     """All ranks, in dimensions data and tensor; None: a single rank."""
 
@@ -72,6 +71,11 @@ class Parallel:
         """Returns the signal that asked this process to stop, or None; evaluations end at the next batch after one."""
         self.micro_batch_size = train.micro_batch_size
         self._data_rank, self._n_data = 0, 1
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank takes part in generating samples."""
+        return True
 
     def micro_steps(self, batch_size: int) -> range:
         """Return the numbers, within a step of `batch_size` samples, of this rank's micro-batches."""
@@ -131,8 +135,13 @@ class Parallel:
         return ((name, TensorPart.whole(tensor)) for name, tensor in tensors.items())
 
     @contextmanager
-    def inference_mode(self) -> Iterator[None]:
-        """Context in which the model is used but not trained."""
+    def inference_mode(self, generates: bool = False) -> Iterator[None]:
+        """Context in which the model is used but not trained. All ranks must enter it together.
+
+        Args:
+            generates: whether the engine generates texts in it, with a forward pass for each token. With
+                `gathers_once`, sharded blocks are gathered on entry and not again.
+        """
         yield
 
     def split_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -172,9 +181,11 @@ class ManyDevices(Parallel):
         self._data, self._tensor = mesh["data"], mesh["tensor"]
         self._data_rank, self._n_data = self._data.get_local_rank(), self._data.size()
         self.micro_batch_size = train.rank_micro_batch_size(self._n_data)
-        self.samples = ranks.is_rank_zero or self._sharded or self._tensor.size() > 1
-        # DTensor warns about gathering matrices over both dimensions in two steps, which is intended here.
-        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+    @property
+    def samples(self) -> bool:
+        """True on the first data-parallel rank, and on all if each forward pass gathers blocks."""
+        return self._data_rank == 0 or (self._sharded and not self.gathers_once)
 
     # ------------------------------------------------------------------------------------------- model
 
@@ -241,14 +252,21 @@ class ManyDevices(Parallel):
         return model
 
     @contextmanager
-    def inference_mode(self) -> Iterator[None]:
-        gathered = self._sharded and self.layout.gathers == "bf16"  # products with gathered bf16 matrices need autocast
+    def inference_mode(self, generates: bool = False) -> Iterator[None]:
+        in_bf16 = self._sharded and self.layout.gathers == "bf16"  # products with gathered bf16 matrices need autocast
+        sharded = list(_sharded_modules(self.model))
+        once = generates and self.gathers_once
+        for module in sharded if once else ():
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
         try:
-            with torch.autocast(self.mesh.device_type, dtype=torch.bfloat16, enabled=gathered):
+            with torch.autocast(self.mesh.device_type, dtype=torch.bfloat16, enabled=in_bf16):
                 yield
         finally:
-            for module in _sharded_modules(self.model):  # else parameters gathered by a forward pass
+            for module in sharded:  # else parameters gathered by a forward pass
                 module.reshard()  # without a backward pass would stay, with averaged or outdated weights
+            for block in _sharded_modules(self.model.blocks) if once else ():
+                block.set_reshard_after_forward(self.layout.sharding == "fsdp", recurse=False)
 
     # --------------------------------------------------------------------------------------- gradients
 

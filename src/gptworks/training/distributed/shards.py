@@ -1,6 +1,5 @@
 """Which part of a sharded tensor a rank holds."""
 
-from collections.abc import Mapping
 from functools import cache
 from math import prod
 
@@ -34,23 +33,24 @@ def sizes_of(mesh: DeviceMesh) -> dict[str, int]:
     return {name: mesh[name].size() for name in DIMENSIONS}
 
 
-def places_of(mesh: DeviceMesh) -> dict[str, int]:
-    """Return this rank's index in each dimension of the mesh."""
-    return dict(zip(DIMENSIONS, divmod(mesh.get_rank(), sizes_of(mesh)["tensor"]), strict=True))
+def places_of(mesh: DeviceMesh, rank: int | None = None) -> dict[str, int]:
+    """Return the index in each dimension of the mesh of a global rank; None: this rank."""
+    rank = mesh.get_rank() if rank is None else rank
+    return dict(zip(DIMENSIONS, divmod(rank, sizes_of(mesh)["tensor"]), strict=True))
 
 
-def part_of(tensor: Tensor, mesh: DeviceMesh | None, places: Mapping[str, int] | None = None) -> Part:
+def part_of(tensor: Tensor, mesh: DeviceMesh | None, rank: int | None = None) -> Part:
     """Return the part of a tensor that a rank holds.
 
     Tensor parallelism splits a dimension first, then FSDP splits the result; both split as `torch.chunk` does.
 
     Args:
         mesh: all ranks, in dimensions data and tensor; None: a single rank.
-        places: the rank's index in each dimension of the mesh; None: this rank's index.
+        rank: the global rank; None: this rank.
     """
     held = [range(n) for n in tensor.shape]
     if isinstance(tensor, DTensor) and mesh is not None:
-        sizes, places = sizes_of(mesh), places or places_of(mesh)
+        sizes, places = sizes_of(mesh), places_of(mesh, rank)
         ways = dict(zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True))
         for name in sorted(ways, reverse=True):  # tensor first, then data
             if not ways[name].is_replicate():

@@ -24,6 +24,7 @@ from gptworks.evaluation.loss import Workers
 from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
 from gptworks.model.gpt import GPT, eval_mode
 from gptworks.quantize.linear import weight_tensors
+from gptworks.training.distributed.shards import local
 from gptworks.training.objectives.base import RunContext
 from gptworks.training.objectives.next_token import Losses, LossFunction, with_routing
 from gptworks.training.objectives.pairs import PairsObjective, answer_lengths, answer_logprobs, counts
@@ -152,8 +153,7 @@ def weights_fingerprint(model: GPT) -> str:
     """Return the sha256 of a model's weights, in the order of their names; of this rank's shards, if sharded."""
     digest = hashlib.sha256()
     for name, parameter in sorted(weight_tensors(model).items()):
-        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         digest.update(name.encode("utf-8"))
-        copied = local.detach().float().cpu().clone()  # FSDP cannot free a storage that numpy uses
+        copied = local(parameter).detach().float().cpu().clone()  # FSDP cannot free a storage that numpy uses
         digest.update(copied.numpy().tobytes())
     return digest.hexdigest()

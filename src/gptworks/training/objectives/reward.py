@@ -155,11 +155,6 @@ class Reward(Objective):
     # --------------------------------------------------------------------------------------------------- begin
 
     def begin(self, run: RunContext) -> None:
-        if any(hasattr(parameter, "to_local") for parameter in run.model.parameters()):
-            raise UserError(
-                "objective.type=reward on sharded weights: each device answers prompts of its own. Use "
-                "train.parallel.strategy=ddp and tensor_parallel=1."
-            )
         self._run, self._function = run, load_reward(self.settings.reward)
         self._end = self._end_token(run.engine)
         self._prompts = {split: self._fitting_prompts(split) for split in self._examples}
@@ -291,12 +286,7 @@ class Reward(Objective):
             )
             requests.append(engine.submit(prompt.ids, sampling, n_samples=n_samples))
         with generating(self._run.precision):
-            while engine.step():
-                pass
-        for request in requests:
-            if request.error is not None:
-                raise request.error
-        return [request.completions() for request in requests]
+            return engine.finish(requests)
 
     def _row(self, prompt: Prompt, answer: Completion) -> tuple[Int64s, npt.NDArray[np.bool_]]:
         """Return the tokens of a prompt followed by its answer, and a mask of the answer's tokens."""

@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from gptworks.config import TrainConfig
 from gptworks.config.optimizers import AT_ONCE, CPU_AT_ONCE
-from gptworks.training.optim.base import Group, Mesh, decay_where_agreed
+from gptworks.training.distributed.shards import local
+from gptworks.training.optim.base import Group, Mesh, decay_where_agreed, gradient_of
 
 
 def build(groups: list[Group], train: TrainConfig, mesh: Mesh) -> torch.optim.Optimizer:
@@ -43,9 +43,8 @@ def _decay(parameter: nn.Parameter, moment: Tensor | None, amount: float, beta: 
     Args:
         moment: the first moment before this step's gradient is added; None at the first step.
     """
-    assert parameter.grad is not None
-    weights, gradients = _local(parameter).view(-1), _local(parameter.grad).reshape(-1)
-    moments = None if moment is None else _local(moment).view(-1)
+    weights, gradients = local(parameter).view(-1), gradient_of(parameter).reshape(-1)
+    moments = None if moment is None else local(moment).view(-1)
     at_once = CPU_AT_ONCE if weights.device.type == "cpu" else AT_ONCE
     for start in range(0, weights.numel(), at_once):
         piece = slice(start, start + at_once)
@@ -54,7 +53,3 @@ def _decay(parameter: nn.Parameter, moment: Tensor | None, amount: float, beta: 
             gradients[piece].clone() if moments is None else moments[piece].lerp(gradients[piece], 1 - beta),
             amount,
         )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -56,7 +56,7 @@ class ByOwners(torch.optim.Optimizer):
     def holders(self) -> dict[nn.Parameter, int]:
         """The only rank that keeps a matrix's state, by matrix; empty if each rank keeps the state of its parts."""
         return {
-            matrix: owners.rank_of(number)
+            matrix: owners.ranks[number]
             for owners, shares in chain(*self._divided)
             for number, share in enumerate(shares)
             for matrix in share

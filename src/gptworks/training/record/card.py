@@ -56,7 +56,7 @@ def write_model_card(
         reason: why the run has ended; None: the run continues, and `outcome.json` is not written.
         samples_per_epoch: number of samples in the training split. epochs: passes over each dataset of a mixture.
     """
-    validation = [record for record in read_metrics(recipe.run_dir / LOG) if record["kind"] == "validation"]
+    validation = list(read_metrics(recipe.run_dir / LOG, kinds=("validation",)))
     training = _training(recipe, progress, reason, samples_per_epoch, precision) | _layout(layout) | _memory(memory)
     training = _mixture(recipe, epochs or {}) | training
     sections = {

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
@@ -113,18 +113,22 @@ def open_log_file(path: Path) -> BufferedReader:
     return open_regular(path, inside=path.parent, max_bytes=MOST_LOG_BYTES)
 
 
-def read_metrics(path: Path, skipped: Skipped | None = None) -> Iterator[Record]:
+def read_metrics(path: Path, skipped: Skipped | None = None, kinds: Collection[str] = ()) -> Iterator[Record]:
     """Yield the records of a log, with their keys and values checked; without a file, yield none.
 
     A crash may have truncated or damaged the log: lines that are not records are left out and counted in `skipped`, and
     invalid values are left out of their records. At most one line, of up to 4 MiB, is in memory.
+
+    Args:
+        kinds: yield only records of these kinds, without parsing lines that name none of them; empty: all records.
     """
-    reader = MetricsReader(path, skipped)
+    reader = MetricsReader(path, skipped, kinds)
     if path.exists():
         open_log_file(path).close()  # raises an error unless it is a regular file
     while not reader.at_end:
         for _, record in reader.read():
-            yield record
+            if not kinds or record["kind"] in kinds:
+                yield record
     reader.finish()
 
 
@@ -142,8 +146,10 @@ class MetricsReader:
     A last line without newline is a record if it is complete JSON; otherwise the reader waits for the rest of the line.
     """
 
-    def __init__(self, path: Path, skipped: Skipped | None = None) -> None:
+    def __init__(self, path: Path, skipped: Skipped | None = None, kinds: Collection[str] = ()) -> None:
+        """kinds: skip the lines that name none of these kinds, uncounted; empty: none."""
         self.path, self.skipped = path, Skipped() if skipped is None else skipped
+        self._names = [kind.encode() for kind in kinds]
         self.at_end = False
         """Whether the last call of `read` reached the end of the file."""
         self._offset = self._line = 0
@@ -205,6 +211,9 @@ class MetricsReader:
             self._was_no_line = self._is_too_long or bool(line.strip())
             return None
         self._line += 1
+        if self._names and not any(name in line for name in self._names):
+            self._is_too_long = False
+            return None
         record: Record | str = "longer than 4 MiB"
         if not self._is_too_long and len(line) < _MOST_LINE_BYTES:
             record = _parsed(line)
@@ -351,7 +360,7 @@ def _line(record: Record) -> str:
 
 def write_samples(metrics: Path, path: Path) -> None:
     """Write the run's samples as Markdown, oldest first: each prompt with its continuation."""
-    samples = [record for record in read_metrics(metrics) if record["kind"] == "sample"]
+    samples = list(read_metrics(metrics, kinds=("sample",)))
     if not samples:
         return
     parts = []

@@ -88,6 +88,8 @@ class Rehearsed:
         planned: Counter[tuple[str, str]] = Counter()
         what: dict[tuple[str, str], list[str]] = {}
         for one in collectives(self.plan.setting):
+            if one.when == "generation":  # the ranks only train
+                continue
             of = one.kind, one.dimension
             planned[of] += one.n_bytes * (self.plan.micro_steps if one.in_each_micro_batch else 1)
             what.setdefault(of, []).append(one.what)

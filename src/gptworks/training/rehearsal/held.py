@@ -50,5 +50,5 @@ class StepMemory:
             step_bytes, grown_bytes = grown_bytes, None
         elif step_bytes is not None:
             step_bytes += copied_bytes
-        assert setup.peak is not None, "a run that ends was planned"
-        return MemoryPeaks(setup.peak.total_bytes, step_bytes, grown_bytes)
+        assert setup.need is not None, "a run that ends was planned"
+        return MemoryPeaks(setup.need.peak.total_bytes, step_bytes, grown_bytes)
