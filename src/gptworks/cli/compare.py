@@ -10,6 +10,7 @@ from gptworks.cli import options
 from gptworks.cli.prepare import prepare_with_progress
 from gptworks.cli.printing import console_of, notice, print_json, show, show_lines, working
 from gptworks.errors import refuse_unused
+from gptworks.files import send, shown, url_of
 
 if TYPE_CHECKING:
     from gptworks.runs.sweep import Sweep
@@ -34,7 +35,8 @@ def report(
     else:
         with working(f"reading {run}"):
             write_report(read_history(run), path)
-    typer.echo(f"wrote {path}")
+    send([path])
+    typer.echo(f"wrote {shown(path)}")
 
 
 def compare(
@@ -132,7 +134,8 @@ def try_(
     from gptworks.runs.try_run import plan_try, run_try
 
     loaded = load_recipe(recipe)
-    folder = folder or loaded.run_dir.with_name(f"{loaded.run_dir.name}-try")
+    run_dir = loaded.run_dir if url_of(loaded.run_dir) is None else Path("runs") / loaded.name
+    folder = folder or run_dir.with_name(f"{run_dir.name}-try")
     begun = plan_try(recipe, changes, folder, minutes, worth, steps, resume, notice, prepare_with_progress)
     design = begun.design
     notice(

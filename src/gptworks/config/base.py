@@ -30,8 +30,8 @@ def _short(path: Any) -> Any:
         raise ValueError(f"a path of {len(str(path)):,} characters; it may have {MOST_PATH_CHARACTERS:,}")
     if isinstance(path, str | Path) and is_url(path):
         raise ValueError(
-            f"{path} is in an object store, where run_dir, initialize_from, objective.teacher and the path of a source "
-            f"may be: give a path on this machine"
+            f"{path} is a URL, which only run_dir, initialize_from, objective.teacher, the path of a source and the "
+            f"dataset of a mixture may be: give a path on this machine"
         )
     return path
 
@@ -50,8 +50,9 @@ ShortPath = Annotated[
     BeforeValidator(_short),
     WithJsonSchema({"type": "string", "format": "path", "maxLength": MOST_PATH_CHARACTERS}),
 ]
-RunPath = Annotated[ShortPath, BeforeValidator(_mirrored), PlainSerializer(shown, when_used="json")]
-"""A run folder. The URL of one in an object store becomes the path of its mirror, and in JSON the URL again."""
+RemotePath = Annotated[ShortPath, BeforeValidator(_mirrored), PlainSerializer(shown, when_used="json")]
+"""A folder on this machine, or the URL of one in an object store, which becomes the path of its mirror, and in JSON the
+URL again."""
 PositiveTime = Annotated[float, Field(gt=0, le=10**9)]
 """Seconds or minutes, at most 10⁹: 10⁹ seconds are 30 years, and systems refuse longer timeouts."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]

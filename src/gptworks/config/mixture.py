@@ -5,7 +5,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from gptworks.config.base import MOST_NAME_CHARACTERS, Fixed, Free, Measured, Place, Section, ShortPath, Steering
+from gptworks.config.base import MOST_NAME_CHARACTERS, Fixed, Free, Measured, Place, RemotePath, Section, Steering
 from gptworks.config.cleaning import FilterConfig, check_order
 from gptworks.config.sources import RecordsSource, SourceConfig
 
@@ -22,8 +22,9 @@ class MixtureMember(Section):
     weight: Fixed[Weight] = Field(
         1.0, description="Its share of the samples is weight / sum of all weights. 0: not read before data.anneal."
     )
-    dataset: Free[Annotated[ShortPath | None, Place.PATH]] = Field(
-        None, description="A folder that `gptworks data build` wrote, or `gptworks data mix` with this name in it."
+    dataset: Free[Annotated[RemotePath | None, Place.PATH]] = Field(
+        None,
+        description="A folder or URL of `gptworks data build`, or of `gptworks data mix` with this name in it.",
     )
     sources: Measured[tuple[SourceConfig, ...]] = Field((), description="Sources of text to build it from.")
     clean: Measured[Annotated[tuple[FilterConfig, ...], AfterValidator(check_order)]] = Field(

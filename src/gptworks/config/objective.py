@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_validator
 
-from gptworks.config.base import Fixed, Free, Measured, Place, PositiveInt, RunPath, Section, Start
+from gptworks.config.base import Fixed, Free, Measured, Place, PositiveInt, RemotePath, Section, Start
 
 DataFault = Literal[
     "nothing-learned", "little-learned", "prompts-learned", "unanswered", "empty-answers", "swapped-roles",
@@ -167,7 +167,7 @@ class DistillationObjective(ObjectiveSettings):
     several_texts = True
 
     type: Measured[Literal["distillation"]]
-    teacher: Start[Annotated[RunPath, Place.PATH]] = Field(
+    teacher: Start[Annotated[RemotePath, Place.PATH]] = Field(
         description="The run folder of a trained or imported model with the same tokenizer."
     )
     temperature: Fixed[float] = Field(2.0, gt=0, description="Divides the logits of both models in the KL term.")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from gptworks.config.base import MOST_NAME_CHARACTERS, Fixed, Free, Place, Repeat, RunPath, Section, Start
+from gptworks.config.base import MOST_NAME_CHARACTERS, Fixed, Free, Place, RemotePath, Repeat, Section, Start
 from gptworks.config.data import DataConfig
 from gptworks.config.defaults import train_defaults
 from gptworks.config.model import ModelConfig
@@ -47,13 +47,13 @@ class Recipe(Section):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         description="The run's name. Default: the name of the file.",
     )
-    run_dir: Free[Annotated[RunPath, Place.PATH]] = Field(
+    run_dir: Free[Annotated[RemotePath, Place.PATH]] = Field(
         default_factory=lambda data: Path("runs") / data["name"],
         description="The run folder, for everything that training writes, or its URL: s3://…, gs://… or "
         "az://…. Default: runs/NAME.",
     )
     seed: Repeat[int] = Field(1337, ge=0, lt=2**32, description="Seed of weights, sample order and dropout.")
-    initialize_from: Start[Annotated[RunPath | None, Place.PATH]] = Field(
+    initialize_from: Start[Annotated[RemotePath | None, Place.PATH]] = Field(
         None,
         description="A run folder or its URL: this run starts from its best weights. None: random, by model.init.",
     )

@@ -13,7 +13,8 @@ from gptworks.chat_template import ChatTemplate, load_chat_template
 from gptworks.config import Recipe
 from gptworks.data.shards import MANIFEST_FILE, TOKENIZER_FOLDER, Manifest, TokenShards, read_manifest, redo
 from gptworks.errors import UserError
-from gptworks.files import sha256_file
+from gptworks.files import sha256_file, url_of
+from gptworks.files.mirror import fetched_data
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES, StreamDecoder, fingerprint, load_tokenizer
 
 _DECODED_TOKENS = 1 << 16
@@ -57,12 +58,14 @@ def datasets_in(caches: Iterable[Path], named: Iterable[Path] = ()) -> Iterator[
 
 
 def open_prepared(folder: str | Path) -> Prepared:
-    """Open and check a dataset that `prepare` made.
+    """Open and check a dataset that `prepare` made; first fetch it, if the folder is the mirror of a remote one.
 
     Raises:
         UserError: the folder is not a dataset, or a file in it is missing or was changed.
     """
     folder = Path(folder)
+    if (url := url_of(folder)) is not None:
+        fetched_data(url)
     manifest = read_manifest(folder)
     for split in manifest.splits:
         TokenShards(folder, split, verify=False)

@@ -9,6 +9,7 @@ A folder below `checkpoints` counts only if it has its manifest.json: writers up
 """
 
 import json
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -16,7 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from gptworks.errors import UserError
+from gptworks.errors import RunError, UserError
 from gptworks.files.lock import file_lock, is_locked
 from gptworks.files.read import check_links, read_regular
 from gptworks.files.remote import Entry, Remote, is_url, mirror_around, mirror_of, url_of
@@ -119,9 +120,15 @@ def refresh(mirror: Path, session: dict[str, Any] | None = None) -> None:
 
 
 def is_last_here(mirror: Path, session: dict[str, Any]) -> bool:
-    """Whether a session, a remote folder's last, was one of this machine."""
+    """Whether a session, a remote folder's last, or the last that has written there, was one of this machine."""
     own = _json(mirror / OWN_SESSION) or {}
-    return session.get("token") is not None and session["token"] in (own.get("token"), own.get("claims"))
+    tokens = {own.get("token"), own.get("claims"), written_by(own)} - {None}
+    return not tokens.isdisjoint((session.get("token"), written_by(session)))
+
+
+def written_by(session: dict[str, Any]) -> Any:
+    """Return the token of the last session that has written to a remote folder, by what the newest session states."""
+    return session.get("after") if session.get("wrote") is False else session.get("token")
 
 
 def last_session(remote: Remote, entries: dict[str, Entry]) -> dict[str, Any] | None:
@@ -179,6 +186,10 @@ def _is_small(name: str, entries: dict[str, Entry]) -> bool:
 
 
 def _download(remote: Remote, name: str, n_bytes: int, path: Path, mirror: Path) -> None:
+    if n_bytes > (free_bytes := shutil.disk_usage(mirror).free):
+        raise RunError(
+            f"{remote.url}/{name} has {n_bytes:,} bytes, and {free_bytes:,} are free at {mirror}: make room."
+        )
     with replacing(path, inside=mirror, private=True) as file:
         remote.download(name, n_bytes, file)
 

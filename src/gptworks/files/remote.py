@@ -58,7 +58,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def _root() -> Path:
-    return cache_folder() / "remote"
+    return cache_folder().absolute() / "remote"
 
 
 def mirror_of(url: str | os.PathLike[str]) -> Path:

@@ -53,7 +53,7 @@ def make_folder(path: Path) -> None:
     Raises:
         UserError: the path is a URL.
     """
-    if re.fullmatch(r"[a-z][a-z0-9+.-]+:", path.parts[0] if path.parts else ""):
+    if any(re.fullmatch(r"(s3|gs|az|https?):", part) for part in path.parts):
         raise UserError(f"{path} is a URL: give a path on this machine here.")
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)

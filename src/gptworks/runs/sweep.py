@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gptworks.config import Recipe, SweepConfig, SweepRange
 from gptworks.errors import RunError, UserError, not_installed
-from gptworks.files import check_links, check_regular
+from gptworks.files import check_links, check_regular, url_of
 from gptworks.recipe import as_typed, load_recipe, save_recipe
 from gptworks.runs.settings import flat
 from gptworks.runs.trials import Report, check_comparable, evaluations, last_line, open_folder, train_trial
@@ -110,6 +110,8 @@ def _probes(values: SweepRange) -> Sequence[Any]:
 
 def _check_folder(recipe: Recipe, resume: bool) -> None:
     folder = recipe.run_dir
+    if (url := url_of(folder)) is not None:
+        raise UserError(f"run_dir={url}: a sweep needs a folder on this machine; give another run_dir=.")
     if (folder / "recipe.yaml").exists():
         raise UserError(f"{folder} holds a run, and a sweep needs a folder of its own: give another run_dir=.")
     if (folder / "sweep.yaml").exists():

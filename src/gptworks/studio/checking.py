@@ -26,6 +26,7 @@ from gptworks.confined.child import Answer, serve
 from gptworks.describe.plan_tables import plan_json, tables
 from gptworks.errors import UserError
 from gptworks.files import read_text as read_file
+from gptworks.files import shown
 from gptworks.files.fetch import check_public
 from gptworks.planning.devices import find_device, this_cpu
 from gptworks.recipe import apply_overrides, load_recipe, parse_recipe
@@ -334,7 +335,7 @@ def places(recipe: Recipe) -> Iterable[tuple[str, Place, str]]:
             continue
         for value in one.value if isinstance(one.value, tuple) else (one.value,):
             if value is not None:
-                yield one.path, one.place, str(value)
+                yield one.path, one.place, shown(value) if isinstance(value, Path) else str(value)
         for value in getattr(ranges.get(one.path), "choices", None) or ():
             yield f"sweep.ranges.{one.path}", one.place, str(value)
 

@@ -75,7 +75,7 @@ def train(
     """
     display = display or Display(None if ranks.is_rank_zero else Console(quiet=True))
     with contextlib.ExitStack() as opened:
-        opened.enter_context(remote_run(recipe.run_dir, ranks, display.message))
+        taken = opened.enter_context(remote_run(recipe.run_dir, ranks, display.message))
         setup = prepare_run(
             recipe, display, resume=resume, change=change, force=force, overrides=overrides, ranks=ranks,
             prepare=prepare,
@@ -87,9 +87,9 @@ def train(
         opened.enter_context(cpu_threads(settings.threads))
         run.begin()
         with stop_signals() as stop_asked, display:
-            run.parallel.stop_asked = stop_asked
+            run.parallel.stop_asked = lambda: stop_asked() or taken()
             while True:
-                stop = ranks.agree_to_stop(stop_asked())
+                stop = ranks.agree_to_stop(run.parallel.stop_asked())
                 if (reason := run.length.end_reason(run.progress, stop)) is not None:
                     return run.finish(reason, stop)
                 again = run.progress.evaluation_cut  # a signal interrupted the evaluation: repeat it first

@@ -11,7 +11,6 @@ import json
 import os
 import random
 import secrets
-import signal
 import socket
 import threading
 import time
@@ -30,8 +29,9 @@ from gptworks.files.mirror import (
     keep,
     last_session,
     refresh,
+    written_by,
 )
-from gptworks.files.remote import Remote, url_of
+from gptworks.files.remote import Remote, mirror_around, url_of
 from gptworks.training.distributed.ranks import Ranks
 
 BEAT_SECONDS, STALE_SECONDS = 20.0, 80.0
@@ -47,30 +47,33 @@ _Stamp = tuple[int, int, int]
 
 
 @contextlib.contextmanager
-def remote_run(run_dir: Path, ranks: Ranks, report: Report) -> Iterator[None]:
+def remote_run(run_dir: Path, ranks: Ranks, report: Report) -> Iterator[Callable[[], str | None]]:
     """Return a context in which `run_dir`, if it is the mirror of a remote folder, belongs to this run. Rank 0 uploads.
+    It gives a function that returns SIGTERM if the run must stop, because another process has taken the folder.
 
     Raises:
         UserError: another process trains there, or the store refuses access.
         RunError: the store fails; at the end: files could not be uploaded, or another process has taken the folder.
     """
     if (url := url_of(run_dir)) is None:
-        yield
+        yield lambda: None
         return
+    if mirror_around(run_dir) != run_dir:
+        raise UserError(f"run_dir={run_dir} is part of the mirror of {url}: give another folder, or a URL.")
     keep(run_dir)
     if not ranks.is_rank_zero:
         ranks.from_rank_zero(lambda: None)
-        yield
+        yield lambda: None
         return
     session = Session(Remote(url), report)
     ranks.from_rank_zero(lambda: session.claim(run_dir))
-    uploads = Uploads(session.remote, run_dir, report)
+    uploads = Uploads(session.remote, run_dir, report, lambda: session.taken_by is None)
     threads = [threading.Thread(target=each, daemon=True, name="store") for each in (session.beat, uploads.run)]
     for thread in threads:
         thread.start()
     failed = True
     try:
-        yield
+        yield lambda: None if session.taken_by is None else "SIGTERM"
         failed = False
     finally:
         uploads.over.set()
@@ -79,7 +82,7 @@ def remote_run(run_dir: Path, ranks: Ranks, report: Report) -> Iterator[None]:
             if session.taken_by is None:
                 uploads.finish(failed)
         finally:
-            session.end(run_dir, uploads.is_complete)
+            session.end(run_dir, uploads.is_complete, uploads.has_written)
         if session.taken_by is not None and not failed:
             raise RunError(
                 f"{url} was taken over by {session.taken_by}, since the store did not get this process's sign of life "
@@ -114,10 +117,11 @@ class Session:
             remote.remove(probe)
         elif not last.get("ended") and not self._is_dead(last):
             self._wait(last, probe)
+        self._own["after"] = written_by(last or {})
         self._number = (last or {"number": 0})["number"] + 1
         name = self._name(self._number)
         if last is not None and is_last_here(mirror, last):  # so that a crash between here and the end changes nothing
-            self._keep(mirror, False, token=last["token"], claims=self._own["token"])
+            self._keep(mirror, False, token=written_by(last), claims=self._own["token"])
         try:
             remote.put(name, self._text(), new=True)
         except FileExistsError:
@@ -178,17 +182,16 @@ class Session:
                 newest = last_session(self.remote, self.remote.entries())
                 if newest is not None and newest["number"] > self._number:
                     self.taken_by = f"process {newest.get('process')} on {newest.get('host')}"
-                    os.kill(os.getpid(), signal.SIGTERM)
                     return
                 self.remote.put(self._name(self._number), self._text())
 
-    def end(self, mirror: Path, uploaded: bool) -> None:
-        """Record that the session has ended, and whether everything is uploaded."""
+    def end(self, mirror: Path, uploaded: bool, wrote: bool = True) -> None:
+        """Record that the session has ended, whether everything is uploaded, and whether anything was."""
         self._over.set()
         with contextlib.suppress(OSError, RunError, UserError):
             self._keep(mirror, uploaded)
             if self.taken_by is None:
-                self._own["ended"] = True
+                self._own |= {"ended": True, "wrote": wrote}
                 self.remote.put(self._name(self._number), self._text())
 
     def _name(self, number: int) -> str:
@@ -204,10 +207,16 @@ class Session:
 class Uploads:
     """Makes a remote folder like its mirror, pass by pass."""
 
-    def __init__(self, remote: Remote, mirror: Path, report: Report) -> None:
-        self._remote, self._mirror, self._report = remote, mirror, report
+    def __init__(
+        self, remote: Remote, mirror: Path, report: Report, may_write: Callable[[], bool] = lambda: True
+    ) -> None:
+        """
+        Args:
+            may_write: asked before each change of the store.
+        """
+        self._remote, self._mirror, self._report, self._may_write = remote, mirror, report, may_write
         self.over = threading.Event()
-        self.is_complete = False
+        self.is_complete = self.has_written = False
         self._names = set(remote.entries())
         """Objects in the store."""
         self._sent: dict[str, _Stamp] = {}
@@ -302,9 +311,9 @@ class Uploads:
             for file in sorted(path.iterdir()):
                 if file.name != SEAL:
                     self._names.add(f"{below}/{file.name}")
-                    self._remote.upload(f"{below}/{file.name}", file)
+                    self._writing().upload(f"{below}/{file.name}", file)
             self._upload_small()
-            self._remote.upload(f"{below}/{SEAL}", path / SEAL)
+            self._writing().upload(f"{below}/{SEAL}", path / SEAL)
         except FileNotFoundError:
             if (path / SEAL).exists():
                 raise
@@ -321,12 +330,12 @@ class Uploads:
                 if self._sent.get(name) == stamp:
                     continue
                 if stamp[1] <= _WHOLE_BYTES:
-                    self._remote.put(name, read_regular(path, 2 * _WHOLE_BYTES, inside=self._mirror))
+                    self._writing().put(name, read_regular(path, 2 * _WHOLE_BYTES, inside=self._mirror))
                 else:  # it may grow while it is sent
                     copy = path.with_name(f".sent-{path.name}")
                     copy.unlink(missing_ok=True)
                     copy_file(path, copy)
-                    self._remote.upload(name, copy)
+                    self._writing().upload(name, copy)
                     copy.unlink()
                 self._names.add(name)
                 self._sent[name] = stamp
@@ -342,9 +351,20 @@ class Uploads:
             self._remove(name)
 
     def _remove(self, name: str) -> None:
-        self._remote.remove(name)
+        self._writing().remove(name)
         self._names.discard(name)
         self._sent.pop(name, None)
+
+    def _writing(self) -> Remote:
+        """Return the store for a change of it.
+
+        Raises:
+            RunError: another process has taken the folder.
+        """
+        if not self._may_write():
+            raise RunError(f"{self._remote.url} was taken by another process")
+        self.has_written = True
+        return self._remote
 
     def _is_sent(self, name: str) -> bool:
         with contextlib.suppress(FileNotFoundError):

@@ -52,6 +52,11 @@ def is_in_use(folder: Path) -> bool:
     return is_locked(folder / ".lock")
 
 
+def _is_of_no_run(name: str) -> bool:
+    """Whether a folder may have this file before its run begins; another rank may be writing one of them."""
+    return name in _NOT_OF_A_RUN or name.startswith(".writing-.")
+
+
 def check_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) -> None:
     """Check that the recipe's run may write to its run folder, before any work is done.
 
@@ -70,5 +75,5 @@ def check_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ())
             )
         check_changes(load_recipe(folder), recipe, change)
         check_sums(folder / "tokenizer", MAX_TOKENIZER_BYTES)
-    elif folder.is_dir() and any(path.name not in _NOT_OF_A_RUN for path in folder.iterdir()):
+    elif folder.is_dir() and any(not _is_of_no_run(path.name) for path in folder.iterdir()):
         raise UserError(f"run_dir={shown(folder)} exists and holds other files, not a run: give another run_dir=.")
