@@ -18,8 +18,9 @@ from gptworks.training.setup import check_train
 from halves import assert_resumes_exactly
 
 
-@pytest.mark.parametrize("chunk", [3, 1000])
-def test_loss_and_gradients_are_the_definition(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("chunk", "selects"), [(3, True), (1000, True), (3, False), (1000, False)])
+def test_loss_and_gradients_are_the_definition(chunk: int, selects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptworks.model.loss.selects_rows", lambda device: selects)
     monkeypatch.setattr("gptworks.model.loss.chunk_tokens", lambda device, vocab_size: chunk)
     torch.manual_seed(0)
     x, w = torch.randn(2, 7, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)

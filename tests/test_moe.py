@@ -15,6 +15,7 @@ from gptworks.model.moe import (
     MoE,
     balance_loss,
     busiest_load,
+    collect,
     expert_rows,
     expert_tokens,
     route,
@@ -67,6 +68,20 @@ def test_dispatch_equals_the_definition_and_so_do_its_gradients(changes: dict[st
     reference = torch.autograd.grad(expected, inputs, direction, allow_unused=True)  # an expert nobody chose
     for gradient, other in zip(ours, reference, strict=True):
         torch.testing.assert_close(gradient, torch.zeros_like(gradient) if other is None else other, rtol=0, atol=1e-4)
+
+
+@VARIANTS
+def test_grouped_products_equal_one_expert_after_the_other(changes: dict[str, Any]) -> None:
+    layer, tokens = moe(torch.bfloat16, **changes, d_ff=24), torch.randn(40, 24, dtype=torch.bfloat16)
+    chosen = route(layer.router(tokens).float(), layer.n_per_token)[1]
+    made = []
+    for compute in (layer._by_expert, layer._in_groups):
+        x = tokens.clone().requires_grad_()
+        result = collect(*compute(x, chosen))
+        wanted = [x, *(p for e in set(chosen.flatten().tolist()) for p in layer.experts[e].parameters())]
+        made.append([result.detach(), *torch.autograd.grad(result.float().square().sum(), wanted)])
+    for one, other in zip(*made, strict=True):
+        assert (one - other).abs().max() <= 0.02 * one.abs().max()
 
 
 def test_an_expert_has_few_numbers_of_rows_and_hardly_more_than_tokens() -> None:

@@ -142,7 +142,9 @@ def test_answers_that_are_certain_or_missing_have_a_finite_loss() -> None:
     assert loss.isfinite() and logprobs.grad is not None and logprobs.grad.isfinite().all()
 
 
-def test_logprobs_are_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("selects", [True, False])
+def test_logprobs_are_the_same_in_chunks(selects: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptworks.model.loss.selects_rows", lambda device: selects)
     torch.manual_seed(0)
     features, weight = torch.randn(4, 9, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
     targets = torch.randint(50, (4, 9))

@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from gptworks.errors import UserError
 from gptworks.kernels import dispatch
@@ -312,6 +313,26 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+class Scalars:
+    """Numbers on a device, by name, which the host reads all at once when it needs one of them."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, float] = {}
+        self._unread: dict[str, Tensor] = {}
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._unread[name] = value
+
+    def __getitem__(self, name: str) -> float:
+        if name in self._unread:
+            values = list(self._unread.values())
+            on_cuda = values[0].device.type == "cuda"  # one transfer; float64 holds each dtype's values exactly
+            numbers = torch.stack([x.double() for x in values]).tolist() if on_cuda else [x.item() for x in values]
+            self._read |= zip(self._unread, numbers, strict=True)
+            self._unread = {}
+        return self._read[name]
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device, once: bool = False) -> float:

@@ -87,16 +87,15 @@ def evaluate_loss(
     Raises:
         UserError: the text has no target to count.
     """
-    total_nats, n_tokens = 0.0, 0
+    nats, n_tokens = [torch.zeros((), device=model.device)], 0  # read once, at the end: the host need not wait
     batches = batches_of(windows)
     with eval_mode(model), torch.inference_mode():
-        for inputs, targets, *positions in batches if workers is None else workers.split_batches(batches):
-            places = positions[0].to(model.device) if positions else None
-            features = model.features(inputs.to(model.device), text_positions=places)
-            softcap = model.config.logit_softcap
-            nats = linear_cross_entropy(features, model.head_weight, targets.to(model.device), softcap)
-            total_nats += nats.item()
-            n_tokens += int((targets != IGNORED).sum())
+        for batch in batches if workers is None else workers.split_batches(batches):
+            inputs, targets, *positions = (x.to(model.device, non_blocking=True) for x in batch)
+            features = model.features(inputs, text_positions=positions[0] if positions else None)
+            nats.append(linear_cross_entropy(features, model.head_weight, targets, model.config.logit_softcap))
+            n_tokens += int((batch[1] != IGNORED).sum())
+        total_nats = sum(torch.stack(nats).tolist())
     if workers is not None:
         total_nats, n_targets = workers.all_reduce_numbers([total_nats, n_tokens])
         n_tokens = round(n_targets)

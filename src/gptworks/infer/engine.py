@@ -317,7 +317,7 @@ class Engine:
         plan = room.scheduler.plan()
         assert room.backend is not None
         chunks = [Chunk(w.slot, w.start, w.tokens, w.n_logits, requests.rotary_length(w.job)) for w in plan]
-        computed = room.backend.compute(chunks) if chunks else []
+        computed = room.backend.compute(chunks, not any(w.job.request.reads_logits for w in plan)) if chunks else []
         requests.statistics.steps += 1
         draws = []
         for work, logits in zip(plan, computed, strict=True):

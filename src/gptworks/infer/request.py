@@ -127,6 +127,13 @@ class Request:
         """Number of texts to compute: the number of samples, or 1 if the request only scores the prompt."""
         return len(self.samples) or 1
 
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the host reads the request's logits, for log-probabilities, and not only its tokens."""
+        settings = [sample.settings for sample in self.samples]
+        wanted = [one for s in settings for one in (s.logprobs, s.processed_logprobs)]
+        return self.prompt_logprobs is not None or any(one is not None for one in wanted)
+
     def take(self) -> list[Piece]:
         """Return the pieces since the last call."""
         pieces = []

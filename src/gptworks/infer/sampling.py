@@ -14,7 +14,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gptworks.errors import RunError, UserError, did_you_mean
 from gptworks.infer.logprobs import TokenLogprob
+from gptworks.model.cache import on_device
 
 _GREEDY_BELOW = 1e-5
 """Temperatures below this act like 0, which selects the most likely token: dividing by them might overflow float32."""
@@ -206,17 +207,27 @@ def sample(
     Raises:
         RunError: a logit is NaN.
     """
+    rows = torch.split(logits, 1) if isinstance(logits, Tensor) else logits
+    if len({row.device for row in rows}) > 1:
+        rows = [row.cpu() for row in rows]
+    on_cuda = rows[0].device.type == "cuda"
     adjusts = allowed is not None or any(sampler.adjusts for sampler in samplers)
-    if not adjusts and processed is None and all(sampler.settings.greedy for sampler in samplers):
-        found = [_likeliest(row[0]) for row in (torch.split(logits, 1) if isinstance(logits, Tensor) else logits)]
+    if not on_cuda and not adjusts and processed is None and all(sampler.settings.greedy for sampler in samplers):
+        found = [_likeliest(row[0]) for row in rows]
         _refuse_nan(any(math.isnan(score) for _, score in found))
         return [token for token, _ in found]
-    logits = (logits if isinstance(logits, Tensor) else torch.cat([*logits])).float()
-    _refuse_nan(bool(logits.amax(-1).isnan().any()))
+    logits = (logits if isinstance(logits, Tensor) else torch.cat([*rows])).float()
+    has_nan = logits.amax(-1).isnan().any()
+    if not on_cuda:
+        _refuse_nan(bool(has_nan))
     if adjusts:
         logits = adjust(logits, samplers, allowed)
-    shares = [1.0 if sampler.settings.greedy else sampler.next_share() for sampler in samplers]
-    return pick(logits, [sampler.settings for sampler in samplers], shares, processed)
+    shares = [1.0 if sampler.settings.greedy else sampler.share() for sampler in samplers]
+    tokens = pick(logits, [sampler.settings for sampler in samplers], shares, processed, has_nan if on_cuda else None)
+    for sampler in samplers:
+        if not sampler.settings.greedy:
+            sampler.next_share()
+    return tokens
 
 
 def pick(
@@ -224,38 +235,67 @@ def pick(
     settings: Sequence[SamplingSettings],
     shares: Sequence[float],
     processed: dict[int, TokenLogprob] | None = None,
+    has_nan: Tensor | None = None,
 ) -> list[int]:
     """Choose a token for each row of logits [B, V] by the row's random number in `shares`, each in (0, 1].
 
     The token is the first id at which the cumulative probability, after temperature and filters, reaches the random
-    number. processed: see `sample`.
+    number. On CUDA, the host reads the tokens once; it waits again only for rows whose filters keep more than
+    `CANDIDATES` tokens, and for `processed`.
+
+    Args:
+        processed: see `sample`.
+        has_nan: whether a logit is NaN, read together with the tokens; None: no logit is.
+
+    Raises:
+        RunError: `has_nan` is true.
     """
-    tokens = torch.empty(len(settings), dtype=torch.int64)
-    share = torch.tensor(shares, dtype=torch.float64)
+    device, n = logits.device, len(settings)
+    tokens, share = torch.empty(n, dtype=torch.int64, device=device), on_device(shares, device, torch.float64)
+    doubtful = torch.zeros_like(tokens)
+    pools: dict[int, tuple[Tensor, Tensor]] = {}
     for rows, choose in (
         ([i for i, s in enumerate(settings) if s.greedy], _pick_likeliest),
         ([i for i, s in enumerate(settings) if not s.greedy and not s.filtered], _pick_of_all),
         ([i for i, s in enumerate(settings) if not s.greedy and s.filtered], _pick_of_candidates),
     ):
-        n_at_once = max(1, _LOGITS_AT_ONCE // logits.size(-1)) if logits.device.type == "cpu" else len(settings)
+        n_at_once = max(1, _LOGITS_AT_ONCE // logits.size(-1)) if device.type == "cpu" else n
         for first in range(0, len(rows), n_at_once):
             some = rows[first : first + n_at_once]
             adjacent = some[-1] - some[0] + 1 == len(some)
-            part = logits[some[0] : some[-1] + 1] if adjacent else logits[some]
-            drawn, pools = choose(part, [settings[i] for i in some], share[some])
-            tokens[some] = drawn.cpu()
-            _report(processed, some, settings, tokens, pools)
-    chosen: list[int] = tokens.tolist()
+            place = slice(some[0], some[-1] + 1) if adjacent else on_device(some, device)
+            picked = choose(logits[place], [settings[i] for i in some], share[place])
+            tokens[place] = picked.tokens
+            if picked.certain is not None:
+                doubtful[place] = (~picked.certain).long()
+            if processed is not None:
+                pools |= {row: picked.pool(i) for i, row in enumerate(some)}
+    read = torch.cat((tokens, doubtful, *(() if has_nan is None else (has_nan.long()[None],)))).tolist()
+    _refuse_nan(any(read[2 * n :]))
+    chosen: list[int] = read[:n]
+    for row in (row for row in range(n) if read[n + row]):
+        scores = logits[row : row + 1] / _column([settings[row].temperature], logits)
+        weights = weigh(filter_whole(scores, settings[row]))
+        chosen[row] = int(draw(weights, share[row : row + 1]))
+        pools[row] = torch.arange(weights.size(-1), device=device), weights[0]
+    for row in pools if processed is not None else ():
+        _report(processed, row, settings[row].processed_logprobs, chosen[row], *pools[row])
     return chosen
 
 
-Pools = Callable[[int], tuple[Tensor, Tensor]]
-"""A function from a row number to the distribution that the row's token was drawn from: token ids [K], weights [K]."""
+class _Picked(NamedTuple):
+    tokens: Tensor
+    """The token of each row, int64 [B]."""
+    certain: Tensor | None
+    """Whether the token is right, or must be chosen among all tokens, bool [B]; None: all are right."""
+    pool: Callable[[int], tuple[Tensor, Tensor]]
+    """From a row number, the distribution that its token was drawn from: token ids [K], weights [K]."""
 
 
-def _pick_likeliest(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> tuple[Tensor, Pools]:
-    tokens = torch.tensor([_likeliest(row)[0] for row in logits])
-    return tokens, lambda row: (tokens[row : row + 1], torch.ones(1))
+def _pick_likeliest(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> _Picked:
+    on_cpu = logits.device.type == "cpu"
+    tokens = torch.tensor([_likeliest(row)[0] for row in logits]) if on_cpu else logits.argmax(-1)
+    return _Picked(tokens, None, lambda row: (tokens[row : row + 1], torch.ones(1, device=logits.device)))
 
 
 def _likeliest(logits: Tensor) -> tuple[int, float]:
@@ -273,48 +313,35 @@ def _refuse_nan(found: bool) -> None:
         raise RunError("the model's scores are not numbers (NaN): its training diverged, or its checkpoint is damaged.")
 
 
-def _pick_of_all(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> tuple[Tensor, Pools]:
+def _pick_of_all(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> _Picked:
     weights = weigh(logits / _column([s.temperature for s in settings], logits))
-    return draw(weights, share), lambda row: (torch.arange(weights.size(-1)), weights[row])
+    ids = torch.arange(weights.size(-1), device=weights.device)
+    return _Picked(draw(weights, share), None, lambda row: (ids, weights[row]))
 
 
-def _pick_of_candidates(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> tuple[Tensor, Pools]:
-    """Filter and draw among the `CANDIDATES` most likely tokens; rows whose filters keep more use all tokens."""
+def _pick_of_candidates(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> _Picked:
+    """Filter and draw among the `CANDIDATES` most likely tokens; uncertain where the filters keep more."""
     scores = logits / _column([s.temperature for s in settings], logits)
-    size = scores.size(-1)
-    n = min(CANDIDATES, size)
-    values, ids = scores.topk(n)  # B K
+    values, ids = scores.topk(min(CANDIDATES, scores.size(-1)))  # B K
     kept, certain = _filter(scores, values, settings)
     ids, order = ids.sort(-1)
-    weights = (values - values[:, :1]).exp().masked_fill(~kept, 0.0).gather(1, order).cpu().double()
+    weights = (values - values[:, :1]).exp().masked_fill(~kept, 0.0).gather(1, order).double()
     cumulative = weights.cumsum(-1)
     place = torch.searchsorted(cumulative, share[:, None] * cumulative[:, -1:])
-    ids = ids.cpu()
-    tokens = ids.gather(1, place)[:, 0]
-    pools = {}
-    for row in (~certain).nonzero()[:, 0].tolist():
-        complete = weigh(filter_whole(scores[row : row + 1], settings[row]))
-        tokens[row] = draw(complete, share[row : row + 1])[0]
-        pools[row] = torch.arange(size), complete[0]
-    return tokens, lambda row: pools.get(row) or (ids[row], weights[row])
+    tokens = ids.gather(1, place.clamp(max=ids.size(-1) - 1))[:, 0]  # NaN has no place
+    return _Picked(tokens, certain, lambda row: (ids[row], weights[row]))
 
 
 def _report(
-    processed: dict[int, TokenLogprob] | None,
-    rows: Sequence[int],
-    settings: Sequence[SamplingSettings],
-    tokens: Sequence[int] | Tensor,
-    pools: Pools,
+    processed: dict[int, TokenLogprob] | None, row: int, n_top: int | None, token: int, ids: Tensor, weights: Tensor
 ) -> None:
-    """Add to `processed` the log-probabilities of the rows whose settings have `processed_logprobs`."""
-    for i, row in enumerate(rows if processed is not None else ()):
-        n_top = settings[row].processed_logprobs
-        if processed is not None and n_top is not None:
-            ids, weights = pools(i)
-            logprobs = (weights.double() / weights.sum(dtype=torch.float64)).log()
-            best = logprobs.topk(min(n_top, int((weights > 0).sum())))
-            top = tuple(zip(ids[best.indices].tolist(), best.values.tolist(), strict=True))
-            processed[row] = TokenLogprob(int(tokens[row]), float(logprobs[ids == tokens[row]]), top)
+    """Add to `processed` the log-probability of a row's token, drawn from `ids` [K] by `weights` [K], and of its
+    `n_top` most likely tokens; None: nothing."""
+    if processed is not None and n_top is not None:
+        logprobs = (weights.double() / weights.sum(dtype=torch.float64)).log()
+        best = logprobs.topk(min(n_top, int((weights > 0).sum())))
+        top = tuple(zip(ids[best.indices].tolist(), best.values.tolist(), strict=True))
+        processed[row] = TokenLogprob(token, float(logprobs[ids == token]), top)
 
 
 def _filter(scores: Tensor, values: Tensor, settings: Sequence[SamplingSettings]) -> tuple[Tensor, Tensor]:
@@ -356,8 +383,8 @@ def filter_whole(scores: Tensor, settings: SamplingSettings) -> Tensor:
 
 
 def weigh(scores: Tensor) -> Tensor:
-    """Return unnormalized probabilities of scores [B, V], on the CPU; the largest of each row is 1."""
-    return (scores - scores.amax(-1, keepdim=True)).exp().cpu()
+    """Return unnormalized probabilities of scores [B, V]; the largest of each row is 1."""
+    return (scores - scores.amax(-1, keepdim=True)).exp()
 
 
 def draw(weights: Tensor, share: Tensor) -> Tensor:
@@ -368,9 +395,9 @@ def draw(weights: Tensor, share: Tensor) -> Tensor:
     blocks = F.pad(weights, (0, -weights.size(-1) % _BLOCK)).view(len(weights), -1, _BLOCK)  # B, n blocks, _BLOCK
     ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # B, n blocks
     target = share[:, None] * ends[:, -1:]
-    block = torch.searchsorted(ends, target)  # B 1
+    block = torch.searchsorted(ends, target).clamp(max=ends.size(-1) - 1)  # B 1; NaN has no place
     before = F.pad(ends, (1, 0)).gather(1, block)
-    inner = blocks[torch.arange(len(block)), block[:, 0]].double().cumsum(-1)  # B, _BLOCK
+    inner = blocks[torch.arange(len(block), device=block.device), block[:, 0]].double().cumsum(-1)  # B, _BLOCK
     place = torch.searchsorted(inner, torch.minimum(target - before, inner[:, -1:]))
     return (block * _BLOCK + place)[:, 0]
 
@@ -387,7 +414,7 @@ def adjust(logits: Tensor, samplers: Sequence[Sampler], allowed: Sequence[Tensor
             rows = np.repeat([row for row, _, _ in found], [len(ids) for _, ids, _ in found])
             ids, numbers = (np.concatenate([part[i] for part in found]) for i in (1, 2))
             arrays = rows, ids.astype(np.int64), numbers.astype(np.float32)
-            yield [torch.from_numpy(array).to(device) for array in arrays]
+            yield [torch.from_numpy(array).to(device, non_blocking=True) for array in arrays]
 
     for rows, ids, numbers in places(lambda s: tuple(zip(*s.settings.logit_bias.items(), strict=True))):
         logits[rows, ids] += numbers
@@ -399,7 +426,7 @@ def adjust(logits: Tensor, samplers: Sequence[Sampler], allowed: Sequence[Tensor
     for row, sampler in enumerate(samplers):
         mask = allowed[row] if allowed is not None else None
         if mask is not None:
-            logits[row].masked_fill_(~mask.to(device), -math.inf)
+            logits[row].masked_fill_(~mask.to(device, non_blocking=True), -math.inf)
         for token in sampler.banned:
             logits[row, token] = -math.inf
     return logits
@@ -418,4 +445,4 @@ def _frequency_and_presence(sampler: Sampler) -> tuple[np.ndarray, np.ndarray]:
 
 def _column(numbers: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return the numbers as a tensor [B, 1] with the device of `like`, and with its dtype unless `dtype` is given."""
-    return torch.tensor(numbers, dtype=dtype or like.dtype, device=like.device)[:, None]
+    return on_device(numbers, like.device, dtype or like.dtype)[:, None]

@@ -9,6 +9,11 @@ from torch import Tensor
 from gptworks.model.lab.embeddings import NO_TOKEN
 
 
+def on_device(numbers: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return numbers, in lists, as a tensor on a device. The host does not wait for the copy."""
+    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+
+
 class Vectors(Protocol):
     """Cached keys or values of one layer, [n_slots, G, capacity, D], indexed like a tensor. A slot holds one text."""
 
@@ -37,18 +42,17 @@ class SlotRows:
             device: the cache's device.
         """
         self.parts, self.capacity = parts, capacity
-        self.positions = torch.tensor([start + i for _, start, n_new in parts for i in range(n_new)], device=device)
-        self.slots = torch.tensor([slot for slot, _, _ in parts], device=device)
+        flat = [(slot, start + i) for slot, start, n_new in parts for i in range(n_new)]
+        self.slots, self.positions = on_device(list(zip(*flat, strict=True)), device)
+        """The slot of each token, and its position in its text, int64 [N]."""
         self.layers = [SlotLayer(self, keys, values) for keys, values in layers]
         self._tokens = tokens
 
     def previous_tokens(self, tokens: Tensor) -> Tensor:
         """Store the batch's token ids, int64 [1, N]; return each token's predecessor in its text, or NO_TOKEN."""
         assert self._tokens is not None, "the model reads the previous token"
-        n_new = torch.tensor([n for _, _, n in self.parts], device=self.slots.device)
-        slots = self.slots.repeat_interleave(n_new)
-        self._tokens[slots, self.positions] = tokens[0].to(self._tokens.dtype)
-        before = self._tokens[slots, (self.positions - 1).clamp(min=0)].long()
+        self._tokens[self.slots, self.positions] = tokens[0].to(self._tokens.dtype)
+        before = self._tokens[self.slots, (self.positions - 1).clamp(min=0)].long()
         return before.masked_fill(self.positions == 0, NO_TOKEN)[None]
 
 

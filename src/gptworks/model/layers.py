@@ -5,7 +5,7 @@ products that follow, so that its result is cast once and not once per product.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -172,6 +172,9 @@ def cap(x: Tensor, softcap: float | None) -> Tensor:
     return x if softcap is None else softcap * torch.tanh(x / softcap)
 
 
+Layer = Callable[[Tensor], Tensor]
+
+
 class MLP(nn.Module):
     """Two linear layers around an activation, or three if the activation is gated (Shazeer, 2020)."""
 
@@ -185,13 +188,13 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., C] to [..., C]."""
-        inner = self.up(x)
-        if self.gate is None:
-            inner = dispatch.activate(inner, self.kind)
-        else:
-            inner = dispatch.activate(self.gate(x), self.kind, inner)
-        out: Tensor = self.down(self.dropout(inner))
-        return out
+        return self.through(x, self.up, self.gate, self.down)
+
+    def through(self, x: Tensor, up: Layer, gate: Layer | None, down: Layer) -> Tensor:
+        """Map x [..., C] to [..., C] by these layers instead of the MLP's own."""
+        inner = up(x)
+        inner = dispatch.activate(inner, self.kind) if gate is None else dispatch.activate(gate(x), self.kind, inner)
+        return down(self.dropout(inner))
 
     @staticmethod
     def cost(s: Shapes, d_ff: int, arrives: int, n_tokens: float, expert: bool = False) -> Iterator[Stage]:

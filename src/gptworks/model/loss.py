@@ -50,6 +50,12 @@ def softmax_tokens(device: torch.device, vocab_size: int) -> int:
     return max(1, CPU_CACHE_BYTES // (4 * vocab_size))
 
 
+def selects_rows(device: torch.device) -> bool:
+    """Whether losses of a part of the rows leave the other rows out. On CUDA, they compute all rows: the host would
+    have to wait for the number of rows."""
+    return device.type != "cuda"
+
+
 def head_rows(device: torch.device, vocab_size: int) -> int:
     """Number of rows of the head's gradient that one product computes."""
     return min(vocab_size, CPU_HEAD_ROWS) if device.type == "cpu" else vocab_size
@@ -127,9 +133,12 @@ def target_logprobs(features: Tensor, weight: Tensor, targets: Tensor, softcap: 
 
     The result is differentiable in features and weight; the backward pass recomputes the logits.
     """
-    counted = targets.reshape(-1) != IGNORED
-    x, wanted = features.reshape(-1, features.size(-1))[counted], targets.reshape(-1)[counted]
-    logprobs: Tensor = _TargetLogprobs.apply(x, weight, wanted, softcap)  # type: ignore[no-untyped-call]
+    x, wanted = features.reshape(-1, features.size(-1)), targets.reshape(-1)
+    if not selects_rows(x.device):
+        all_rows: Tensor = _TargetLogprobs.apply(x, weight, wanted, softcap)  # type: ignore[no-untyped-call]
+        return all_rows.view(targets.shape)
+    counted = wanted != IGNORED
+    logprobs: Tensor = _TargetLogprobs.apply(x[counted], weight, wanted[counted], softcap)  # type: ignore[no-untyped-call]
     return logprobs.new_zeros(counted.shape).masked_scatter(counted, logprobs).view(targets.shape)
 
 
@@ -154,9 +163,12 @@ def distillation_loss(
     Args:
         features: [..., C]. weight: [V, C]. teacher_features: [..., D]. teacher_weight: [V, D]. targets: [...], int64.
     """
-    counted = targets.reshape(-1) != IGNORED
-    x, wanted = features.reshape(-1, features.size(-1))[counted], targets.reshape(-1)[counted]
-    y = teacher_features.detach().reshape(-1, teacher_features.size(-1))[counted]
+    x, y = (z.reshape(-1, z.size(-1)) for z in (features, teacher_features.detach()))
+    wanted = targets.reshape(-1)
+    selects = selects_rows(x.device)
+    if selects:
+        counted = wanted != IGNORED
+        x, y, wanted = x[counted], y[counted], wanted[counted]
     teacher_head = teacher_weight.detach().to(y.dtype)
 
     def into_gradient(logits: Tensor, rows: slice) -> Tensor:
@@ -166,12 +178,19 @@ def distillation_loss(
             for part, of in _in_cache(logits, rows)
         )
 
+    def total(x: Tensor, counted: Tensor | None) -> Tensor:
+        return x.sum() if counted is None else x.where(counted, 0.0).sum()
+
     def distilled(logits: Tensor, taught: Tensor, wanted: Tensor) -> Tensor:
         ours, theirs, index = _wide(logits), _wide(cap(taught, teacher_softcap)), wanted[:, None]
+        counted = None if selects else index != IGNORED
+        index = index if counted is None else index.where(counted, 0)
         hard, soft, goal = (z.log_softmax(-1) for z in (ours, ours / temperature, theirs / temperature))
-        nats, kl = -hard.gather(1, index).sum(), (goal.exp() * (goal - soft)).sum()
+        nats, kl = -total(hard.gather(1, index), counted), total(goal.exp() * (goal - soft), counted)
         gradient = hard.exp_().scatter_add_(1, index, -torch.ones_like(index, dtype=hard.dtype)).mul_(ce_weight)
         logits.copy_(gradient.add_(soft.exp_().sub_(goal.exp_()), alpha=kl_weight * temperature))
+        if counted is not None:
+            logits.masked_fill_(~counted, 0.0)
         return torch.stack((ce_weight * nats + kl_weight * temperature**2 * kl, nats, kl))
 
     loss, sums = _LinearLoss.apply(x, weight, _through_cap(into_gradient, softcap), 3)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensor
 from gptworks.config import ModelConfig
 from gptworks.kernels import dispatch
 from gptworks.model.cost import MLP_INNER, RESIDUAL, Shapes, Stage
-from gptworks.model.layers import MLP, without_autocast
+from gptworks.model.layers import MLP, Dropout, Layer, Linear, without_autocast
 
 
 def expert_rows(n_tokens: int) -> int:
@@ -47,15 +47,57 @@ class MoE(nn.Module):
         with without_autocast(x.device):  # rounding would change the choice of experts
             logits = F.linear(tokens.float(), self.router.weight.float())  # [N, E]
         weights, chosen = route(logits, self.n_per_token)  # [N, K], [N, K]
-        sent = tokens_per_expert(chosen, len(self.experts))
-        rows, places, sizes = arrange(chosen, sent, even=dispatch.trains(tokens))
-        parts = torch.split(send(tokens, rows, places), sizes)
-        given = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        given, places = (self._in_groups if self.takes_groups(tokens) else self._by_expert)(tokens, chosen)
         given = collect(given, places).view(*chosen.shape, -1)  # [N, K, C]
         out = (given * weights.to(given.dtype).unsqueeze(-1)).sum(1)  # [N, C]
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out.view_as(x), logits.view(*x.shape[:-1], -1)
+
+    def _by_expert(self, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute one expert after the other, for which the host counts each expert's tokens. Return the rows' results
+        [P, C], and each pair's row [N·K]; see `arrange`."""
+        sent = tokens_per_expert(chosen, len(self.experts))
+        rows, places, sizes = arrange(chosen, sent, even=dispatch.trains(tokens))
+        parts = torch.split(send(tokens, rows, places), sizes)
+        return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)]), places
+
+    def takes_groups(self, tokens: Tensor) -> bool:
+        """Whether grouped products, which need no counts on the host, compute the experts: on CUDA in bf16, unless
+        experts have adapters or packed matrices, or too few tokens to be worth stacking their matrices."""
+        first: Any = self.experts[0]
+        return (
+            tokens.device.type == "cuda"
+            and tokens.dtype == torch.bfloat16
+            and tokens.size(0) * self.n_per_token >= GROUPED_ROWS * len(self.experts)
+            and all(type(layer) in (Linear, Dropout) for expert in self.experts for layer in expert.children())
+            and all(n % 8 == 0 for n in first.up.weight.shape)  # rows of 16 bytes
+        )
+
+    def _in_groups(self, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute all experts together, one grouped product for each of their layers. Returns as `_by_expert` does."""
+        expert, order = chosen.flatten().sort(stable=True)  # the (token, expert) pairs, by expert
+        rows = torch.arange(order.numel(), device=order.device)
+        places = torch.empty_like(order).index_copy_(0, order, rows)
+        experts = torch.arange(len(self.experts), device=order.device)
+        ends = torch.searchsorted(expert, experts, right=True, out_int32=True)  # [E], the row after an expert's last
+
+        def layer(name: str) -> Layer:
+            layers = [getattr(mlp, name) for mlp in self.experts]
+
+            def product(x: Tensor) -> Tensor:
+                weights = torch.stack([one.weight.to(x.dtype) for one in layers])  # [E, O, I]
+                y = torch._grouped_mm(x, weights.mT, offs=ends)
+                if layers[0].bias is None:
+                    return y
+                return y + torch.stack([one.bias.to(x.dtype) for one in layers]).index_select(0, expert)
+
+            return product
+
+        first: Any = self.experts[0]
+        gate = None if first.gate is None else layer("gate")
+        x = send(tokens, order // chosen.size(1), places)
+        return first.through(x, layer("up"), gate, layer("down")), places
 
     @staticmethod
     def cost(s: Shapes, arrives: int) -> Iterator[Stage]:
@@ -108,6 +150,11 @@ class MoE(nn.Module):
             given = sum(w * self.experts[int(e)](token) for w, e in zip(weights, chosen, strict=True))
             out.append(given if self.shared is None else given + self.shared(token))
         return torch.stack(out).view_as(x)
+
+
+GROUPED_ROWS = 16
+"""Rows per expert, on average, from which grouped products are used: with fewer, copying all experts' matrices into one
+tensor would take longer than the products."""
 
 
 def route(logits: Tensor, n_per_token: int) -> tuple[Tensor, Tensor]:
@@ -192,7 +239,8 @@ def tokens_per_expert(chosen: Tensor, n_experts: int) -> list[int]:
 
 def expert_tokens(router_logits: Tensor, n_per_token: int) -> Tensor:
     """Count the tokens that each expert gets, int64 [E], from a layer's router logits [..., E]."""
-    return route(router_logits, n_per_token)[1].flatten().bincount(minlength=router_logits.size(-1))
+    chosen = route(router_logits, n_per_token)[1].flatten()  # not `bincount`, which waits for CUDA
+    return chosen.new_zeros(router_logits.size(-1)).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
 def busiest_load(expert_tokens: Tensor) -> float:

@@ -51,10 +51,7 @@ class Rotary(nn.Module):
 
     @torch.inference_mode(False)  # training reads the tables too, and rejects inference tensors
     def _tables(self, position: Tensor, text_length: int) -> tuple[Tensor, Tensor]:
-        """Return float32 cosines and sines [..., R/2] at float64 positions [...] in a text of `text_length` tokens.
-
-        The positions must be on the CPU, because not every accelerator has float64.
-        """
+        """Return float32 cosines and sines [..., R/2] at float64 positions [...] in a text of `text_length` tokens."""
         frequency, factor = frequencies(self.config, text_length, position.device)
         angle = position[..., None] * frequency
         return (factor * angle.cos()).float(), (factor * angle.sin()).float()
@@ -67,9 +64,11 @@ class Rotary(nn.Module):
         scaling = self.config.rope_scaling
         if scaling is None or not scaling.by_length or text_length <= self.config.original_context_length:
             return self.cos[positions].to(dtype), self.sin[positions].to(dtype)
+        # on the CPU if the accelerator has no float64
+        here = self.cos.device if self.cos.device.type == "cuda" else torch.device("cpu")
         if isinstance(positions, slice):
-            positions = torch.arange(self.config.context_length, device="cpu")[positions]
-        cos, sin = self._tables(positions.cpu().double(), text_length)
+            positions = torch.arange(self.config.context_length, device=here)[positions]
+        cos, sin = self._tables(positions.to(here).double(), text_length)
         return cos.to(self.cos.device, dtype), sin.to(self.cos.device, dtype)
 
 
@@ -87,8 +86,9 @@ def frequencies(config: ModelConfig, length: int, device: torch.device | None = 
         return plain * growth ** -(exponent * config.d_rotary / (config.d_rotary - 2)), 1.0
     if scaling.short_factors is not None and scaling.long_factors is not None:
         factors = torch.tensor(
-            scaling.long_factors if length > original else scaling.short_factors, device=device, dtype=torch.float64
+            scaling.long_factors if length > original else scaling.short_factors, dtype=torch.float64
         )
+        factors = factors.to(exponent.device, non_blocking=True)
         return plain / factors, scaling.attention_factor or math.sqrt(1 + math.log(scaling.factor) / math.log(original))
     if scaling.type == "llama3":
         turns = plain * original / (2 * math.pi)  # full turns within the original context

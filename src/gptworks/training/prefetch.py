@@ -28,7 +28,9 @@ class Prefetcher:
         numbers, made = self._next[1].result() if self._next and is_prefetched else self._make(position, step)
         following = position + self._train.batch_size_at(step), step + 1
         self._next = (following, self._pool.submit(self._make, *following))
-        rows = [tuple(x.to(self._device, non_blocking=True) for x in batch) for batch in made]
+        # the numbers of prompts to answer stay on the host
+        to = torch.device("cpu") if self._objective.generates else self._device
+        rows = [tuple(x.to(to, non_blocking=True) for x in batch) for batch in made]
         n_targets, n_tokens = sum(map(self._objective.count, made)), sum(batch[0].numel() for batch in made)
         return StepBatches(numbers, rows, n_targets, n_tokens)
 

@@ -1,8 +1,8 @@
 """The training step: forward and backward passes over micro-batches, then an update. The training loop runs it, and so
 do the trace and the measurement of a step (rehearsal/)."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gptworks.config import TrainConfig
 from gptworks.data.samples import Batch
-from gptworks.device import Precision
+from gptworks.device import Precision, Scalars
 from gptworks.model.gpt import GPT
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.objectives.next_token import LossFunction
@@ -18,15 +18,37 @@ from gptworks.training.optim.optimizer import Optimizer
 from gptworks.training.record.stopwatch import Stopwatch
 
 
-@dataclass
 class StepLosses:
-    """Mean losses of a step over the targets of all ranks."""
+    """Mean losses of a step over the targets of all ranks. The host reads them at the first use of one."""
 
-    loss: float
-    figures: dict[str, float] = field(default_factory=dict)
-    """Means of the objective's other figures, by name."""
-    expert_tokens: Tensor | None = None
-    """Number of tokens routed to each expert of each layer on all ranks, int64 [L, E]; None: no experts."""
+    def __init__(
+        self,
+        scalars: Scalars,
+        n_targets: int,
+        figures: Sequence[str],
+        counted: Collection[str],
+        expert_tokens: Tensor | None,
+    ) -> None:
+        """
+        Args:
+            scalars: the mean `loss`; the sum of each figure, named `sum/FIGURE`; and `count/FIGURE`, by which a figure
+                in `counted` is divided instead of `n_targets`.
+        """
+        self._scalars, self._n_targets, self._names, self._counted = scalars, n_targets, figures, counted
+        self.expert_tokens = expert_tokens
+        """Number of tokens routed to each expert of each layer on all ranks, int64 [L, E]; None: no experts."""
+
+    @cached_property
+    def loss(self) -> float:
+        return self._scalars["loss"]
+
+    @cached_property
+    def figures(self) -> dict[str, float]:
+        """Means of the objective's other figures, by name."""
+        return {name: float(f"{self._scalars[f'sum/{name}'] / self._divisor(name):.5g}") for name in self._names}
+
+    def _divisor(self, name: str) -> float:
+        return max(1, self._scalars[f"count/{name}"] if name in self._counted else self._n_targets)
 
 
 class TrainStep:
@@ -50,6 +72,7 @@ class TrainStep:
         self.optimizer = Optimizer(model, train, parallel.mesh)
         self.scaler = torch.amp.GradScaler(model.device.type, enabled=precision.needs_scaler)
         self._grad_clip = train.grad_clip
+        self._scalars = Scalars()
 
     def accumulate(
         self,
@@ -94,15 +117,18 @@ class TrainStep:
             self.parallel.finish_gradients()
         if expert_tokens is not None:
             expert_tokens = self.parallel.all_reduce(expert_tokens)
-        totals = {name: self.parallel.all_reduce(value).item() for name, value in sums.items()}
-        divisors = {name: self.parallel.all_reduce(value).item() for name, value in counts.items()}
-        figures = {name: float(f"{n / max(1, divisors.get(name, n_targets)):.5g}") for name, n in totals.items()}
-        return StepLosses((self.parallel.all_reduce(total) / max(1, n_targets)).item(), figures, expert_tokens)
+        self._scalars = Scalars()
+        for kind, values in (("sum", sums), ("count", counts)):
+            for name, value in values.items():
+                self._scalars[f"{kind}/{name}"] = self.parallel.all_reduce(value)
+        self._scalars["loss"] = self.parallel.all_reduce(total) / max(1, n_targets)
+        return StepLosses(self._scalars, n_targets, list(sums), counts, expert_tokens)
 
     def gradient_norm(self) -> float:
-        """Undo the loss scaling of the step's gradients, and return their norm over all ranks."""
+        """Undo the loss scaling of the step's gradients, and return their norm over all ranks. On CUDA, the host reads
+        the step's losses together with the norm: it waits once a step."""
         self.optimizer.unscale(self.scaler)
-        return self.parallel.gradient_norm()
+        return self.parallel.gradient_norm(scalars=self._scalars)
 
     def apply(self, norm: float, rate_factor: float = 1.0) -> None:
         """Clip the gradients, whose norm is `norm`, and update the parameters at `rate_factor` · peak learning rate."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gptworks.infer.backends.cache import SlotCache
+from gptworks.model.cache import on_device
 from gptworks.model.gpt import GPT, eval_mode
 
 SHORT_TOKENS = 16
@@ -54,8 +55,12 @@ class Backend(ABC):
     None: `compute` stores no features. Only `gptworks.infer.speculate.HeadsDraft` needs them."""
 
     @abstractmethod
-    def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
-        """Compute the chunks and extend their slots; return each chunk's logits, float32 [n_logits, V], on the CPU."""
+    def compute(self, chunks: Sequence[Chunk], on_cuda: bool = False) -> list[Tensor]:
+        """Compute the chunks and extend their slots; return each chunk's logits, float32 [n_logits, V], on the CPU.
+
+        Args:
+            on_cuda: leave the logits of a model on CUDA there, where `sample` draws from them.
+        """
 
     def logits(self, features: Tensor) -> Tensor:
         """Return the logits of features [..., C]: float32 [..., V], on the CPU."""
@@ -112,10 +117,11 @@ class TorchBackend(Backend):
         scaling = model.config.rope_scaling
         self._by_room = scaling is not None and scaling.by_length
 
-    def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+    def compute(self, chunks: Sequence[Chunk], on_cuda: bool = False) -> list[Tensor]:
         results: dict[int, Tensor] = {}
+        stays = on_cuda and self.model.device.type == "cuda"
         for together in self._batches(chunks):
-            results |= zip((chunk.slot for chunk in together), self._compute(together), strict=True)
+            results |= zip((chunk.slot for chunk in together), self._compute(together, stays), strict=True)
         return [results[chunk.slot] for chunk in chunks]
 
     def _batches(self, chunks: Sequence[Chunk]) -> list[list[Chunk]]:
@@ -130,8 +136,10 @@ class TorchBackend(Backend):
                 together.setdefault(chunk.room if self._by_room else None, []).append(chunk)
         return [*together.values(), *long]
 
-    def _compute(self, chunks: list[Chunk]) -> list[Tensor]:
-        tokens = torch.tensor([[token for chunk in chunks for token in chunk.tokens]], device=self.model.device)  # 1 N
+    def _compute(self, chunks: list[Chunk], stays: bool) -> list[Tensor]:
+        """Compute chunks together; the logits of each, on the model's device if it `stays` there, else on the CPU."""
+        device = self.model.device
+        tokens = on_device([[token for chunk in chunks for token in chunk.tokens]], device)  # 1 N
         parts = [(chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks]
         wanted: list[int] = []
         end = 0
@@ -140,8 +148,9 @@ class TorchBackend(Backend):
             wanted += range(end - chunk.n_logits, end)
         with eval_mode(self.model), torch.inference_mode():
             features = self.model.features(tokens, self.cache.rows(parts, chunks[0].room if self._by_room else None))
-            rows = features[0] if len(wanted) == end else features[0, wanted]
-            logits = self.model.logits(rows).float().cpu()
+            rows = features[0] if len(wanted) == end else features[0].index_select(0, on_device(wanted, device))
+            logits = self.model.logits(rows).float()
+            logits = logits if stays else logits.cpu()
         if self.features is not None:
             self._keep(chunks, rows)
         return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))

@@ -145,7 +145,7 @@ class NativeBackend(Backend):
         self.model = model
         self._model = self._structure(model)
 
-    def compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+    def compute(self, chunks: Sequence[Chunk], on_cuda: bool = False) -> list[Tensor]:
         longest = max(len(chunk.tokens) for chunk in chunks)
         at_once = self._step_tokens
         if longest <= at_once:

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from gptworks.config import IGNORED, ModelConfig, Recipe, TrainConfig
 from gptworks.data.samples import Batch
+from gptworks.device import Scalars
 from gptworks.model.gpt import GPT
 from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.quantize.linear import packed_matrices
@@ -105,14 +106,23 @@ class Parallel:
     def finish_gradients(self) -> None:
         """Finish the all-reduce of the step's gradients. Call it after the last micro-batch."""
 
-    def gradient_norm(self, prefix: str = "") -> float:
-        """Return the norm of the gradients of all parameters whose names start with `prefix`."""
+    def gradient_norm(self, prefix: str = "", scalars: Scalars | None = None) -> float:
+        """Return the norm of the gradients of all parameters whose names start with `prefix`.
+
+        Args:
+            scalars: numbers that the host reads together with the norm; None: only the norm.
+        """
+        scalars = Scalars() if scalars is None else scalars
         named = self.parameters.items()
-        return nn.utils.get_total_norm([p.grad for n, p in named if p.grad is not None and n.startswith(prefix)]).item()
+        norm = nn.utils.get_total_norm([p.grad for n, p in named if p.grad is not None and n.startswith(prefix)])
+        scalars["norm"] = norm
+        return scalars["norm"]
 
     def clip_gradients(self, max_norm: float, norm: float) -> None:
         """Scale the gradients, whose norm is `norm`, down to `max_norm`."""
-        nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, torch.tensor(norm))
+        parameters = self.parameters.values()
+        device = next(p.grad.device for p in parameters if p.grad is not None)
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, torch.full((), norm, device=device))
 
     def shard_tensors(self, tensors: dict[str, Tensor], holders: Mapping[str, int] = NO_HOLDERS) -> dict[str, Tensor]:
         """Return this rank's shards of whole tensors, which are named `parameter` or `parameter/key`.
@@ -304,7 +314,8 @@ class ManyDevices(Parallel):
             else:
                 distributed.broadcast(gradient, group=group, group_src=0)
 
-    def gradient_norm(self, prefix: str = "") -> float:
+    def gradient_norm(self, prefix: str = "", scalars: Scalars | None = None) -> float:
+        scalars = Scalars() if scalars is None else scalars
         by_copies: dict[int, list[Tensor]] = {}
         for name, gradient in self._local_gradients().items():
             if not name.startswith(prefix):
@@ -312,7 +323,9 @@ class ManyDevices(Parallel):
             sizes = [sizes_of(self.mesh)[dimension] for dimension in divided_over(self.parameters[name])]
             copies = self.ranks.size // math.prod(sizes)
             by_copies.setdefault(copies, []).append(gradient)
-        squares = [nn.utils.get_total_norm(there).item() ** 2 / copies for copies, there in by_copies.items()]
+        for copies, there in by_copies.items():
+            scalars[f"norm/{copies}"] = nn.utils.get_total_norm(there)
+        squares = [scalars[f"norm/{copies}"] ** 2 / copies for copies in by_copies]
         (square,) = self.ranks.all_reduce([sum(squares)])
         return float(square**0.5)
 

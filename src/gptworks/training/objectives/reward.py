@@ -241,7 +241,7 @@ class Reward(Objective):
                     self._store.write(number, made, prompts)
             self._round = (number, made)
         device = self._run.model.device
-        rows = [tuple(x.to(device) for x in self._round[1][i]) for i in asked.numbers]
+        rows = [tuple(x.to(device, non_blocking=True) for x in self._round[1][i]) for i in asked.numbers]
         return StepBatches(asked.numbers, rows, sum(map(self.count, rows)), sum(batch[0].numel() for batch in rows))
 
     def _answered(self, number: int, micro_step: int, chosen: list[int]) -> Batch:

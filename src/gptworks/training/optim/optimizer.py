@@ -66,9 +66,9 @@ class Optimizer:
                 group["lr"] = factor * group["peak_lr"]
 
     def step(self, scaler: torch.amp.GradScaler) -> None:
-        """Update the parameters from their gradients."""
+        """Update the parameters from their gradients, which are unscaled and finite."""
         for optimizer, _ in self._optimizers.values():
-            scaler.step(optimizer)
+            optimizer.step()  # not the scaler's, which would read again whether the gradients are finite
         scaler.update()
 
     def unscale(self, scaler: torch.amp.GradScaler) -> None:

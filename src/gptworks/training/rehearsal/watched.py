@@ -7,13 +7,15 @@ import ctypes
 import os
 import re
 import sys
+import traceback
 import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
@@ -23,15 +25,27 @@ from torch.utils._pytree import tree_leaves
 
 from gptworks.config import TrainConfig
 from gptworks.data.samples import Batch
+from gptworks.errors import shortened
+from gptworks.kernels import dispatch
+from gptworks.model import moe
 from gptworks.training.distributed.parallel import compiles_blocks
 from gptworks.training.rehearsal.fake_cuda import SETTINGS, STEP, FakeStep, Finding, Kind
 from gptworks.training.rehearsal.trace import Rehearsal
 from gptworks.training.step import TrainStep
 
 PACKAGE = str(Path(__file__).parents[2])
-_HERE = str(Path(__file__).parent)
+_SKIPPED = (str(Path(__file__).parent), str(Path(dispatch.__file__)))
+"""Files that only pass operations on."""
 
-EXPECTED: dict[tuple[Kind, str, str], str] = {}
+_SOAP = "SOAP computes its bases and preconditioners in the gradients' dtype"
+EXPECTED: dict[tuple[Kind, str, str], str] = {
+    ("host read", "device.py", "__getitem__"): "the step's losses and gradient norm, read together",
+    ("host read", "training/optim/soap.py", "begun"): "eigenvectors, in a matrix's first step",
+    ("float32 product", "model/moe.py", "forward"): "the router: rounding would change the choice of experts",
+    ("float32 product", "training/optim/soap.py", "_direction"): _SOAP,
+    ("float32 product", "training/optim/soap.py", "begun"): _SOAP,
+    ("float32 product", "training/optim/soap.py", "refresh"): _SOAP,
+}
 """What gptworks does on purpose: kind, file and function of a finding, and the reason."""
 
 _aten = torch.ops.aten
@@ -77,9 +91,18 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, kinds: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if (
+            torch.is_inference_mode_enabled() and function.namespace == "aten"
+        ):  # there, operations may consist of others
+            with self:
+                parts = function.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
         packet, name = function.overloadpacket, str(function)
         self.n_operations += 1
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        for x in tensors:
+            x.constant = None  # type: ignore[attr-defined]  # else operations on known values would run on CUDA
         on_cuda = any(x.device.type == "cuda" for x in tensors)
         on_cpu = any(x.device.type == "cpu" and x.ndim for x in tensors)
         if packet in _COPIES:
@@ -93,13 +116,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.products[str(dtype).removeprefix("torch.")] += 1
             if self._half and dtype == torch.float32:
                 self.record("float32 product", name)
-        out = _answered(function, packet, args, kwargs)
-        if not on_cuda and packet not in _COPIES:
-            for tensor in tree_leaves(out):
-                if isinstance(tensor, Tensor) and tensor.ndim and tensor.device.type == "cpu":
-                    self.record("wrong device", name)
-                    break
-        return out
+        return _answered(function, packet, args, kwargs)
 
     def _copied(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str) -> None:
         if function.overloadpacket is _aten.copy_:
@@ -159,7 +176,7 @@ def _caller() -> tuple[str, str]:
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(PACKAGE) and not file.startswith(_HERE):
+        if file.startswith(PACKAGE) and not file.startswith(_SKIPPED):
             return f"{file[len(PACKAGE) + 1 :]}:{frame.f_lineno}", frame.f_code.co_name
         frame = frame.f_back  # type: ignore[assignment]
     node = torch._C._current_autograd_node()
@@ -170,20 +187,15 @@ def _caller() -> tuple[str, str]:
 def _last_of_package(lines: str) -> tuple[str, str]:
     """Return file and line, and function, of the last line of a traceback that is gptworks' own; empty without one."""
     found = re.findall(rf'File "{re.escape(PACKAGE)}/([^"]+)", line (\d+), in (\S+)', lines)
-    own = [(f"{file}:{line}", function) for file, line, function in found if "/rehearsal/" not in file]
+    skipped = tuple(path[len(PACKAGE) + 1 :] for path in _SKIPPED)
+    own = [(f"{file}:{line}", function) for file, line, function in found if not file.startswith(skipped)]
     return own[-1] if own else ("", "")
 
 
 def watched_step(rehearsal: Rehearsal) -> FakeStep:
     """Run two training steps on fake CUDA tensors in this process, and report on the second."""
-    watch = Watch(rehearsal.precision)
-    install(watch)
-    n_graphs = None
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        functorch_config.patch(fake_tensor_prefer_device_type="cuda"),
-        torch.autograd.set_detect_anomaly(True, check_nan=False),
-    ):
+    watch, n_graphs = Watch(rehearsal.precision), None
+    with fake_cuda(watch):
         try:
             step = rehearsal.new_step()
             batch = _batch(rehearsal)
@@ -195,12 +207,30 @@ def watched_step(rehearsal: Rehearsal) -> FakeStep:
             if compiles_blocks(step.model, rehearsal.train.compile, torch.device("cuda")):
                 n_graphs = _count_graphs(step, rehearsal, batch, watch)
         except Exception as error:  # whatever stops the step is a finding
-            import traceback
-
             lines = "".join(traceback.format_exception(error))
-            message = f"{type(error).__name__}: {error}".strip().split("\n")[0]
-            watch.found[("failed", message[:300], *_last_of_package(lines))] += 1
+            watch.found[("failed", _message(error), *_last_of_package(lines))] += 1
     return FakeStep(None, watch.n_operations, tuple(watch.findings()), tuple(sorted(watch.products.items())), n_graphs)
+
+
+def _message(error: Exception) -> str:
+    return shortened(f"{type(error).__name__}: {error}".strip().split("\n")[0], 300)
+
+
+@contextmanager
+def fake_cuda(watch: Watch) -> Iterator[None]:
+    """Context in which tensors are fake, CUDA is there, and waits for it are recorded in `watch`. Enter `watch` itself
+    around the operations to watch.
+
+    Raises:
+        RuntimeError: the library of fake_cuda.cpp is not preloaded.
+    """
+    install(watch)
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        functorch_config.patch(fake_tensor_prefer_device_type="cuda"),
+        torch.autograd.set_detect_anomaly(True, check_nan=False),
+    ):
+        yield
 
 
 def _take(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
@@ -248,8 +278,13 @@ def _count_graphs(step: TrainStep, rehearsal: Rehearsal, batch: Batch, watch: Wa
     n_graphs = 0
     for block, inputs in given.items():
         dynamo.reset()
-        with step.precision.autocast():
-            shown = dynamo.explain(block)(*inputs)
+        try:
+            with step.precision.autocast():
+                shown = dynamo.explain(block)(*inputs)
+        except Exception as error:  # an operation outside a graph whose result's size depends on values
+            lines = "".join(traceback.format_exception(error))
+            watch.found[("graph break", _message(error), *_last_of_package(lines))] += 1
+            continue
         n_graphs += shown.graph_count
         for broken in shown.break_reasons:
             own = [frame for frame in broken.user_stack if frame.filename.startswith(PACKAGE)]
@@ -321,6 +356,19 @@ def install(watch: Watch) -> None:
     replaced["get_rng_state"] = lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu")
     for name, value in (replaced | {"Event": _Event, "Stream": _Stream}).items():
         setattr(torch.cuda, name, value)
+    count = moe.tokens_per_expert
+
+    def tokens_per_expert(chosen: Tensor, n_experts: int) -> list[int]:  # does not read fake tensors
+        watch.record("host read", "tolist")
+        return count(chosen, n_experts)
+
+    def tolist(x: Tensor) -> Any:  # torch's own reads one element after the other
+        if x.device.type == "cuda":
+            watch.record("host read", "tolist")
+        return np.full(x.shape, 2.0 if x.is_floating_point() else 0).tolist()  # a norm above the limit, a valid token
+
+    moe.tokens_per_expert = tokens_per_expert
+    fake_tensor.FakeTensor.tolist = tolist  # type: ignore[assignment, method-assign]
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda _: True)  # type: ignore[assignment, method-assign]
     fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
 
