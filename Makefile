@@ -23,7 +23,7 @@ help:
 	@echo "make test-slurm  jobs of gptworks launch in a Slurm of this machine, preempted and requeued (about 5 minutes; needs slurm-wlm and root)"
 	@echo "make test-job-files  job files in SkyPilot's parser and Kubeflow's models, which it installs (about 2 minutes)"
 	@echo "make test-tries  ten tries of a change that does nothing, with real runs (about 8 minutes on 2 cores)"
-	@echo "make test-kills  kill runs of 1, 2 and 4 ranks fifty times and a build twenty, and resume them; KILLS=100 SEED=1 draws others (about 20 minutes on 2 cores)"
+	@echo "make test-kills  kill runs of 1, 2 and 4 ranks fifty times and a build twenty, and resume them; KILLS=100 SEED=1 draws others (about 15 minutes on 2 cores)"
 	@echo "make test-crashes  every state that a crash or a failing disk can leave (takes long; needs strace)"
 	@echo "make test-schema  5,000 requests to the server, made from its schema (about 10 minutes on 2 cores)"
 	@echo "make test-overload  the server with too many clients, slow ones, and ones that leave (about 3 minutes on 2 cores)"
@@ -194,6 +194,7 @@ bench: .venv/.installed-dev
 	$(BIN)/python bench/train.py
 	$(BIN)/python bench/passes.py
 	$(BIN)/python bench/memory.py
+	$(BIN)/python bench/memory_of_ranks.py
 	$(BIN)/python bench/saving.py
 	$(BIN)/python bench/infer.py
 	$(BIN)/python bench/serve.py

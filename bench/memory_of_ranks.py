@@ -23,6 +23,7 @@ import torch
 
 from gptworks.config import CharTokenizer
 from gptworks.device import device_name, peak_growth_bytes, reset_peak, return_freed_memory
+from gptworks.errors import RunError
 from gptworks.planning.arrange import rank_setting
 from gptworks.planning.host import PROCESS_BYTES, copied_bytes
 from gptworks.planning.layout import Layout
@@ -102,13 +103,11 @@ def watched_rank(out: Path, recipe: Path, overrides: list[str]) -> None:
 
 
 def recipe_tree(folder: Path, model: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """A recipe of three steps of two micro-batches of 128 tokens, in float32."""
+    """Return the recipe of three steps of two micro-batches of 128 tokens on each rank, in float32."""
     parallel = {"strategy": "fsdp" if layout.sharding == "fsdp" else "ddp", "tensor_parallel": layout.tensor_parallel}
     text = "".join(f"line {i}: {i * i} times.\n" for i in range(2000))
     (folder / "text.txt").write_text(text, encoding="utf-8")
-    save_tokenizer(
-        train_tokenizer(CharTokenizer(type="char"), [text]), folder / "tokenizer"
-    )  # fewer tokens than 50,257
+    save_tokenizer(train_tokenizer(CharTokenizer(type="char"), [text]), folder / "tokenizer")
     common = {"context_length": 128, "vocab_size": 50_257, "dropout_residual": 0, "dropout_attention": 0,
               "dropout_embedding": 0, "norm": "layernorm", "mlp": "gelu"}  # fmt: skip
     return {
@@ -126,7 +125,11 @@ def recipe_tree(folder: Path, model: dict[str, Any], layout: Layout) -> dict[str
 
 
 def grown_bytes(folder: Path, n_ranks: int, tree: dict[str, Any]) -> list[int]:
-    """By how many bytes each rank's process grows."""
+    """Return the bytes by which each rank's process grows.
+
+    Raises:
+        RunError: a rank failed, for example because the machine has too little memory now.
+    """
     (folder / "recipe.yaml").write_text(json.dumps(tree), encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}", __file__,
                "rank", folder / "grown", folder / "recipe.yaml", *NARROW, f"run_dir={folder / 'narrow'}"]  # fmt: skip
@@ -134,7 +137,8 @@ def grown_bytes(folder: Path, n_ranks: int, tree: dict[str, Any]) -> list[int]:
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise SystemExit(done.stderr[-3000:])
+        errors = [line for line in done.stderr.splitlines() if "Error: " in line]
+        raise RunError(errors[0] if errors else f"exit code {done.returncode}")
     return [int((folder / f"grown.{rank}").read_text()) for rank in range(n_ranks)]
 
 
@@ -155,7 +159,11 @@ def main() -> None:
                 all_bytes = n_ranks * own_bytes + copied_bytes(setting, n_ranks)
                 if all_bytes > arguments.largest * 1e9 or arguments.only not in f"{size} {name} {n_ranks}":
                     continue
-                first, *others = grown_bytes(Path(home), n_ranks, tree)
+                try:
+                    first, *others = grown_bytes(Path(home), n_ranks, tree)
+                except RunError as error:
+                    print(f"{size:<8}{name:<18}{n_ranks:>6}{readable(planned, 'B'):>12}  not measured: {error}")
+                    continue
             found = " ".join(readable(n, "B") for n in sorted({min(others), max(others)}))
             print(
                 f"{size:<8}{name:<18}{n_ranks:>6}{readable(planned, 'B'):>12}{readable(first, 'B'):>12}"

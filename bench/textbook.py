@@ -76,24 +76,41 @@ class TextbookGPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.size(1)))
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.size(1), device=tokens.device))
         logits = self.head(self.norm(self.blocks(x)))
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
 
-def textbook_step(shape: Shape, data: Tensor, *, autocast: bool, compiled: bool, fused: bool) -> Callable[[], None]:
-    """Return a function that does one step of the textbook loop on random windows of the tokens [N]."""
-    model: Callable[[Tensor, Tensor], Tensor] = TextbookGPT(shape, fused)
-    parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=3e-4)
-    if compiled:
-        model = torch.compile(model)
+def textbook_step(
+    shape: Shape,
+    data: Tensor,
+    *,
+    autocast: bool,
+    compiled: bool,
+    fused: bool,
+    device: str = "cpu",
+    blocks: bool = False,
+) -> Callable[[], None]:
+    """Return a function that does one step of the textbook loop on random windows of the tokens [N].
+
+    Args:
+        blocks: compile each block instead of the model, which takes a deep model less time.
+    """
+    textbook = TextbookGPT(shape, fused).to(device)
+    parameters = list(textbook.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=3e-4, fused=True if device == "cuda" else None)
+    model: Callable[[Tensor, Tensor], Tensor] = textbook
+    if compiled and blocks:
+        for block in textbook.blocks:
+            block.compile()
+    elif compiled:
+        model = torch.compile(textbook)
 
     def step() -> None:
         starts = torch.randint(len(data) - shape.context - 1, (shape.batch,)).tolist()
-        x = torch.stack([data[i : i + shape.context] for i in starts])
-        y = torch.stack([data[i + 1 : i + shape.context + 1] for i in starts])
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        x = torch.stack([data[i : i + shape.context] for i in starts]).to(device)
+        y = torch.stack([data[i + 1 : i + shape.context + 1] for i in starts]).to(device)
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
             loss = model(x, y)
         optimizer.zero_grad()
         loss.backward()

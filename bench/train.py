@@ -32,6 +32,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from shutil import which
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ from gptworks.data.shards import TokenShards
 from gptworks.device import choose_device, choose_precision, device_name, keep_freed_memory, product_rate
 from gptworks.planning.flops import forward_flops
 from gptworks.recipe import parse_recipe
+from gptworks.terminal import Console
 from gptworks.training.loop import Run
 from gptworks.training.objectives.next_token import next_token
 from gptworks.training.record.display import Display
@@ -87,8 +89,12 @@ def available(precision: str, litgpt: Path | None) -> list[str]:
     return [name for name in LOOPS if not any(reason and word in name for word, reason in missing.items())]
 
 
-def bench_recipe(shape: Shape, text: Path | None, folder: str, precision: str) -> Recipe:
-    """Return the recipe of the model on the given text, or on the standard library's sources."""
+def bench_recipe(shape: Shape, text: Path | None, folder: str, precision: str, **train: Any) -> Recipe:
+    """Return the recipe of the model on the given text, or on the standard library's sources.
+
+    Args:
+        train: more settings of that section.
+    """
     return parse_recipe(
         {
             "name": "bench",
@@ -103,7 +109,7 @@ def bench_recipe(shape: Shape, text: Path | None, folder: str, precision: str) -
                 "validation": {"fraction": 0.1, "by": "tail"},
             },
             "train": {"max_steps": 10_000, "optimizer": "adamw", "batch_size": shape.batch, "log_every": 10_000,
-                      "precision": precision},
+                      "precision": precision, **train},
         }
     )  # fmt: skip
 
@@ -119,7 +125,7 @@ def our_step(recipe: Recipe, folder: Path) -> Callable[[], None]:
     prepared = open_prepared(folder)
     device = choose_device(recipe.train.device)
     setup = PreparedRun(recipe, prepared, device, choose_precision(recipe.train.precision, device))
-    run = Run(setup, Display(), next_token)
+    run = Run(setup, Display(Console(quiet=True)), next_token)
     run.reporter.log = MetricsLog(prepared.folder / "metrics.jsonl", 0)
     return run.training_step
 
