@@ -34,12 +34,12 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=1,sched_interval=1,sched_min_interval=0
 ReturnToService=2
-KillWait=10
+KillWait=30
 MailProg=/bin/true
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
-PartitionName=low Nodes={host} Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=low Nodes={host} Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=120
 PartitionName=high Nodes={host} State=UP PriorityTier=10 PreemptMode=OFF
 """
 

@@ -14,9 +14,9 @@ from gptworks.training.record.metrics import read_metrics
 from slurm_cluster import slurm, until
 from test_resume import assert_same_run
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
 
-STEPS = 150
+STEPS = 300
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ class Job:
         return dict(pair.partition("=")[::2] for pair in shown.split() if "=" in pair)
 
     def wait_for(self, state: str) -> dict[str, str]:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 600
         while (found := self.state()).get("JobState") != state:
             assert found.get("JobState") not in ("FAILED", "CANCELLED", "TIMEOUT"), (found, self.said())
             assert time.monotonic() < deadline, (found, self.said())
@@ -73,11 +73,11 @@ class Job:
 
     def wait_for_step(self, step: int) -> None:
         log = self.run_dir / "metrics.jsonl"
-        until(lambda: max((r["step"] for r in read_metrics(log)), default=0) >= step, 120)
+        until(lambda: max((r["step"] for r in read_metrics(log)), default=0) >= step, 600)
 
     def stopped_at(self) -> int:
         """The step of a checkpoint that was saved because a signal came."""
-        until(lambda: "stopped by" in self.said(), 60)
+        until(lambda: "stopped by" in self.said(), 240)
         step = checkpoints(self.run_dir)[0].step
         assert f"at step {step}" in self.said()
         return step
