@@ -355,7 +355,7 @@ def test_grouped_queries_under_a_mask_on_cuda(
         return x
 
     leaves = [torch.empty(2, heads, length, 64, device="meta", dtype=dtype) for heads in (4, n_kv_heads, n_kv_heads)]
-    with LiveBytes() as live:
+    with LiveBytes(counts_meta=True) as live:
         q, k, v = (leaf.requires_grad_() * 1 for leaf in leaves)
         bias = torch.zeros(2, length, length, device="meta", dtype=dtype) if several_texts else None
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):

@@ -8,6 +8,7 @@ import pytest
 
 PROGRAM = """
 import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with SIGINT ignored
 from gptworks.training.signals import stop_signals
 with stop_signals() as asked:
     for number in sys.argv[1:]:

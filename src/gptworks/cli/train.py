@@ -115,7 +115,7 @@ def launch(
     change: Change = None,
     force: options.Force = False,
 ) -> None:
-    """Train in several processes, on this machine, on several, or in a job of a scheduler.
+    """Train in several processes, or write a job that does.
 
     train.parallel sets how the processes divide the work. A job continues the run's last checkpoint when it starts
     again: after a failure, after the signal before its time limit, and after preemption.

@@ -96,7 +96,7 @@ def compiled(compiler: str) -> bytes:
 def build(
     compiler: str,
     options: tuple[tuple[str, ...], ...] | None = None,
-    sources: Sequence[Path] = SOURCES,
+    sources: Sequence[Path] | None = None,
     flags: Sequence[str] = FLAGS,
     libraries: Sequence[str] = (),
 ) -> bytes:
@@ -104,6 +104,7 @@ def build(
 
     Args:
         options: sets of compiler options to try, in this order; None: the sets that `attempts` returns.
+        sources: files to compile; None: `SOURCES`.
         flags: compiler options of every attempt.
         libraries: options that name libraries to link.
 
@@ -118,6 +119,7 @@ def build(
     ):
         folder = make_private(Path(temporary))
         made = folder / "kernels.so"
+        sources = SOURCES if sources is None else sources
         objects = [folder / f"{source.name}.o" for source in sources]
         for attempt in attempts(compiler) if options is None else options:
 

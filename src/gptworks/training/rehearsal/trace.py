@@ -134,12 +134,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages: in `now_bytes` and `peak_bytes`, those that operations created, while they exist;
     in `found_bytes`, those that operations only read, which are assumed to exist throughout.
 
-    Storages may change their size: FSDP frees what it has gathered by resizing it.
+    Tensors on the meta device have no memory; `counts_meta` counts them as if they had. Storages may change their size:
+    FSDP frees what it has gathered by resizing it.
     `torch.distributed._tools.mem_tracker.MemTracker` counts the same bytes (a test checks it), but is six times slower.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counts_meta: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._counts_meta = counts_meta
         self.now_bytes = self.peak_bytes = self.found_bytes = 0
         self._held: weakref.WeakKeyDictionary[torch.UntypedStorage, list[int]] = weakref.WeakKeyDictionary()
 
@@ -172,7 +174,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _ANSWERS[function](*args, **(kwargs or {}))
         out = _run(function, args, kwargs or {})
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and not tensor.is_meta:
+            if isinstance(tensor, Tensor) and (self._counts_meta or not tensor.is_meta):
                 self._count(tensor.untyped_storage())
         return out
 
