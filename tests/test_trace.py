@@ -47,6 +47,13 @@ def test_live_bytes_are_what_torchs_tracker_counts(precision: str, checkpointing
     assert live.peak_bytes == pytest.approx(theirs, rel=1e-3)
 
 
+def test_tensors_on_the_meta_device_take_no_memory() -> None:
+    meta = torch.empty(1000, device="meta")
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
+        made = torch.empty_like(meta, device="cpu")
+    assert live.found_bytes == 0 and live.now_bytes == made.nbytes == 4000
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_real_step_holds_what_the_fake_one_does(optimizer: str) -> None:
     train = TRAIN.model_copy(update={"optimizer": optimizer})

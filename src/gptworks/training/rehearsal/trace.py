@@ -167,7 +167,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operation on this rank's part comes here again
         for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()) not in self._held:
+            if not isinstance(tensor, Tensor) or tensor.is_meta:
+                continue
+            if (storage := tensor.untyped_storage()) not in self._held:
                 self._held[storage] = [storage.nbytes()]
                 self.found_bytes += storage.nbytes()
         if function in _ANSWERS and any(isinstance(argument, torch._subclasses.FakeTensor) for argument in args):
