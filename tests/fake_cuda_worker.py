@@ -188,7 +188,8 @@ FAULTS = {
     ),
     "a list of a tensor": Fault(STEP, "total += losses.loss", "total += losses.loss[None].tolist()[0]", "host read"),
     "a step that fails": Fault(
-        "model/block.py", "self.dropout(y if behind1", "self.dropout(y[..., 1:] if behind1", "failed"
+        "model/block.py", "        y, own = self.attend", "        inner.view(7)\n        y, own = self.attend",
+        "failed",
     ),
 }  # fmt: skip
 
