@@ -190,7 +190,7 @@ def test_two_runs_cannot_train_in_one_place(store: Any, tmp_path: Path, monkeypa
     first.claim(mirror_of(URL))
     beats = threading.Thread(target=first.beat)
     beats.start()
-    with pytest.raises(UserError, match=r"is in use by process \d+ on here"):
+    with pytest.raises(UserError, match=r"is in use by process '\d+' on 'here\'"):
         second.claim(mirror_of(URL))
     first._over.set()
     beats.join()
@@ -198,7 +198,7 @@ def test_two_runs_cannot_train_in_one_place(store: Any, tmp_path: Path, monkeypa
     assert "waiting up to" in said[-1]
     first._over.clear()
     first.beat()  # it was only slow
-    assert first.taken_by is not None and "on there" in first.taken_by
+    assert first.taken_by is not None and "on 'there'" in first.taken_by
     second.end(mirror_of(URL), True)
     began = time.monotonic()
     third.claim(mirror_of(URL))

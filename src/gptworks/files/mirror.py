@@ -139,7 +139,7 @@ def last_session(remote: Remote, entries: dict[str, Entry]) -> dict[str, Any] | 
         return None
     try:
         found = json.loads(remote.read(f"{SESSIONS}/{newest:08d}", _MOST_JSON_BYTES))
-    except (ValueError, FileNotFoundError):
+    except (ValueError, RecursionError, FileNotFoundError):
         found = None
     return {**(found if isinstance(found, dict) else {}), "number": newest}
 

@@ -125,8 +125,9 @@ class Session:
         try:
             remote.put(name, self._text(), new=True)
         except FileExistsError:
-            if json.loads(remote.read(name, 1 << 16)).get("token") != self._own["token"]:  # not a repeated try's
-                raise UserError(self._in_use(last_session(remote, remote.entries()) or {})) from None
+            now = last_session(remote, remote.entries()) or {}
+            if now.get("token") != self._own["token"]:  # otherwise a try that seemed to fail has made it
+                raise UserError(self._in_use(now)) from None
         for old in entries:
             if old.startswith(f"{SESSIONS}/") and old != name:
                 remote.remove(old)
@@ -143,8 +144,8 @@ class Session:
         name = self._name(last["number"])
         age = before = self.remote.age_seconds(name, probe)
         if age < STALE_SECONDS:
-            who = f"{last.get('host')}, process {last.get('process')}"
-            self._report(f"{self.remote.url}: waiting up to {STALE_SECONDS - age:.0f} s to see whether {who} is alive")
+            seconds = STALE_SECONDS - age
+            self._report(f"{self.remote.url}: waiting up to {seconds:.0f} s to see whether {_who(last)} is alive")
         while age < STALE_SECONDS:
             time.sleep(min(BEAT_SECONDS / 4, STALE_SECONDS - age + 0.1))
             try:
@@ -157,7 +158,7 @@ class Session:
 
     def _in_use(self, last: dict[str, Any]) -> str:
         return (
-            f"run_dir={self.remote.url} is in use by process {last.get('process')} on {last.get('host')}, which trains "
+            f"run_dir={self.remote.url} is in use by {_who(last)}, which trains "
             f"there now: wait for it, or give another run_dir=. A process that has died is noticed after "
             f"{STALE_SECONDS:g} seconds."
         )
@@ -181,7 +182,7 @@ class Session:
             with contextlib.suppress(RunError, UserError, FileNotFoundError):  # `Uploads` reports a store that fails
                 newest = last_session(self.remote, self.remote.entries())
                 if newest is not None and newest["number"] > self._number:
-                    self.taken_by = f"process {newest.get('process')} on {newest.get('host')}"
+                    self.taken_by = _who(newest)
                     return
                 self.remote.put(self._name(self._number), self._text())
 
@@ -202,6 +203,11 @@ class Session:
 
     def _keep(self, mirror: Path, uploaded: bool, **more: str) -> None:
         write_whole(mirror / OWN_SESSION, json.dumps({**self._own, "uploaded": uploaded, **more}), private=True)
+
+
+def _who(session: dict[str, Any]) -> str:
+    """Return the process of a session for a message; the store's text is untrusted."""
+    return f"process {str(session.get('process'))[:20]!a} on {str(session.get('host'))[:100]!a}"
 
 
 class Uploads:
