@@ -240,9 +240,15 @@ def traffic(cases: list[dict], ranks: Ranks) -> list[dict[str, int]]:
     return found
 
 
-def gathers(traffic: Traffic) -> int:
-    """Return the number of all-gathers of tensors."""
-    return sum(sent.kind == "all_gather" and sent.n_bytes > 0 for sent in traffic.sent)
+class Gathers(Traffic):
+    """Context that counts the all-gathers of tensors in any process group."""
+
+    def _dimension(self, args: Any) -> str:
+        return "any"
+
+    @property
+    def n(self) -> int:
+        return sum(sent.kind == "all_gather" and sent.n_bytes > 0 for sent in self.sent)
 
 
 def texts(cases: list[dict], ranks: Ranks) -> list[dict]:
@@ -275,11 +281,11 @@ def texts(cases: list[dict], ranks: Ranks) -> list[dict]:
             optimizer.step(torch.amp.GradScaler("cpu", enabled=False))
             optimizer.zero_grad()
             held.peak_bytes = 0
-            with Traffic(parallel.mesh) as sent:
+            with Gathers(parallel.mesh) as sent:
                 found = made(parallel, model)
             peak_bytes = held.peak_bytes
-        windows = [(torch.ones(1, n).long(),) * 2 for n in range(1, 1 + 3 * ranks.size)]  # each is a batch
-        with Traffic(parallel.mesh) as in_evaluation, parallel.inference_mode():
+        windows = [(torch.ones(1, n).long(),) * 2 for n in range(1, 1 + 3 * layout.data_parallel)]  # each is a batch
+        with Gathers(parallel.mesh) as in_evaluation, parallel.inference_mode():
             evaluate_loss(model, windows, workers=parallel)
         whole = saved(parallel.parameters, parallel)
         del parallel, optimizer
@@ -292,7 +298,7 @@ def texts(cases: list[dict], ranks: Ranks) -> list[dict]:
         (n_found,) = ranks.all_reduce([len(found)])
         results.append({
             "wrong": n_wrong, "found": n_found, "peak": peak_bytes, "texts": len(set(expected)),
-            "gathers": gathers(sent), "in_evaluation": gathers(in_evaluation),
+            "gathers": sent.n, "in_evaluation": in_evaluation.n,
         })  # fmt: skip
     return results
 

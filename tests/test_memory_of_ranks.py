@@ -149,7 +149,7 @@ def test_blocks_are_gathered_once_for_samples_or_once_a_step_of_all_texts(n_rank
         print(
             f"{name}, once: {once}: {found['peak'] / 1e6:.1f} MB measured, {planned / found['peak'] - 1:+.1%} planned"
         )
-        assert planned == pytest.approx(found["peak"], rel=0.02), name
+        assert planned == pytest.approx(found["peak"], rel=0.05), name
 
 
 def hold(n_ranks: int, cases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
