@@ -172,7 +172,7 @@ def a_recipe(name: str, *overrides: str) -> Recipe:
 
 def test_changes_are_ordered_by_cost_and_devices_come_last() -> None:
     recipe = a_recipe("gpt2", "train.batch_size=128", "train.micro_batch_size=64", "train.precision=fp32")
-    changes = changes_that_fit(recipe, 1, replace(H100, memory_bytes=7 * 10**9))
+    changes = changes_that_fit(recipe, 1, replace(H100, memory_bytes=7_500 * 10**6))
     words = [change.words for change in changes]
     assert words[0].startswith("train.micro_batch_size=")
     order = ["precision=bf16", "checkpointing=selective", "checkpointing=block", "optimizer=muon", "adapter.rank"]

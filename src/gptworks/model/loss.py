@@ -35,6 +35,10 @@ product of all 50,257 rows took 1.3 times as long."""
 CHUNK_TOKENS = 8192
 """Tokens per chunk on an accelerator, which needs large products."""
 
+SOFTMAX_LOGITS = 2**27
+"""Largest number of probabilities that an accelerator computes at a time: 512 MiB in fp32, and again for the logits if
+they are in bf16."""
+
 
 def chunk_tokens(device: torch.device, vocab_size: int) -> int:
     """Number of tokens in a chunk. A chunk's logits are in memory together, in the dtype of matrix products."""
@@ -46,7 +50,7 @@ def chunk_tokens(device: torch.device, vocab_size: int) -> int:
 def softmax_tokens(device: torch.device, vocab_size: int) -> int:
     """Number of tokens whose fp32 probabilities are in memory together."""
     if device.type != "cpu":
-        return CHUNK_TOKENS
+        return max(1, min(CHUNK_TOKENS, SOFTMAX_LOGITS // vocab_size))
     return max(1, CPU_CACHE_BYTES // (4 * vocab_size))
 
 
@@ -122,7 +126,7 @@ def token_nats(features: Tensor, weight: Tensor, targets: Tensor, softcap: float
 
     def nats(rows: slice) -> list[Tensor]:  # a function, so that a chunk's logits are freed before the next's exist
         logits = dispatch.product(flat[rows], head.T)
-        return [_nats(cap(part, softcap), wanted[of]) for part, of in _in_cache(logits, rows)]
+        return [_nats(cap(part, softcap), wanted[of]) for part, of in _in_parts(logits, rows)]
 
     parts = [part for start in range(0, len(flat), chunk) for part in nats(slice(start, start + chunk))]
     return torch.cat(parts).view(targets.shape) if parts else _wide(features.new_zeros(targets.shape))
@@ -175,7 +179,7 @@ def distillation_loss(
         taught = dispatch.product(y[rows], teacher_head.T)
         return _sum(
             distilled(part, taught[of.start - rows.start : of.stop - rows.start], wanted[of])
-            for part, of in _in_cache(logits, rows)
+            for part, of in _in_parts(logits, rows)
         )
 
     def total(x: Tensor, counted: Tensor | None) -> Tensor:
@@ -302,11 +306,11 @@ def _through_cap(into_gradient: IntoGradient, softcap: float | None) -> IntoGrad
         torch.mul(logits, bent.square_().neg_().add_(1), out=logits)
         return sums
 
-    return lambda logits, rows: _sum(part_to_gradient(part, of) for part, of in _in_cache(logits, rows))
+    return lambda logits, rows: _sum(part_to_gradient(part, of) for part, of in _in_parts(logits, rows))
 
 
-def _in_cache(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
-    """Yield the logits [n, V] a few rows at a time, as many as fit in the processor's cache, with their row slice."""
+def _in_parts(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
+    """Yield the logits [n, V] `softmax_tokens` rows at a time, with their row slice."""
     n_rows = softmax_tokens(logits.device, logits.size(1))
     for first in range(0, len(logits), n_rows):
         part = logits[first : first + n_rows]
@@ -320,7 +324,7 @@ def _into_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = Non
         return kernel.compute(logits, targets, factors, gradient=True).sum()
     return _sum(
         _rows_to_gradient(part, targets[of], None if factors is None else factors[of])
-        for part, of in _in_cache(logits, slice(0, len(logits)))
+        for part, of in _in_parts(logits, slice(0, len(logits)))
     )
 
 
@@ -376,8 +380,7 @@ def loss_chunk_bytes(shapes: Shapes, vocab_size: int, head: int, taught: bool) -
     """
     chunk, product = chunk_tokens(shapes.device, vocab_size), shapes.product_bytes
     first, second = (max(0, min(chunk, n)) * vocab_size for n in (shapes.n_tokens, shapes.n_tokens - chunk))
-    copied = shapes.autocast and shapes.on_cpu
-    row_bytes = 4 * (6 + 2 * shapes.autocast if taught else 0 if shapes.native else 1 + copied)
+    row_bytes = 4 * (6 + 2 * shapes.autocast if taught else 0 if shapes.native else 1 + shapes.autocast)
     row_bytes += product if shapes.config.logit_softcap is not None else 0  # the tanh of the logits is saved too
     softmax = row_bytes * min(softmax_tokens(shapes.device, vocab_size) * vocab_size, first) + taught * product * first
     rows = product * head * head_rows(shapes.device, vocab_size) // vocab_size
