@@ -263,12 +263,25 @@ def generation() -> Iterator[tuple[str, Any]]:
                 yield f"{name}: evaluate", found(watch)
 
 
+def memory() -> Iterator[tuple[str, Any]]:
+    """Peak bytes of a training step on fake CUDA tensors: traced, and planned."""
+    import gptworks
+    from gptworks.training.rehearsal.trace import Rehearsal, trace_step
+    from gptworks.training.rehearsal.watched import Watch, install
+
+    install(Watch("bf16"))
+    for settings in ((), ("train.precision=fp32",), ("model.n_experts=4",), ("model.vocab_size=90000",)):
+        shape = ("model.n_layers=2", "train.batch_size=48", "train.micro_batch_size=24")
+        plan = gptworks.plan("gpt2-mini", *shape, *settings, device="h100")
+        yield " ".join(settings), [trace_step(Rehearsal.of(plan, "cuda")).peak_bytes, plan.peak.total_bytes]
+
+
 def main(what: str, folder: Path) -> None:
     from gptworks.training.rehearsal.fake_cuda import STEP as FOUND
     from gptworks.training.rehearsal.watched import watched_step
 
-    if what == "generation":
-        for name, found in generation():
+    if what in ("generation", "memory"):
+        for name, found in generation() if what == "generation" else memory():
             print(json.dumps([name, found]), flush=True)
         return
     for name, rehearsal in steps(folder):

@@ -230,8 +230,8 @@ def test_nan_logits_end_only_their_request(model: Any, monkeypatch: pytest.Monke
     one.step()
     compute = one._room.backend.compute
 
-    def broken(chunks: Any) -> Any:
-        rows = compute(chunks)
+    def broken(chunks: Any, *where: Any) -> Any:
+        rows = compute(chunks, *where)
         return [rows[0], rows[1] * float("nan")]
 
     with monkeypatch.context() as patch:
@@ -251,7 +251,7 @@ def test_a_backend_that_breaks_ends_the_requests_there_are_and_serves_the_next(
     request = one.submit([1, 2], max_tokens=5)
     one.step()
     with monkeypatch.context() as patch:
-        patch.setattr(one._room.backend, "compute", lambda chunks: 1 / 0)
+        patch.setattr(one._room.backend, "compute", lambda chunks, *where: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             one.step()
     assert isinstance(request.error, ZeroDivisionError)

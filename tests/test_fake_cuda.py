@@ -24,8 +24,12 @@ WORKER = Path(__file__).with_name("fake_cuda_worker.py")
 
 def found(what: str, folder: Path) -> dict[str, Any]:
     """What the worker found in each case, by the case's name."""
+    try:
+        guard = guard_library()
+    except Unavailable as error:
+        pytest.skip(str(error))
     command = [sys.executable, str(WORKER), what, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, env=preloading(guard_library()), check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=preloading(guard), check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(map(json.loads, done.stdout.splitlines()))
 
@@ -68,6 +72,14 @@ def test_only_tokens_travel_while_a_text_is_generated(tmp_path: Path) -> None:
 
 
 @pytest.mark.fake_cuda
+def test_the_memory_of_a_step_is_as_planned(tmp_path: Path) -> None:
+    """Models with LayerNorm: torch's RMSNorm for fake tensors saves a tensor more than its kernel for CUDA."""
+    for settings, (traced_bytes, planned_bytes) in found("memory", tmp_path).items():
+        # experts: the plan counts copies of their matrices that grouped products do not keep
+        assert planned_bytes == pytest.approx(traced_bytes, rel=0.03 if "experts" in settings else 0.002), settings
+
+
+@pytest.mark.fake_cuda
 def test_planted_faults_are_found(tmp_path: Path) -> None:
     from fake_cuda_worker import FAULTS
 
@@ -102,6 +114,7 @@ def test_where_nothing_can_be_checked_the_reason_is_given(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", None)  # also where torch is built for GPUs
     monkeypatch.setattr(place, name, value)
     step = step_on_fake_cuda(Rehearsal(MODEL, tiny.plain_training(max_steps=1), "cuda"))
     assert step.not_checked is not None and reason in step.not_checked

@@ -28,7 +28,10 @@ FLAGS = re.MULTILINE | re.DOTALL
 PAGES = [
     "README.md",
     "docs/guide.md",
-    *(f"docs/topics/{topic}.md" for topic in ("models", "planning", "data", "training", "launching", "export")),
+    *(
+        f"docs/topics/{topic}.md"
+        for topic in ("models", "planning", "data", "training", "launching", "stores", "export")
+    ),
     *(f"docs/topics/{topic}.md" for topic in ("tuning", "generating", "serving", "studio", "evaluating")),
     "docs/python.md",
 ]

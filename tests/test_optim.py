@@ -261,7 +261,7 @@ def test_gathered_directions_are_freed_before_the_products(monkeypatch: pytest.M
     monkeypatch.setattr(muon, "directions", noted)
     monkeypatch.setattr(muon, "orthogonalized", checked)
     owners, parameter = Gathers(), nn.Parameter(torch.ones(8, 4))
-    owners.n_parts, parameter.grad = 2, torch.ones_like(parameter)
+    owners.n_parts, owners.ranks, parameter.grad = 2, [0, 1], torch.ones_like(parameter)
     optimizer = Muon([parameter])
     optimizer._updates([[parameter], ()], owners, optimizer.param_groups[0])
     assert gathered

@@ -58,9 +58,9 @@ def count_computed(one: Engine, counts: list[int]) -> None:
     assert one._room.backend is not None
     compute = one._room.backend.compute
 
-    def counted(chunks: Any) -> Any:
+    def counted(chunks: Any, *where: Any) -> Any:
         counts.append(sum(len(chunk.tokens) for chunk in chunks))
-        return compute(chunks)
+        return compute(chunks, *where)
 
     one._room.backend.compute = counted  # type: ignore[method-assign]
 

@@ -6,10 +6,10 @@ arXiv 2510.12402, algorithm 1):
     weight -= rate · (update + decay · weight where update · weight ≥ 0)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, zip_longest
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ class ByOwners(torch.optim.Optimizer):
 
     ownership: Ownership
     """How the ranks divide the matrices."""
+    expected_on_cuda: ClassVar[Mapping[tuple[str, str], str]] = {}
+    """What the optimizer does on purpose although a GPU waits or is slower: (kind of finding, function) → reason."""
     mesh: Mesh
 
     @torch.no_grad()

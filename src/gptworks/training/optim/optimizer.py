@@ -59,6 +59,11 @@ class Optimizer:
                 [name for group in groups for name in group["names"]],
             )
 
+    @property
+    def parts(self) -> list[torch.optim.Optimizer]:
+        """The optimizers of the kinds of parameters."""
+        return [optimizer for optimizer, _ in self._optimizers.values()]
+
     def set_rate(self, factor: float) -> None:
         """Set every group's learning rate to `factor` times its peak."""
         for optimizer, _ in self._optimizers.values():

@@ -13,7 +13,7 @@ A matrix's owner keeps all of its state; on other ranks, the same tensors are on
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from gptworks.training.optim.base import ByOwners, Group, Mesh, Update, decay, g
 
 SIDES = ("left", "right")
 
+_IN_FULL = "SOAP computes its bases and preconditioners in the gradients' dtype"
+
 
 def build(groups: list[Group], train: TrainConfig, mesh: Mesh) -> torch.optim.Optimizer:
     """Make a SOAP."""
@@ -37,6 +39,12 @@ class SOAP(ByOwners):
     """SOAP for matrices, computed in their dtype, with decoupled weight decay."""
 
     ownership = BY_SOAP
+    expected_on_cuda: ClassVar = {
+        ("host read", "begun"): "eigenvectors, in a matrix's first step",
+        ("float32 product", "_direction"): _IN_FULL,
+        ("float32 product", "begun"): _IN_FULL,
+        ("float32 product", "refresh"): _IN_FULL,
+    }
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ python -m gptworks.training.rehearsal.watched < rehearsal.json   (with the libra
 """
 
 import ctypes
+import inspect
 import os
 import re
 import sys
@@ -29,6 +30,7 @@ from gptworks.errors import shortened
 from gptworks.kernels import dispatch
 from gptworks.model import moe
 from gptworks.training.distributed.parallel import compiles_blocks
+from gptworks.training.optim.optimizer import Optimizer
 from gptworks.training.rehearsal.fake_cuda import SETTINGS, STEP, FakeStep, Finding, Kind
 from gptworks.training.rehearsal.trace import Rehearsal
 from gptworks.training.step import TrainStep
@@ -37,16 +39,11 @@ PACKAGE = str(Path(__file__).parents[2])
 _SKIPPED = (str(Path(__file__).parent), str(Path(dispatch.__file__)))
 """Files that only pass operations on."""
 
-_SOAP = "SOAP computes its bases and preconditioners in the gradients' dtype"
 EXPECTED: dict[tuple[Kind, str, str], str] = {
     ("host read", "device.py", "__getitem__"): "the step's losses and gradient norm, read together",
-    ("host read", "training/optim/soap.py", "begun"): "eigenvectors, in a matrix's first step",
     ("float32 product", "model/moe.py", "forward"): "the router: rounding would change the choice of experts",
-    ("float32 product", "training/optim/soap.py", "_direction"): _SOAP,
-    ("float32 product", "training/optim/soap.py", "begun"): _SOAP,
-    ("float32 product", "training/optim/soap.py", "refresh"): _SOAP,
 }
-"""What gptworks does on purpose: kind, file and function of a finding, and the reason."""
+"""What gptworks does on purpose: kind, file and function of a finding, and the reason. Optimizers add theirs."""
 
 _aten = torch.ops.aten
 _READS = {
@@ -74,6 +71,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, precision: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._half = precision in ("bf16", "fp16")
+        self.expected = dict(EXPECTED)
         self.n_operations = 0
         self.products: Counter[str] = Counter()
         self.found: Counter[tuple[Kind, str, str, str]] = Counter()
@@ -134,7 +132,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def findings(self) -> Iterator[Finding]:
         """Yield the findings, those of one kind together."""
         for (kind, operation, where, function), count in sorted(self.found.items()):
-            reason = EXPECTED.get((kind, where.partition(":")[0], function))
+            reason = self.expected.get((kind, where.partition(":")[0], function))
             yield Finding(kind, operation, where, count, reason)
 
 
@@ -198,6 +196,7 @@ def watched_step(rehearsal: Rehearsal) -> FakeStep:
     with fake_cuda(watch):
         try:
             step = rehearsal.new_step()
+            watch.expected |= _expected_of(step.optimizer)
             batch = _batch(rehearsal)
             for _ in range(2):
                 watch.begin()
@@ -210,6 +209,15 @@ def watched_step(rehearsal: Rehearsal) -> FakeStep:
             lines = "".join(traceback.format_exception(error))
             watch.found[("failed", _message(error), *_last_of_package(lines))] += 1
     return FakeStep(None, watch.n_operations, tuple(watch.findings()), tuple(sorted(watch.products.items())), n_graphs)
+
+
+def _expected_of(optimizer: Optimizer) -> dict[tuple[Kind, str, str], str]:
+    """Return what an optimizer does on purpose, in the form of `EXPECTED`."""
+    return {
+        (kind, str(Path(inspect.getfile(type(one))).relative_to(PACKAGE)), function): reason
+        for one in optimizer.parts
+        for (kind, function), reason in getattr(one, "expected_on_cuda", {}).items()
+    }
 
 
 def _message(error: Exception) -> str:
