@@ -34,7 +34,8 @@ class Meeting(ThisMachine):
         return Round(1, 2, "10.0.0.1", 29400)
 
     def others_wait(self) -> bool:
-        return self.said.count("meet") == self._others_wait_in
+        ready = Path("first-1").exists()  # the rank catches signals
+        return ready and self.said.count("meet") == self._others_wait_in
 
     def end_round(self) -> None:
         self.said.append("end")
