@@ -129,7 +129,7 @@ def test_ranks_of_a_second_machine_have_the_next_numbers_and_the_first_machine_s
 
 
 def test_ranks_start_again_with_other_machines_without_counting_it_as_a_failure(rank: Path) -> None:
-    script(rank, "trap 'exit 75' TERM\nmkdir first-$RANK 2>/dev/null || exit 0\nwhile true; do sleep 0.02; done")
+    script(rank, "trap 'exit 75' USR1\nmkdir first-$RANK 2>/dev/null || exit 0\nwhile true; do sleep 0.02; done")
     meeting = Meeting(others_wait_in=1)
     assert Agent(1, ["train"], meeting, restarts=0).run() == 0
     assert meeting.said == ["meet", "end", "meet", "end", "over"]

@@ -186,7 +186,7 @@ def test_two_runs_cannot_train_in_one_place(store: Any, tmp_path: Path, monkeypa
     said: list[str] = []
     first, second, third = (Session(Remote(URL), said.append) for _ in range(3))
     for each, host in ((first, "here"), (second, "there"), (third, "yonder")):
-        each._own["host"] = host
+        each._own |= {"host": host, "machine": host}
     first.claim(mirror_of(URL))
     beats = threading.Thread(target=first.beat)
     beats.start()

@@ -88,10 +88,10 @@ def evaluate_loss(
         UserError: the text has no target to count.
     """
     nats, n_tokens = [torch.zeros((), device=model.device)], 0  # read once, at the end: the host need not wait
-    batches = batches_of(windows)
+    batches, on_cuda = batches_of(windows), model.device.type == "cuda"
     with eval_mode(model), torch.inference_mode():
         for batch in batches if workers is None else workers.split_batches(batches):
-            inputs, targets, *positions = (x.to(model.device, non_blocking=True) for x in batch)
+            inputs, targets, *positions = (x.to(model.device, non_blocking=on_cuda) for x in batch)
             features = model.features(inputs, text_positions=positions[0] if positions else None)
             nats.append(linear_cross_entropy(features, model.head_weight, targets, model.config.logit_softcap))
             n_tokens += int((batch[1] != IGNORED).sum())

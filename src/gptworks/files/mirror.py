@@ -82,9 +82,9 @@ def keep(mirror: Path) -> None:
     _fetched_at[mirror] = float("inf")
 
 
-def refresh(mirror: Path, session: dict[str, Any] | None = None) -> None:
-    """Make a mirror current. It is left as it is while a process trains there, and after this machine was the last that
-    trained there, since it then may have more than the store.
+def refresh(mirror: Path, session: dict[str, Any] | None = None) -> bool:
+    """Make a mirror current; return whether its small files are now the store's. It is left as it is while a process
+    trains there, and after this machine was the last that trained there, since it then may have more than the store.
 
     Args:
         session: the last session before this process's own; None: read it.
@@ -98,13 +98,13 @@ def refresh(mirror: Path, session: dict[str, Any] | None = None) -> None:
     with file_lock(mirror.with_name(f".{mirror.name}.lock"), mode=0o600):
         _fetched_at[mirror] = max(_fetched_at.get(mirror, 0), time.monotonic())
         if is_locked(mirror / ".lock"):
-            return
+            return False
         remote = Remote(url)
         entries = remote.entries()
         if session is None:
             session = last_session(remote, entries)
         if session is not None and is_last_here(mirror, session):
-            return
+            return False
         own = _json(mirror / OWN_SESSION)
         if own is not None and own.get("uploaded") is not True and any((mirror / CHECKPOINTS).glob("step-*")):
             aside = mirror.with_name(f".{mirror.name}.{own.get('token')}")
@@ -117,6 +117,7 @@ def refresh(mirror: Path, session: dict[str, Any] | None = None) -> None:
         if "" in entries:
             raise UserError(f"{url} is a file: give the folder of a run.")
         _fetch(remote, entries, mirror, lambda name: _is_small(name, entries))
+        return True
 
 
 def is_last_here(mirror: Path, session: dict[str, Any]) -> bool:
@@ -134,14 +135,15 @@ def written_by(session: dict[str, Any]) -> Any:
 def last_session(remote: Remote, entries: dict[str, Entry]) -> dict[str, Any] | None:
     """Return the newest session of a remote folder, with its `number`; None if it has none."""
     numbers = [name.rpartition("/")[2] for name in entries if name.startswith(f"{SESSIONS}/")]
-    newest = max((int(one) for one in numbers if one.isdigit() and len(one) < 16), default=None)
+    newest = max((int(one) for one in numbers if one.isascii() and one.isdigit() and len(one) < 16), default=None)
     if newest is None:
         return None
     try:
         found = json.loads(remote.read(f"{SESSIONS}/{newest:08d}", _MOST_JSON_BYTES))
     except (ValueError, RecursionError, FileNotFoundError):
         found = None
-    return {**(found if isinstance(found, dict) else {}), "number": newest}
+    known = found.items() if isinstance(found, dict) else ()
+    return {key: value for key, value in known if isinstance(value, str | int)} | {"number": newest}
 
 
 def _fetch(remote: Remote, entries: dict[str, Entry], mirror: Path, is_wanted: Callable[[str], bool]) -> None:

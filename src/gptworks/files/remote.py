@@ -85,7 +85,7 @@ def url_of(path: Path) -> str | None:
     """Return the URL of a mirror, or of a path inside one; None for other paths."""
     try:
         parts = path.relative_to(_root()).parts
-    except ValueError:
+    except (ValueError, RuntimeError):  # outside, or this user has no home folder
         return None
     url = "/".join([unquote(parts[0]), *parts[1:]]) if len(parts) > 1 else ""
     return url if is_url(url) else None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gptworks.config import Recipe
 from gptworks.errors import UserError
+from gptworks.files import fetched_path
 from gptworks.training.setup import check_parallel, check_train
 
 _COUNT = re.compile(r"([0-9]{1,6})(?::([0-9]{1,6}))?", re.ASCII)
@@ -78,6 +79,7 @@ def check_job(job: Job, recipe: Recipe, resume: bool) -> None:
     Raises:
         UserError: it cannot.
     """
+    fetched_path(recipe.run_dir)  # a run in a store is noticed as one in a folder is
     check_train(recipe, resume, job.least_nodes * job.nproc, job.change)
     for n_nodes in range(job.least_nodes + 1, job.most_nodes + 1):
         try:

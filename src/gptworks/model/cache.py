@@ -10,8 +10,9 @@ from gptworks.model.lab.embeddings import NO_TOKEN
 
 
 def on_device(numbers: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return numbers, in lists, as a tensor on a device. The host does not wait for the copy."""
-    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+    """Return numbers, in lists, as a tensor on a device. The host does not wait for a copy to CUDA; on MPS it must,
+    since there the copy would read memory that is freed before."""
+    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=device.type == "cuda")
 
 
 class Vectors(Protocol):

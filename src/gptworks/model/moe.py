@@ -86,6 +86,7 @@ class MoE(nn.Module):
             layers = [getattr(mlp, name) for mlp in self.experts]
 
             def product(x: Tensor) -> Tensor:
+                x = x.to(tokens.dtype)  # under autocast, a square is float32
                 weights = torch.stack([one.weight.to(x.dtype) for one in layers])  # [E, O, I]
                 y = torch._grouped_mm(x, weights.mT, offs=ends)
                 if layers[0].bias is None:

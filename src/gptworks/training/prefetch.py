@@ -30,7 +30,7 @@ class Prefetcher:
         self._next = (following, self._pool.submit(self._make, *following))
         # the numbers of prompts to answer stay on the host
         to = torch.device("cpu") if self._objective.generates else self._device
-        rows = [tuple(x.to(to, non_blocking=True) for x in batch) for batch in made]
+        rows = [tuple(x.to(to, non_blocking=to.type == "cuda") for x in batch) for batch in made]
         n_targets, n_tokens = sum(map(self._objective.count, made)), sum(batch[0].numel() for batch in made)
         return StepBatches(numbers, rows, n_targets, n_tokens)
 

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -33,6 +34,7 @@ from gptworks.files.mirror import (
 )
 from gptworks.files.remote import Remote, mirror_around, url_of
 from gptworks.training.distributed.ranks import Ranks
+from gptworks.training.signals import stop_signals
 
 BEAT_SECONDS, STALE_SECONDS = 20.0, 80.0
 """A session is written again after each BEAT_SECONDS; one that is older than STALE_SECONDS has died."""
@@ -42,6 +44,8 @@ _MOST_WAIT_SECONDS = 60.0
 END_SECONDS = 600.0
 """At the end of a run, failed uploads are tried again for this time."""
 _WHOLE_BYTES = 1 << 26
+_LATE = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals of a scheduler that do not end the last uploads when they come first."""
 Report = Callable[[str], None]
 _Stamp = tuple[int, int, int]
 
@@ -64,18 +68,22 @@ def remote_run(run_dir: Path, ranks: Ranks, report: Report) -> Iterator[Callable
     if not ranks.is_rank_zero:
         ranks.from_rank_zero(lambda: None)
         yield lambda: None
+        with stop_signals(_LATE):  # the ranks and their store outlive the uploads
+            ranks.from_rank_zero(lambda: None)
         return
     session = Session(Remote(url), report)
+
     ranks.from_rank_zero(lambda: session.claim(run_dir))
-    uploads = Uploads(session.remote, run_dir, report, lambda: session.taken_by is None)
+    try:
+        uploads = Uploads(session.remote, run_dir, report, lambda: session.taken_by is None, session.fetched)
+    except BaseException:
+        session.end(run_dir, False, False)
+        raise
     threads = [threading.Thread(target=each, daemon=True, name="store") for each in (session.beat, uploads.run)]
     for thread in threads:
         thread.start()
-    failed = True
-    try:
-        yield lambda: None if session.taken_by is None else "SIGTERM"
-        failed = False
-    finally:
+
+    def finish(failed: bool) -> None:
         uploads.over.set()
         threads[1].join()
         try:
@@ -89,6 +97,15 @@ def remote_run(run_dir: Path, ranks: Ranks, report: Report) -> Iterator[Callable
                 f"for {STALE_SECONDS:g} seconds. This run was stopped; its files are in {run_dir}."
             )
 
+    try:
+        yield lambda: None if session.taken_by is None else "SIGTERM"
+    except BaseException:
+        with ranks.busy():
+            finish(True)
+        raise
+    with stop_signals(_LATE):
+        ranks.from_rank_zero(lambda: finish(False))
+
 
 class Session:
     """This process's claim on a remote folder: an object with the next number, which only one process can make."""
@@ -98,6 +115,10 @@ class Session:
         self._own: dict[str, Any] = {
             "token": secrets.token_hex(8), "host": socket.gethostname(), "process": os.getpid(), "ended": False,
         }  # fmt: skip
+        if (machine := _machine()) is not None:
+            self._own["machine"] = machine
+        self.fetched = False
+        """Whether `claim` has made the mirror's small files those of the store."""
         self._number, self._over = 0, threading.Event()
         self.taken_by: str | None = None
         """The process that has claimed the folder after this one."""
@@ -132,7 +153,7 @@ class Session:
             if old.startswith(f"{SESSIONS}/") and old != name:
                 remote.remove(old)
         make_folder(mirror)
-        refresh(mirror, last or {})
+        self.fetched = refresh(mirror, last or {})
         self._keep(mirror, False)
 
     def _wait(self, last: dict[str, Any], probe: str) -> None:
@@ -165,8 +186,8 @@ class Session:
 
     def _is_dead(self, last: dict[str, Any]) -> bool:
         """Whether the process of a session ran on this machine and is gone."""
-        process = last.get("process")
-        if last.get("host") != self._own["host"] or type(process) is not int or not 0 < process < 1 << 31:
+        process, machine = last.get("process"), self._own.get("machine")
+        if machine is None or last.get("machine") != machine or type(process) is not int or not 0 < process < 1 << 31:
             return False
         try:
             os.kill(process, 0)
@@ -179,7 +200,7 @@ class Session:
     def beat(self) -> None:
         """Write the session again and again, until it ends. Stop the run if another process has claimed the folder."""
         while not self._over.wait(BEAT_SECONDS):
-            with contextlib.suppress(RunError, UserError, FileNotFoundError):  # `Uploads` reports a store that fails
+            with contextlib.suppress(Exception):  # `Uploads` reports a store that fails
                 newest = last_session(self.remote, self.remote.entries())
                 if newest is not None and newest["number"] > self._number:
                     self.taken_by = _who(newest)
@@ -205,6 +226,14 @@ class Session:
         write_whole(mirror / OWN_SESSION, json.dumps({**self._own, "uploaded": uploaded, **more}), private=True)
 
 
+def _machine() -> str | None:
+    """Return what distinguishes this machine, since its start, and this process's namespace; None if unknown."""
+    with contextlib.suppress(OSError, UserError):
+        boot = read_regular(Path("/proc/sys/kernel/random/boot_id"), 100).decode().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    return None
+
+
 def _who(session: dict[str, Any]) -> str:
     """Return the process of a session for a message; the store's text is untrusted."""
     return f"process {str(session.get('process'))[:20]!a} on {str(session.get('host'))[:100]!a}"
@@ -214,11 +243,17 @@ class Uploads:
     """Makes a remote folder like its mirror, pass by pass."""
 
     def __init__(
-        self, remote: Remote, mirror: Path, report: Report, may_write: Callable[[], bool] = lambda: True
+        self,
+        remote: Remote,
+        mirror: Path,
+        report: Report,
+        may_write: Callable[[], bool] = lambda: True,
+        fetched: bool = False,
     ) -> None:
         """
         Args:
             may_write: asked before each change of the store.
+            fetched: the mirror's small files are those of the store.
         """
         self._remote, self._mirror, self._report, self._may_write = remote, mirror, report, may_write
         self.over = threading.Event()
@@ -236,6 +271,8 @@ class Uploads:
                     mirror / name, 1 << 24, inside=mirror
                 ):
                     self._sent[name] = _stamp(mirror / name)
+        if fetched:
+            self._sent |= {name: _stamp(mirror / name) for name in self._small() if name in self._names}
 
     def run(self) -> None:
         """Upload until the run is over; wait longer after each failure."""
@@ -266,9 +303,13 @@ class Uploads:
         while True:
             try:
                 self._upload(True)
+                if missing := self._missing():
+                    raise RunError(f"the store has not taken {missing[0]}")
                 self.is_complete = True
                 return
             except (RunError, UserError, OSError) as error:
+                if not self._may_write():
+                    return
                 left = self._missing()
                 what = (
                     f"{len(left):,} files of the run are not in {self._remote.url}: {', '.join(left[:5])}"
@@ -300,13 +341,22 @@ class Uploads:
         while True:
             here = self._checkpoints()
             sealed = [folder for folder in here if self._is_sent(f"{CHECKPOINTS}/{folder}/{SEAL}")]
-            if sealed or not here:  # otherwise the store keeps its last one until a new one is there
-                self._delete_all_but(here)
+            kept = self._resumable(here)
+            if kept is not None:
+                self._delete_all_but([*here, kept])
             if len(sealed) == len(here):
                 break
             self._upload_checkpoint(next(folder for folder in here if folder not in sealed))
         if small:
             self._upload_small()
+
+    def _resumable(self, here: list[str]) -> str | None:
+        """Return the store's newest checkpoint with which training can continue, up to the newest here; None: the store
+        has none, or this folder has none."""
+        newest = next((_order(folder) for folder in here if folder.startswith("step-")), None)
+        there = (name.split("/")[1] for name in self._names if name.startswith(f"{CHECKPOINTS}/step-"))
+        usable = [each for each in there if f"{CHECKPOINTS}/{each}/{SEAL}" in self._names]
+        return None if newest is None else max((e for e in usable if _order(e) <= newest), key=_order, default=None)
 
     def _upload_checkpoint(self, folder: str) -> None:
         path, below = self._mirror / CHECKPOINTS / folder, f"{CHECKPOINTS}/{folder}"
@@ -357,19 +407,22 @@ class Uploads:
             self._remove(name)
 
     def _remove(self, name: str) -> None:
-        self._writing().remove(name)
+        self._writing(name.endswith(f"/{SEAL}")).remove(name)
         self._names.discard(name)
         self._sent.pop(name, None)
 
-    def _writing(self) -> Remote:
+    def _writing(self, counts: bool = True) -> Remote:
         """Return the store for a change of it.
+
+        Args:
+            counts: a reader of the folder sees the change.
 
         Raises:
             RunError: another process has taken the folder.
         """
         if not self._may_write():
             raise RunError(f"{self._remote.url} was taken by another process")
-        self.has_written = True
+        self.has_written |= counts
         return self._remote
 
     def _is_sent(self, name: str) -> bool:
@@ -381,7 +434,7 @@ class Uploads:
         """Return the names of the complete checkpoints here, the newest first."""
         found = (self._mirror / CHECKPOINTS).glob(f"[!.]*/{SEAL}")
         names = [path.parent.name for path in found]
-        return sorted(names, key=lambda name: (name.rpartition("-")[2].zfill(20), name), reverse=True)
+        return sorted(names, key=lambda name: (_order(name), name), reverse=True)
 
     def _small(self) -> list[str]:
         """Return the names of all other files, except hidden ones."""
@@ -394,6 +447,11 @@ class Uploads:
             paths = [above / each for each in files if not each.startswith(".")]
             found += [path.as_posix() for path in paths if not (self._mirror / path).is_symlink()]
         return sorted(found)
+
+
+def _order(folder: str) -> str:
+    """Return what sorts checkpoints by their step."""
+    return folder.rpartition("-")[2].zfill(20)
 
 
 def _stamp(path: Path) -> _Stamp:

@@ -62,6 +62,7 @@ class Agent:
         except _Stopped:
             return exit_code_of(self._stop)
         finally:
+            self._meets = False
             self._kill()
             self._rendezvous.leave(over)
             for each, handler in before.items():
@@ -136,11 +137,12 @@ class Agent:
             elif ended and not code:
                 code = UNFINISHED
             if not running or time.monotonic() > deadline:
+                code = code or (UNFINISHED if running else 0)  # those that still run are killed
                 break
             if not changed and time.monotonic() > look_at:
                 changed, look_at = self._rendezvous.others_wait(), time.monotonic() + _OTHERS_SECONDS
                 if changed:
-                    self._signal(signal.SIGTERM)
+                    self._signal(signal.SIGUSR1)  # a SIGTERM that a scheduler sends meanwhile must not be the second
                     deadline = min(deadline, time.monotonic() + SAVE_SECONDS)
             time.sleep(_POLL_SECONDS)
         self._kill()
