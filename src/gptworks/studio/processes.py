@@ -14,6 +14,7 @@ from gptworks.errors import UserError
 from gptworks.files import open_regular, open_to_append
 from gptworks.files.fetch import REACH
 from gptworks.training.run_folder import CONSOLE, is_in_use
+from gptworks.training.signals import UNFINISHED
 
 MOST_LINES = 12
 MOST_CHARACTERS = 400
@@ -41,6 +42,12 @@ class Training:
     @property
     def is_running(self) -> bool:
         return self.process.poll() is None
+
+    @property
+    def exit_code(self) -> int | None:
+        """The process's exit code; 0 also if it stopped when it was asked to. None: it is running."""
+        code = self.process.poll()
+        return 0 if code == UNFINISHED else code
 
 
 @dataclass

@@ -178,7 +178,7 @@ async def processes(
         known = {one.name: one for one in [*studio.processes.started.values()]}
         found = [
             {"run": name, "running": one.is_running, "stopping": one.asked and one.is_running,
-             "code": one.process.poll(), "lines": console_lines(one.folder)}
+             "code": one.exit_code, "lines": console_lines(one.folder)}
             for name, one in known.items()
         ]  # fmt: skip
         for name in dict.fromkeys(run):
