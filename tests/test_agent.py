@@ -152,3 +152,13 @@ def test_a_run_that_no_machine_joins_ends_with_that_error_and_stays_open_to_othe
     with pytest.raises(RunError, match="fewer than 2 machines"):
         Agent(1, ["train"], meeting).run()
     assert meeting.said == ["meet", "end", "leave"]
+
+
+def test_ranks_that_do_not_stop_for_other_machines_are_killed_and_the_run_is_not_over(
+    rank: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "SAVE_SECONDS", 0.2)
+    script(rank, "trap '' USR1\nmkdir first-$RANK 2>/dev/null || exit 0\nwhile true; do sleep 0.02; done")
+    meeting = Meeting(others_wait_in=1)
+    assert Agent(1, ["train"], meeting, restarts=0).run() == 0
+    assert meeting.said == ["meet", "end", "meet", "end", "over"]

@@ -327,3 +327,28 @@ def test_a_run_starts_from_one_in_a_store(whole: tuple[dict[str, Any], Path], tm
     recipe = load_recipe({key: tree[key] for key in ("name", "data", "train")} | {"initialize_from": URL})
     assert recipe.model.d_model == 32
     assert recipe.initialize_from == mirror_of(URL)
+
+
+def test_the_store_keeps_a_checkpoint_to_continue_from_until_a_newer_one_is_there(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints with weights only cannot be continued, and a folder without checkpoints deletes none."""
+    mirror, remote = mirror_of(URL), Remote(URL)
+    for folder in ("step-000100", "weights-000000"):
+        (mirror / "checkpoints" / folder).mkdir(parents=True)
+        (mirror / "checkpoints" / folder / "manifest.json").write_text("{}")
+    uploads = Uploads(remote, mirror, lambda _: None)
+    uploads._upload(True)
+    kept = "checkpoints/step-000100/manifest.json"
+    (mirror / "checkpoints" / "step-000100").rename(mirror / "checkpoints" / "step-000200")
+    with monkeypatch.context() as patch:
+        patch.setattr(Remote, "upload", lambda *_: (_ for _ in ()).throw(RunError("the store failed")))
+        with pytest.raises(RunError, match="the store failed"):
+            uploads._upload(True)
+    assert kept in there(store)
+    shutil.move(mirror / "checkpoints", mirror.parent / "away")
+    uploads._upload(True)
+    assert kept in there(store)
+    shutil.move(mirror.parent / "away", mirror / "checkpoints")
+    uploads._upload(True)
+    assert kept not in there(store) and "checkpoints/step-000200/manifest.json" in there(store)
