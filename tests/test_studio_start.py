@@ -356,7 +356,7 @@ def test_a_run_is_started_watched_stopped_resumed_with_a_change_and_forked(
         assert lines(http, "first")["running"] is True
         post(http, "stop", run="first")
         found = ended(http, "first")
-        assert found["code"] == 75 and "stopped by SIGTERM" in "\n".join(found["lines"]), found
+        assert found["code"] == 0 and "stopped by SIGTERM" in "\n".join(found["lines"]), found
         assert "nothing to stop" in message(post(http, "stop", 400, run="first"))
 
         run = tmp_path / "runs" / "first"
