@@ -5,17 +5,17 @@ runs `gptworks.training.rehearsal.watched` and returns a `FakeStep` as JSON. Not
 """
 
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from gptworks.kernels import build, cache
 from gptworks.kernels.build import Unavailable
+from gptworks.training.rehearsal.new_process import ProcessFailed, output_of
 from gptworks.training.rehearsal.trace import Rehearsal
 
 Kind = Literal["wrong device", "host read", "blocking copy", "float32 product", "graph break", "failed"]
@@ -76,19 +76,11 @@ def step_on_fake_cuda(rehearsal: Rehearsal) -> FakeStep:
         guard = guard_library()
     except Unavailable as error:
         return FakeStep(not_checked=str(error))
-    command = [sys.executable, "-m", "gptworks.training.rehearsal.watched"]
+    given, environment = SETTINGS.dump_json(rehearsal), preloading(guard)
     try:
-        done = subprocess.run(
-            command, input=SETTINGS.dump_json(rehearsal), capture_output=True, check=False, timeout=_SECONDS,
-            env=preloading(guard),
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return FakeStep(not_checked=f"the step on fake CUDA did not end within {_SECONDS} seconds.")
-    try:
-        return STEP.validate_json(done.stdout)
-    except ValidationError:
-        errors = done.stderr.decode(errors="replace").strip().splitlines()
-        return FakeStep(not_checked=(errors or [f"fake CUDA ended with status {done.returncode}"])[-1])
+        return STEP.validate_json(output_of("watched", given=given, seconds=_SECONDS, environment=environment))
+    except ProcessFailed as failed:
+        return FakeStep(not_checked=f"the step on fake CUDA failed: {failed}")
 
 
 def preloading(guard: Path) -> dict[str, str]:

@@ -2,21 +2,33 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
 
 
 class ProcessFailed(Exception):
     """A process failed or took too long; the message says how it ended."""
 
 
-def output_of(module: str, *arguments: str, given: bytes, seconds: float | None = None) -> bytes:
+def output_of(
+    module: str,
+    *arguments: str,
+    given: bytes,
+    seconds: float | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> bytes:
     """Run a module of this folder in a new Python with `given` as its input; return what it printed.
+
+    Args:
+        environment: None: this process's.
 
     Raises:
         ProcessFailed: the process failed, with the last line of its errors, or took longer than `seconds`.
     """
     command = [sys.executable, "-m", f"gptworks.training.rehearsal.{module}", *arguments]
     try:
-        result = subprocess.run(command, input=given, capture_output=True, check=False, timeout=seconds)
+        result = subprocess.run(
+            command, input=given, capture_output=True, check=False, timeout=seconds, env=environment
+        )
     except subprocess.TimeoutExpired:
         raise ProcessFailed(f"it did not end within {seconds:g} seconds") from None
     if result.returncode:
