@@ -22,10 +22,11 @@ from gptworks.files import fetched_path, local_path, mirror_of, shown, url_of
 from gptworks.files import mirror as mirrors
 from gptworks.files.remote import Remote
 from gptworks.recipe import load_recipe, parse_recipe, save_recipe
-from gptworks.training import remote_run
+from gptworks.training import remote_run, uploads
 from gptworks.training.distributed.ranks import ALONE
 from gptworks.training.loop import Run
-from gptworks.training.remote_run import Session, Uploads
+from gptworks.training.remote_run import Session
+from gptworks.training.uploads import Uploads
 from test_resume import assert_same_run
 
 URL = "memory://bucket/team/exp"
@@ -209,7 +210,7 @@ def test_what_was_not_uploaded_is_said_and_uploaded_later(
     whole: tuple[dict[str, Any], Path], store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = whole[0] | {"run_dir": URL}
-    monkeypatch.setattr(remote_run, "END_SECONDS", 0.0)
+    monkeypatch.setattr(uploads, "END_SECONDS", 0.0)
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError("503 Slow Down")

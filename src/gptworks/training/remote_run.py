@@ -1,15 +1,10 @@
 """Trains in the mirror of a remote folder: `remote_run` claims the folder, fetches what it holds, uploads what training
 writes, and lets other processes see that it lives.
-
-A checkpoint's manifest is uploaded last, after the records up to its step, and deleted first: a reader of the store
-finds complete checkpoints only, with the metrics that led to them. A failed upload is tried again, with growing random
-waits, while training continues.
 """
 
 import contextlib
 import json
 import os
-import random
 import secrets
 import signal
 import socket
@@ -20,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.errors import RunError, UserError
-from gptworks.files import copy_file, make_folder, read_regular, write_whole
+from gptworks.files import make_folder, read_regular, write_whole
 from gptworks.files.mirror import (
-    CHECKPOINTS,
     OWN_SESSION,
-    SEAL,
     SESSIONS,
     is_last_here,
     keep,
@@ -35,19 +28,12 @@ from gptworks.files.mirror import (
 from gptworks.files.remote import Remote, mirror_around, url_of
 from gptworks.training.distributed.ranks import Ranks
 from gptworks.training.signals import stop_signals
+from gptworks.training.uploads import Report, Uploads
 
 BEAT_SECONDS, STALE_SECONDS = 20.0, 80.0
 """A session is written again after each BEAT_SECONDS; one that is older than STALE_SECONDS has died."""
-_POLL_SECONDS, _SMALL_SECONDS = 0.5, 60.0
-"""Times between two looks for new checkpoints, and between two uploads of small files."""
-_MOST_WAIT_SECONDS = 60.0
-END_SECONDS = 600.0
-"""At the end of a run, failed uploads are tried again for this time."""
-_WHOLE_BYTES = 1 << 26
 _LATE = (signal.SIGTERM, signal.SIGUSR1)
 """Signals of a scheduler that do not end the last uploads when they come first."""
-Report = Callable[[str], None]
-_Stamp = tuple[int, int, int]
 
 
 @contextlib.contextmanager
@@ -237,223 +223,3 @@ def _machine() -> str | None:
 def _who(session: dict[str, Any]) -> str:
     """Return the process of a session for a message; the store's text is untrusted."""
     return f"process {str(session.get('process'))[:20]!a} on {str(session.get('host'))[:100]!a}"
-
-
-class Uploads:
-    """Makes a remote folder like its mirror, pass by pass."""
-
-    def __init__(
-        self,
-        remote: Remote,
-        mirror: Path,
-        report: Report,
-        may_write: Callable[[], bool] = lambda: True,
-        fetched: bool = False,
-    ) -> None:
-        """
-        Args:
-            may_write: asked before each change of the store.
-            fetched: the mirror's small files are those of the store.
-        """
-        self._remote, self._mirror, self._report, self._may_write = remote, mirror, report, may_write
-        self.over = threading.Event()
-        self.is_complete = self.has_written = False
-        self._names = set(remote.entries())
-        """Objects in the store."""
-        self._sent: dict[str, _Stamp] = {}
-        """Small files and manifests that the store has, as they were when they were sent."""
-        self._sent_at = -float("inf")
-        self._n_failed = 0
-        for folder in self._checkpoints():  # fetched ones, and those that an earlier session has uploaded
-            name = f"{CHECKPOINTS}/{folder}/{SEAL}"
-            with contextlib.suppress(FileNotFoundError, UserError):
-                if name in self._names and remote.read(name, 1 << 24) == read_regular(
-                    mirror / name, 1 << 24, inside=mirror
-                ):
-                    self._sent[name] = _stamp(mirror / name)
-        if fetched:
-            self._sent |= {name: _stamp(mirror / name) for name in self._small() if name in self._names}
-
-    def run(self) -> None:
-        """Upload until the run is over; wait longer after each failure."""
-        wait = _POLL_SECONDS
-        while not self.over.wait(wait):
-            try:
-                self._upload(time.monotonic() > self._sent_at + _SMALL_SECONDS)
-            except (RunError, UserError, OSError) as error:
-                wait = min(2.0**self._n_failed, _MOST_WAIT_SECONDS) * random.uniform(0.5, 1.0)
-                if not self._n_failed:
-                    self._report(f"upload failed, and is tried again while training continues: {error}")
-                self._n_failed += 1
-            else:
-                if self._n_failed:
-                    self._report(f"{self._remote.url} takes uploads again")
-                wait, self._n_failed = _POLL_SECONDS, 0
-
-    def finish(self, failed: bool) -> None:
-        """Upload all that is left.
-
-        Args:
-            failed: the run ends with an error, which is reported; try each upload once.
-
-        Raises:
-            RunError: something could not be uploaded.
-        """
-        until, n = time.monotonic() + (0 if failed else END_SECONDS), 0
-        while True:
-            try:
-                self._upload(True)
-                if missing := self._missing():
-                    raise RunError(f"the store has not taken {missing[0]}")
-                self.is_complete = True
-                return
-            except (RunError, UserError, OSError) as error:
-                if not self._may_write():
-                    return
-                left = self._missing()
-                what = (
-                    f"{len(left):,} files of the run are not in {self._remote.url}: {', '.join(left[:5])}"
-                    f"{', …' if len(left) > 5 else ''} ({error}) They are in {self._mirror}; the same command with "
-                    f"--resume on this machine uploads them."
-                )
-                if failed or time.monotonic() > until:
-                    if failed:
-                        self._report(what)
-                        return
-                    raise RunError(what) from error
-                if not n:
-                    self._report(f"trying for up to {END_SECONDS:g} s to upload {len(left):,} files: {error}")
-                time.sleep(min(2.0**n, _MOST_WAIT_SECONDS) * random.uniform(0.5, 1.0))
-                n += 1
-
-    def _missing(self) -> list[str]:
-        found = [f"{CHECKPOINTS}/{folder}/{SEAL}" for folder in self._checkpoints()]
-        stamps = {name: _stamp(self._mirror / name) for name in [*found, *self._small()]}
-        return [name.removesuffix(f"/{SEAL}") for name, stamp in stamps.items() if self._sent.get(name) != stamp]
-
-    def _upload(self, small: bool) -> None:
-        """Upload new checkpoints, the newest first, and delete those that training has deleted; with `small`, upload
-        all other files that have changed.
-
-        Raises:
-            RunError, UserError, OSError: something could not be uploaded.
-        """
-        while True:
-            here = self._checkpoints()
-            sealed = [folder for folder in here if self._is_sent(f"{CHECKPOINTS}/{folder}/{SEAL}")]
-            kept = self._resumable(here)
-            if kept is not None:
-                self._delete_all_but([*here, kept])
-            if len(sealed) == len(here):
-                break
-            self._upload_checkpoint(next(folder for folder in here if folder not in sealed))
-        if small:
-            self._upload_small()
-
-    def _resumable(self, here: list[str]) -> str | None:
-        """Return the store's newest checkpoint with which training can continue, up to the newest here; None: the store
-        has none, or this folder has none."""
-        newest = next((_order(folder) for folder in here if folder.startswith("step-")), None)
-        there = (name.split("/")[1] for name in self._names if name.startswith(f"{CHECKPOINTS}/step-"))
-        usable = [each for each in there if f"{CHECKPOINTS}/{each}/{SEAL}" in self._names]
-        return None if newest is None else max((e for e in usable if _order(e) <= newest), key=_order, default=None)
-
-    def _upload_checkpoint(self, folder: str) -> None:
-        path, below = self._mirror / CHECKPOINTS / folder, f"{CHECKPOINTS}/{folder}"
-        try:
-            stamp = _stamp(path / SEAL)
-            if f"{below}/{SEAL}" in self._names:  # another of the same step, which must not be read half replaced
-                self._remove(f"{below}/{SEAL}")
-            for file in sorted(path.iterdir()):
-                if file.name != SEAL:
-                    self._names.add(f"{below}/{file.name}")
-                    self._writing().upload(f"{below}/{file.name}", file)
-            self._upload_small()
-            self._writing().upload(f"{below}/{SEAL}", path / SEAL)
-        except FileNotFoundError:
-            if (path / SEAL).exists():
-                raise
-            self._report(f"{below} was deleted before it was uploaded, since uploads take longer than steps")
-            return
-        self._names.add(f"{below}/{SEAL}")
-        self._sent[f"{below}/{SEAL}"] = stamp
-
-    def _upload_small(self) -> None:
-        for name in self._small():
-            path = self._mirror / name
-            with contextlib.suppress(FileNotFoundError):
-                stamp = _stamp(path)
-                if self._sent.get(name) == stamp:
-                    continue
-                if stamp[1] <= _WHOLE_BYTES:
-                    self._writing().put(name, read_regular(path, 2 * _WHOLE_BYTES, inside=self._mirror))
-                else:  # it may grow while it is sent
-                    copy = path.with_name(f".sent-{path.name}")
-                    copy.unlink(missing_ok=True)
-                    copy_file(path, copy)
-                    self._writing().upload(name, copy)
-                    copy.unlink()
-                self._names.add(name)
-                self._sent[name] = stamp
-        self._sent_at = time.monotonic()
-
-    def _delete_all_but(self, folders: list[str]) -> None:
-        gone = [
-            name
-            for name in self._names
-            if name.startswith(f"{CHECKPOINTS}/") and name.count("/") == 2 and name.split("/")[1] not in folders
-        ]
-        for name in sorted(gone, key=lambda name: (name.split("/")[1], not name.endswith(f"/{SEAL}"))):
-            self._remove(name)
-
-    def _remove(self, name: str) -> None:
-        self._writing(name.endswith(f"/{SEAL}")).remove(name)
-        self._names.discard(name)
-        self._sent.pop(name, None)
-
-    def _writing(self, counts: bool = True) -> Remote:
-        """Return the store for a change of it.
-
-        Args:
-            counts: a reader of the folder sees the change.
-
-        Raises:
-            RunError: another process has taken the folder.
-        """
-        if not self._may_write():
-            raise RunError(f"{self._remote.url} was taken by another process")
-        self.has_written |= counts
-        return self._remote
-
-    def _is_sent(self, name: str) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return self._sent.get(name) == _stamp(self._mirror / name)
-        return False
-
-    def _checkpoints(self) -> list[str]:
-        """Return the names of the complete checkpoints here, the newest first."""
-        found = (self._mirror / CHECKPOINTS).glob(f"[!.]*/{SEAL}")
-        names = [path.parent.name for path in found]
-        return sorted(names, key=lambda name: (_order(name), name), reverse=True)
-
-    def _small(self) -> list[str]:
-        """Return the names of all other files, except hidden ones."""
-        found = []
-        for parent, folders, files in os.walk(self._mirror):
-            above = Path(parent).relative_to(self._mirror)
-            folders[:] = [
-                each for each in folders if not each.startswith(".") and (above / each).as_posix() != CHECKPOINTS
-            ]
-            paths = [above / each for each in files if not each.startswith(".")]
-            found += [path.as_posix() for path in paths if not (self._mirror / path).is_symlink()]
-        return sorted(found)
-
-
-def _order(folder: str) -> str:
-    """Return what sorts checkpoints by their step."""
-    return folder.rpartition("-")[2].zfill(20)
-
-
-def _stamp(path: Path) -> _Stamp:
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
