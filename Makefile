@@ -17,13 +17,13 @@ help:
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
 	@echo "make test-harness  compare lm-evaluation-harness's scores of a run and of its export (about a minute on 2 cores)"
 	@echo "make test-trl  compare preference tuning with trl, which it installs (about a minute)"
-	@echo "make test-places  runs in an S3 server that fails, and 22 kills there, with moto, which it installs (about 8 minutes on 2 cores)"
+	@echo "make test-places  runs in an S3 server that fails, with moto, which it installs (about 2 minutes on 2 cores)"
 	@echo "make test-memory  hold planned memory against traced steps, of every preset and of 1,500 drawn models (about 25 minutes on 2 cores)"
 	@echo "make test-arrangements  500 drawn recipes, twice: what is planned and advised, training accepts; what a step is planned to hold, its trace and processes hold (about 6 minutes on 2 cores)"
 	@echo "make test-slurm  jobs of gptworks launch in a Slurm of this machine, preempted and requeued (about 5 minutes; needs slurm-wlm and root)"
 	@echo "make test-job-files  job files in SkyPilot's parser and Kubeflow's models, which it installs (about 2 minutes)"
 	@echo "make test-tries  ten tries of a change that does nothing, with real runs (about 8 minutes on 2 cores)"
-	@echo "make test-kills  kill runs of 1, 2 and 4 ranks fifty times and a build twenty, and resume them; KILLS=100 SEED=1 draws others (about 15 minutes on 2 cores)"
+	@echo "make test-kills  kill runs of 1, 2 and 4 ranks fifty times on disk and as often in a failing S3 server (with moto, which it installs), and a build twenty times, and resume them; KILLS=100 SEED=1 draws others (about 30 minutes on 2 cores)"
 	@echo "make test-crashes  every state that a crash or a failing disk can leave (takes long; needs strace)"
 	@echo "make test-schema  5,000 requests to the server, made from its schema (about 10 minutes on 2 cores)"
 	@echo "make test-overload  the server with too many clients, slow ones, and ones that leave (about 3 minutes on 2 cores)"
@@ -103,6 +103,7 @@ test-margins: .venv/.installed-dev
 	done; done
 
 test-kills: .venv/.installed-dev
+	$(PIP) -e ".[places]"
 	$(if $(KILLS),GPTWORKS_KILLS=$(KILLS)) $(if $(SEED),GPTWORKS_KILLS_SEED=$(SEED)) \
 	  $(BIN)/python -m pytest -m kills -rP tests/test_kills.py tests/test_build_kills.py
 

@@ -2,15 +2,22 @@
 
 import contextlib
 import http.client
+import logging
 import random
+import re
 import threading
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
+
 BUCKET = "bucket"
+URL = f"s3://{BUCKET}/exp"
+ALL_FAULTS = ("slow", "503", "cut-up", "cut-down", "flip")
 _HOP = {"connection", "transfer-encoding", "content-length", "keep-alive", "date", "server"}
 
 Choose = Callable[[str, str], str]
@@ -25,12 +32,26 @@ class FaultyProxy(ThreadingHTTPServer):
     def __init__(self, port: int) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.to, self.faults = port, Counter[str]()
+        self.in_flight: list[tuple[str, str]] = []
+        """Methods and paths of the requests that are not answered yet."""
         self.choose: Choose = lambda method, path: ""
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
+
+    def settle(self) -> None:
+        """Wait until all requests are answered: what processes that have died had sent has arrived, or never does."""
+        deadline = time.monotonic() + 60
+        while self.in_flight:
+            assert time.monotonic() < deadline, self.in_flight
+            time.sleep(0.01)
+
+    def stored(self, below: str) -> list[str]:
+        """Return the names of the objects below a folder of the bucket, asked without faults."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.to}/{BUCKET}?list-type=2&prefix={below}/") as response:
+            return re.findall("<Key>([^<]+)</Key>", response.read().decode())
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Silence: clients leave, and faults cut connections."""
@@ -44,6 +65,14 @@ class _Handler(BaseHTTPRequestHandler):
         """Silence."""
 
     def _pass_on(self) -> None:
+        request = self.command, self.path
+        self.server.in_flight.append(request)
+        try:
+            self._answered()
+        finally:
+            self.server.in_flight.remove(request)
+
+    def _answered(self) -> None:
         n_bytes = int(self.headers.get("Content-Length") or 0)
         fault = self.server.choose(self.command, self.path)
         self.server.faults[fault] += 1
@@ -53,6 +82,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.close()
             return
         body = self.rfile.read(n_bytes)
+        if len(body) < n_bytes:  # the client has died
+            self.close_connection = True
+            return
         if fault == "503":
             self._answer(503, {"Content-Type": "application/xml"}, b"<Error><Code>SlowDown</Code></Error>")
             return
@@ -96,10 +128,11 @@ def _flipped(data: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def s3() -> Iterator[FaultyProxy]:
+def served() -> Iterator[FaultyProxy]:
     """An S3 server with one empty bucket, behind a proxy."""
     from moto.server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)  # a line for each request
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     try:
@@ -114,10 +147,19 @@ def s3() -> Iterator[FaultyProxy]:
         server.stop()
 
 
-def environment(proxy: FaultyProxy) -> dict[str, str]:
-    """The variables by which s3fs finds the server."""
-    return {"AWS_ENDPOINT_URL": proxy.url, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": "127.0.0.1"}  # fmt: skip
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """The server's proxy, which s3fs finds by the environment."""
+    fsspec = pytest.importorskip("fsspec")
+    pytest.importorskip("moto")
+    with served() as proxy:
+        for name, value in {
+            "AWS_ENDPOINT_URL": proxy.url, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1", "NO_PROXY": "127.0.0.1",
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        fsspec.get_filesystem_class("s3").clear_instance_cache()  # another server had another address
+        yield proxy
 
 
 def random_faults(seed: int, share: float, kinds: tuple[str, ...]) -> Choose:

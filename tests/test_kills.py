@@ -1,12 +1,16 @@
-"""Kills of one rank and of all ranks, in steps, evaluations and saves: each resume starts from a complete checkpoint,
-on the same or another number of ranks, and changes no bit. `make test-kills KILLS=100 SEED=1`"""
+"""Kills of one rank and of all ranks, in steps, evaluations, saves and uploads: each resume starts from a complete
+checkpoint, on the same or another number of ranks, and changes no bit. On a disk, which outlives the kills, and in an
+S3 server that fails, where each resume is on an empty machine. `make test-kills KILLS=100 SEED=1`"""
 
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,8 +21,10 @@ import pytest
 import tiny
 from commands import Process
 from gptworks.checkpoint import all_checkpoints, checkpoints
+from gptworks.files import fetched_path, local_path
 from gptworks.training.record.metrics import read_metrics
 from gptworks.training.saving import remove_newer
+from stores import ALL_FAULTS, URL, FaultyProxy, random_faults
 from test_parallel import NO_DROPOUT, started_ranks
 from test_resume import assert_same_run, last_step
 
@@ -26,9 +32,7 @@ pytestmark = [pytest.mark.kills, pytest.mark.timeout(3600)]
 
 KILLS, SEED = int(os.environ.get("GPTWORKS_KILLS", "50")), int(os.environ.get("GPTWORKS_KILLS_SEED", "50"))
 EVALUATE_EVERY, CHECKPOINT_EVERY = 3, 2
-STEPS_PER_KILL = 7
 MODEL = ["model.n_layers=4", "model.d_model=128"]  # a save of it, 10 MB, takes as long as a step
-PHASES = ("step", "evaluation", "save")
 FSDP, TENSOR = "train.parallel.strategy=fsdp", ["train.parallel.tensor_parallel=2", *NO_DROPOUT]
 
 
@@ -53,15 +57,72 @@ CHAINS = {
 }
 
 
-def phase(run_dir: Path) -> str:
-    """Return the phase of the run, from its folder. A save, which runs during steps and evaluations, has priority."""
-    if any((run_dir / "checkpoints").glob(".writing-*")):
-        return "save"
-    newest = next(reversed(list(read_metrics(run_dir / "metrics.jsonl"))), {"kind": "train", "step": 1})
-    return "evaluation" if newest["kind"] == "train" and newest["step"] % EVALUATE_EVERY == 0 else "step"
+IN_STORE = ("ddp-2", "ddp-1-2-4-soap", "fsdp-2", "fsdp-1-2-4")
+"""The chains that are killed in a store too."""
 
 
-def begun(n_ranks: int, recipe: Path, run_dir: Path, *settings: str) -> AbstractContextManager[list[Process]]:
+class Disk:
+    """A run folder that outlives the machine's kills."""
+
+    phases: tuple[str, ...] = ("step", "evaluation", "save")
+    steps_per_kill = 7
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.run_dir = run_dir
+
+    @property
+    def folder(self) -> Path:
+        """The folder on this machine."""
+        return local_path(self.run_dir)
+
+    def phase(self) -> str:
+        """Return the phase of the run, from its folder. A save, which runs during steps and evaluations, has
+        priority."""
+        if any((self.folder / "checkpoints").glob(".writing-*")):
+            return "save"
+        newest = next(reversed(list(read_metrics(self.folder / "metrics.jsonl"))), {"kind": "train", "step": 1})
+        return "evaluation" if newest["kind"] == "train" and newest["step"] % EVALUATE_EVERY == 0 else "step"
+
+    def saved(self) -> int:
+        """Return the step of the newest complete checkpoint that the next start finds; 0 if there is none."""
+        return max(
+            (int(path.parent.name[5:]) for path in self.folder.glob("checkpoints/step-*/manifest.json")), default=0
+        )
+
+    def another_machine(self) -> None:
+        """Continue where a new machine would: with the same folder."""
+
+
+class Store(Disk):
+    """A run folder in an S3 server where one request in ten fails. Each machine's files are gone after the kill."""
+
+    phases = (*Disk.phases, "upload")
+    steps_per_kill = 12  # an upload takes longer than a save
+
+    def __init__(self, s3: FaultyProxy, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(URL)
+        self._s3, self._cache, self._patch, self._machines = s3, folder / "cache", monkeypatch, 0
+        s3.choose = random_faults(SEED, 0.1, ALL_FAULTS)
+        monkeypatch.setenv("GPTWORKS_CACHE", str(self._cache))
+
+    def phase(self) -> str:
+        if any(method in ("PUT", "POST") and "/checkpoints/" in path for method, path in [*self._s3.in_flight]):
+            return "upload"
+        return super().phase()
+
+    def saved(self) -> int:
+        manifests = re.findall(r"/step-(\d+)/manifest.json\b", " ".join(self._s3.stored("exp/checkpoints")))
+        return max(map(int, manifests), default=0)
+
+    def another_machine(self) -> None:
+        self._s3.settle()
+        shutil.rmtree(self._cache, ignore_errors=True)
+        self._machines += 1
+        self._cache = self._cache.with_name(f"cache-{self._machines}")
+        self._patch.setenv("GPTWORKS_CACHE", str(self._cache))
+
+
+def begun(n_ranks: int, recipe: Path, run_dir: str | Path, *settings: str) -> AbstractContextManager[list[Process]]:
     """The processes of a run that is started or resumed."""
     command = ("-m", "gptworks", "train", recipe, f"run_dir={run_dir}", "--resume", *settings)
     return started_ranks(n_ranks, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -72,7 +133,7 @@ def outputs(processes: list[Process]) -> str:
         return "".join(pool.map(lambda process: process.communicate(timeout=600)[0], processes))
 
 
-def finish(n_ranks: int, recipe: Path, run_dir: Path, *settings: str) -> str:
+def finish(n_ranks: int, recipe: Path, run_dir: str | Path, *settings: str) -> str:
     """Run to the end without a kill, and return the output."""
     with begun(n_ranks, recipe, run_dir, *settings) as processes:
         output = outputs(processes)
@@ -80,20 +141,26 @@ def finish(n_ranks: int, recipe: Path, run_dir: Path, *settings: str) -> str:
     return output
 
 
-def wait_for(processes: list[Process], run_dir: Path, step: int, wanted: str) -> None:
-    """Wait until the run is in the wanted phase, at any time after a step."""
-    deadline = time.monotonic() + 240
-    while last_step(run_dir) < step or phase(run_dir) != wanted:
-        assert all(process.poll() is None for process in processes), outputs(processes)
-        assert time.monotonic() < deadline, "the run does not move"
-        time.sleep(0.005)
+def wait_for(processes: list[Process], place: Disk, saved: int, step: int, wanted: str) -> None:
+    """Wait until the place has a checkpoint of this step, and then the run is in the wanted phase, at any time after
+    another step."""
+    deadline = time.monotonic() + 600
+
+    def wait_until(condition: Callable[[], bool], look_seconds: float) -> None:
+        while not condition():
+            assert all(process.poll() is None for process in processes), outputs(processes)
+            assert time.monotonic() < deadline, "the run does not move"
+            time.sleep(look_seconds)
+
+    wait_until(lambda: place.saved() >= saved, 0.05)
+    wait_until(lambda: last_step(place.folder) >= step and place.phase() == wanted, 0.005)
 
 
-def kill(processes: list[Process], victims: list[int], grace_seconds: float, run_dir: Path) -> tuple[str, str]:
+def kill(processes: list[Process], victims: list[int], grace_seconds: float, place: Disk) -> tuple[str, str]:
     """Kill these ranks and then, as a launcher does, the others; return the run's phase and all of its output."""
     for victim in victims:
         os.kill(processes[victim].pid, signal.SIGKILL)
-    at = phase(run_dir)
+    at = place.phase()
     time.sleep(grace_seconds)
     for process in processes:
         process.kill()
@@ -115,35 +182,48 @@ def undisturbed(spans: list[tuple[int, int]], steps: int, recipe: Path, run_dir:
 
 @pytest.mark.parametrize("chain", CHAINS)
 def test_kills_change_nothing(chain: str, tmp_path: Path) -> None:
+    assert_kills_change_nothing(chain, max(1, KILLS // len(CHAINS)), Disk(tmp_path / "killed"), tmp_path)
+
+
+@pytest.mark.parametrize("chain", IN_STORE)
+def test_kills_in_a_store_change_nothing(
+    chain: str, s3: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Store(s3, tmp_path, monkeypatch)
+    assert_kills_change_nothing(chain, max(1, KILLS // len(IN_STORE)), place, tmp_path)
+    print(f"faults of requests: {dict(s3.faults)}")
+
+
+def assert_kills_change_nothing(chain: str, n_kills: int, place: Disk, tmp_path: Path) -> None:
     counts, settings = CHAINS[chain]
-    chance, n_kills = random.Random(f"{SEED}, {chain}"), max(1, KILLS // len(CHAINS))
-    steps = STEPS_PER_KILL * n_kills
+    chance = random.Random(f"{SEED}, {chain}")
+    steps = place.steps_per_kill * n_kills
     recipe = tiny.write_recipe(
         tmp_path, optimizer="adamw", max_steps=steps, evaluate_sequences=64, schedule="constant",
         evaluate_every=EVALUATE_EVERY, checkpoint_every=CHECKPOINT_EVERY,
     )  # fmt: skip
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    settings = [*MODEL, *settings]
+    whole, settings = tmp_path / "whole", [*MODEL, *settings]
 
     hits, of_whom = Counter[str](), Counter[str]()
-    spans, reached, start_said = [(0, chance.choice(counts))], 0, "starting from step 0"
+    spans, reached, resumed_at, start_said = [(0, chance.choice(counts))], 0, 0, "starting from step 0"
     for n in range(n_kills):
         n_ranks = spans[-1][1]
-        wanted = min(PHASES, key=lambda each: (hits[each], chance.random()))
+        wanted = min(place.phases, key=lambda each: (hits[each], chance.random()))
         after, n_victims = reached + chance.randint(1, 4), chance.choice((1, 1, n_ranks))
-        victims = chance.sample(range(n_ranks), n_victims)
-        with begun(n_ranks, recipe, killed, *settings) as processes:
-            wait_for(processes, killed, after, wanted)
+        victims, saved = chance.sample(range(n_ranks), n_victims), resumed_at + chance.choice((0, 1))
+        with begun(n_ranks, recipe, place.run_dir, *settings) as processes:
+            wait_for(processes, place, saved, after, wanted)
             time.sleep(chance.random() * 0.03)
-            at, output = kill(processes, victims, chance.random(), killed)
+            at, output = kill(processes, victims, chance.random(), place)
         assert start_said in output, f"kill {n}: {output}"
 
-        newest = checkpoints(killed)[:1]
-        for checkpoint in newest:
+        reached = last_step(place.folder)
+        place.another_machine()
+        assert place.saved() >= resumed_at, "a checkpoint to continue from was lost"
+        for checkpoint in checkpoints(place.folder)[:1]:
             checkpoint.verify()
-        resumed_at = newest[0].step if newest else 0
-        start_said = f"resuming {killed} from step {resumed_at:,}\n" if newest else "starting from step 0"
-        reached = last_step(killed)
+        resumed_at = place.saved()
+        start_said = f"resuming {place.run_dir} from step {resumed_at:,}\n" if resumed_at else "starting from step 0"
         hits[at] += 1
         whom = f"rank {victims[0]}" if n_victims < n_ranks else "all"
         of_whom[f"{whom} of {n_ranks}"] += 1
@@ -151,13 +231,16 @@ def test_kills_change_nothing(chain: str, tmp_path: Path) -> None:
         following = chance.choice(counts)
         if not spans or spans[-1][1] != following:
             spans.append((resumed_at, following))
+        print(f"kill {n + 1}: in a {at}, {whom} of {n_ranks}, at step {reached:,}; step {resumed_at:,} is kept")
 
-    assert start_said in finish(spans[-1][1], recipe, killed, *settings)
+    assert start_said in finish(spans[-1][1], recipe, place.run_dir, *settings)
     print(f"seed {SEED}, {chain}: {n_kills} kills, {dict(hits)}, of {dict(of_whom)}; numbers of ranks from {spans}")
 
     undisturbed(spans, steps, recipe, whole, *settings)
+    place.another_machine()
+    killed = fetched_path(place.run_dir)
+    assert all(checkpoint.is_whole for checkpoint in all_checkpoints(killed))
     assert_same_run(whole, killed, steps)
     assert [c.folder.name for c in all_checkpoints(killed)] == [c.folder.name for c in all_checkpoints(whole)]
-    assert all(checkpoint.is_whole for checkpoint in all_checkpoints(killed))
     assert not list((killed / "checkpoints").glob(".*ing-*"))
-    assert all(hits[each] >= n_kills // 5 for each in PHASES), hits
+    assert all(hits[each] >= n_kills // (len(place.phases) + 2) for each in place.phases), hits
