@@ -1,10 +1,11 @@
 """Runs and data in object stores, on fsspec's memory: what is fetched, what is uploaded, and what is refused."""
 
+import contextlib
 import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -181,29 +182,96 @@ def test_an_object_that_is_longer_than_stated_is_not_read_on(store: Any) -> None
 # ------------------------------------------------------------------------------------------ two runs, and failures
 
 
-def test_two_runs_cannot_train_in_one_place(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def session(host: str, report: Callable[[str], None] = lambda _: None) -> Session:
+    """A session as of a process on another machine."""
+    made = Session(Remote(URL), report)
+    made._own |= {"host": host, "machine": host}
+    return made
+
+
+def dies(session: Session) -> None:
+    """Leave the store as a killed process does."""
+    session._over.set()
+    session._beats.join()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_run, "STALE_SECONDS", 1.0)
     monkeypatch.setattr(remote_run, "BEAT_SECONDS", 0.1)
+
+
+def test_two_runs_cannot_train_in_one_place(store: Any, quick: None) -> None:
     said: list[str] = []
-    first, second, third = (Session(Remote(URL), said.append) for _ in range(3))
-    for each, host in ((first, "here"), (second, "there"), (third, "yonder")):
-        each._own |= {"host": host, "machine": host}
+    first, second, third = session("here"), session("there", said.append), session("yonder")
     first.claim(mirror_of(URL))
-    beats = threading.Thread(target=first.beat)
-    beats.start()
     with pytest.raises(UserError, match=r"is in use by process '\d+' on 'here\'"):
         second.claim(mirror_of(URL))
-    first._over.set()
-    beats.join()
-    second.claim(mirror_of(URL))  # its beats have ended: it waits until they are stale
+    dies(first)
+    second.claim(mirror_of(URL))  # it waits until the beats of the first are stale
     assert "waiting up to" in said[-1]
     first._over.clear()
-    first.beat()  # it was only slow
+    first._beat()  # it was only slow
     assert first.taken_by is not None and "on 'there'" in first.taken_by
+    assert not first.may_write(True)
     second.end(mirror_of(URL), True)
     began = time.monotonic()
     third.claim(mirror_of(URL))
     assert time.monotonic() - began < 0.9, "a session that has ended is not waited for"
+    third.end(mirror_of(URL), True)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_only_a_session_that_wrote_overtakes_another_machine(
+    writes: bool, store: Any, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first machine has a checkpoint that the store lacks. Another claims the store and is killed: before it
+    writes, the first continues with its own files; afterwards, they are out of date."""
+    first, second = session("here"), session("there")
+    first.claim(mirror_of(URL))
+    first.may_write(True)
+    dies(first)
+    (mirror_of(URL) / "checkpoints/step-000002").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setenv("GPTWORKS_CACHE", str(tmp_path / "there"))
+        second.claim(mirror_of(URL))
+        if writes:
+            Uploads(second.remote, mirror_of(URL), lambda _: None, second.may_write)._writing()
+        dies(second)
+    mirrors._fetched_at.clear()
+    with pytest.warns(UserWarning, match="kept in") if writes else contextlib.nullcontext():
+        fetched_path(URL)
+    assert (mirror_of(URL) / "checkpoints/step-000002").exists() != writes
+
+
+def test_the_end_of_a_session_is_its_last_write(store: Any, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sign of life that is on its way when the session ends arrives before the end is written, not after."""
+    one, on_its_way, real = session("here"), threading.Event(), Remote.put
+
+    def slow(remote: Remote, name: str, data: bytes, **named: Any) -> None:
+        if threading.current_thread() is one._beats:
+            on_its_way.set()
+            time.sleep(0.5)
+        real(remote, name, data, **named)
+
+    monkeypatch.setattr(Remote, "put", slow)
+    one.claim(mirror_of(URL))
+    assert on_its_way.wait(10)
+    one.end(mirror_of(URL), True)
+    assert not one._beats.is_alive()
+    last = mirrors.last_session(one.remote, one.remote.entries())
+    assert last is not None and last["ended"] is True
+
+
+def test_a_claim_that_fails_later_frees_the_store(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="the disk is full"):
+        patch.setattr(remote_run, "refresh", lambda *_: (_ for _ in ()).throw(RunError("the disk is full")))
+        session("here").claim(mirror_of(URL))
+    began = time.monotonic()
+    other = session("there")
+    other.claim(mirror_of(URL))
+    other.end(mirror_of(URL), True)
+    assert time.monotonic() - began < 10
 
 
 def test_what_was_not_uploaded_is_said_and_uploaded_later(

@@ -61,22 +61,21 @@ def remote_run(run_dir: Path, ranks: Ranks, report: Report) -> Iterator[Callable
 
     ranks.from_rank_zero(lambda: session.claim(run_dir))
     try:
-        uploads = Uploads(session.remote, run_dir, report, lambda: session.taken_by is None, session.fetched)
+        uploads = Uploads(session.remote, run_dir, report, session.may_write, session.fetched)
     except BaseException:
-        session.end(run_dir, False, False)
+        session.end(run_dir, False)
         raise
-    threads = [threading.Thread(target=each, daemon=True, name="store") for each in (session.beat, uploads.run)]
-    for thread in threads:
-        thread.start()
+    thread = threading.Thread(target=uploads.run, daemon=True, name="store")
+    thread.start()
 
     def finish(failed: bool) -> None:
         uploads.over.set()
-        threads[1].join()
+        thread.join()
         try:
             if session.taken_by is None:
                 uploads.finish(failed)
         finally:
-            session.end(run_dir, uploads.is_complete, uploads.has_written)
+            session.end(run_dir, uploads.is_complete)
         if session.taken_by is not None and not failed:
             raise RunError(
                 f"{url} was taken over by {session.taken_by}, since the store did not get this process's sign of life "
@@ -100,17 +99,19 @@ class Session:
         self.remote, self._report = remote, report
         self._own: dict[str, Any] = {
             "token": secrets.token_hex(8), "host": socket.gethostname(), "process": os.getpid(), "ended": False,
+            "wrote": False,
         }  # fmt: skip
         if (machine := _machine()) is not None:
             self._own["machine"] = machine
         self.fetched = False
         """Whether `claim` has made the mirror's small files those of the store."""
-        self._number, self._over = 0, threading.Event()
+        self._number, self._over, self._lock = 0, threading.Event(), threading.Lock()
+        self._beats = threading.Thread(target=self._beat, daemon=True, name="store")
         self.taken_by: str | None = None
         """The process that has claimed the folder after this one."""
 
     def claim(self, mirror: Path) -> None:
-        """Claim the folder once the last session has ended or died, and make the mirror current.
+        """Claim the folder once the last session has ended or died, give signs of life, and make the mirror current.
 
         Raises:
             UserError: another process trains there. RunError: the store fails.
@@ -130,17 +131,22 @@ class Session:
         if last is not None and is_last_here(mirror, last):  # so that a crash between here and the end changes nothing
             self._keep(mirror, False, token=written_by(last), claims=self._own["token"])
         try:
-            remote.put(name, self._text(), new=True)
+            remote.put(name, json.dumps(self._own).encode(), new=True)
         except FileExistsError:
             now = last_session(remote, remote.entries()) or {}
             if now.get("token") != self._own["token"]:  # otherwise a try that seemed to fail has made it
                 raise UserError(self._in_use(now)) from None
-        for old in entries:
-            if old.startswith(f"{SESSIONS}/") and old != name:
-                remote.remove(old)
-        make_folder(mirror)
-        self.fetched = refresh(mirror, last or {})
-        self._keep(mirror, False)
+        self._beats.start()
+        try:
+            for old in entries:
+                if old.startswith(f"{SESSIONS}/") and old != name:
+                    remote.remove(old)
+            make_folder(mirror)
+            self.fetched = refresh(mirror, last or {})
+            self._keep(mirror, False)
+        except BaseException:
+            self._leave()
+            raise
 
     def _wait(self, last: dict[str, Any], probe: str) -> None:
         """Wait until a session's sign of life is stale.
@@ -183,7 +189,20 @@ class Session:
             return False
         return process == os.getpid() and last.get("token") != self._own["token"]
 
-    def beat(self) -> None:
+    def may_write(self, counts: bool) -> bool:
+        """Return whether the folder still belongs to this session; asked before each change of it.
+
+        Args:
+            counts: a reader sees the change, so that the session states first that it has written.
+
+        Raises:
+            UserError, RunError: the store refuses access, or fails.
+        """
+        if counts and self.taken_by is None and not self._own["wrote"]:
+            self._put(wrote=True)
+        return self.taken_by is None
+
+    def _beat(self) -> None:
         """Write the session again and again, until it ends. Stop the run if another process has claimed the folder."""
         while not self._over.wait(BEAT_SECONDS):
             with contextlib.suppress(Exception):  # `Uploads` reports a store that fails
@@ -191,22 +210,30 @@ class Session:
                 if newest is not None and newest["number"] > self._number:
                     self.taken_by = _who(newest)
                     return
-                self.remote.put(self._name(self._number), self._text())
+                self._put()
 
-    def end(self, mirror: Path, uploaded: bool, wrote: bool = True) -> None:
-        """Record that the session has ended, whether everything is uploaded, and whether anything was."""
-        self._over.set()
+    def end(self, mirror: Path, uploaded: bool) -> None:
+        """Record that the session has ended, and whether everything is uploaded."""
         with contextlib.suppress(OSError, RunError, UserError):
             self._keep(mirror, uploaded)
-            if self.taken_by is None:
-                self._own |= {"ended": True, "wrote": wrote}
-                self.remote.put(self._name(self._number), self._text())
+        self._leave()
+
+    def _leave(self) -> None:
+        """End the signs of life, and record in the store that the session has ended."""
+        self._over.set()
+        self._beats.join()
+        if self.taken_by is None:
+            with contextlib.suppress(RunError, UserError):
+                self._put(ended=True)
+
+    def _put(self, **changes: bool) -> None:
+        with self._lock:
+            changed = self._own | changes
+            self.remote.put(self._name(self._number), json.dumps(changed).encode())
+            self._own = changed
 
     def _name(self, number: int) -> str:
         return f"{SESSIONS}/{number:08d}"
-
-    def _text(self) -> bytes:
-        return json.dumps(self._own).encode()
 
     def _keep(self, mirror: Path, uploaded: bool, **more: str) -> None:
         write_whole(mirror / OWN_SESSION, json.dumps({**self._own, "uploaded": uploaded, **more}), private=True)

@@ -36,17 +36,17 @@ class Uploads:
         remote: Remote,
         mirror: Path,
         report: Report,
-        may_write: Callable[[], bool] = lambda: True,
+        may_write: Callable[[bool], bool] = lambda counts: True,
         fetched: bool = False,
     ) -> None:
         """
         Args:
-            may_write: asked before each change of the store.
+            may_write: asked before each change of the store, and whether a reader of the folder sees the change.
             fetched: the mirror's small files are those of the store.
         """
         self._remote, self._mirror, self._report, self._may_write = remote, mirror, report, may_write
         self.over = threading.Event()
-        self.is_complete = self.has_written = False
+        self.is_complete = False
         self._names = set(remote.entries())
         """Objects in the store."""
         self._sent: dict[str, _Stamp] = {}
@@ -97,7 +97,7 @@ class Uploads:
                 self.is_complete = True
                 return
             except (RunError, UserError, OSError) as error:
-                if not self._may_write():
+                if not self._may_write(False):
                     return
                 left = self._missing()
                 what = (
@@ -209,9 +209,8 @@ class Uploads:
         Raises:
             RunError: another process has taken the folder.
         """
-        if not self._may_write():
+        if not self._may_write(counts):
             raise RunError(f"{self._remote.url} was taken by another process")
-        self.has_written |= counts
         return self._remote
 
     def _is_sent(self, name: str) -> bool:
