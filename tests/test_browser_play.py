@@ -412,6 +412,33 @@ def test_two_checkpoints_and_two_models_side_by_side_from_one_seed(page: Any, st
 # ----------------------------------------------------------------------------------------------------- conversations
 
 
+def test_enter_sends_and_a_conversation_outgrows_the_context(page: Any, studio: Studio) -> None:
+    choose(page, "group/tuned")
+    setting(page, "max_tokens", 8)
+    box = page.get_by_label("Message", exact=True)
+    box.press_sequentially("first line")
+    box.press("Shift+Enter")
+    box.press_sequentially("second line")
+    box.press("Enter")
+    finish(page)
+    assert page.locator(".turn.user .text").first.inner_text() == "first line\nsecond line"
+    assert box.input_value() == "" and not page.get_by_text("did not read").count()
+    dropped = 0
+    for number in range(40):
+        with page.expect_response("**/studio/generate") as sent:
+            box.fill(f"what of number {number}, and of the one before it?")
+            box.press("Enter")
+            finish(page)
+        start = sent.value.text().split("\n\n")[0].removeprefix("data: ")
+        dropped = json.loads(start)["dropped"]
+        if dropped >= 4:
+            break
+    assert dropped >= 4 and not page.locator(".problem").count()
+    places = page.locator(".turns > li:not(:has(button.plain:text-is('Add a system message')))")
+    assert "did not read the turns above" in places.nth(dropped).inner_text()
+    assert page.get_by_text("did not read").count() == 1
+
+
 def test_a_conversation(page: Any, studio: Studio) -> None:
     choose(page, "group/tuned")
     setting(page, "max_tokens", 10)
@@ -422,7 +449,7 @@ def test_a_conversation(page: Any, studio: Studio) -> None:
     say(page, "what of lazy 2?")
     with studio.http() as http:
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "what of brown 1?"}]
-        ask = {"model": "group/tuned", "seed": 2, "max_tokens": 10, "temperature": 0.8}
+        ask = {"model": "group/tuned", "seed": 2, "max_tokens": 10}
         given = http.post("/v1/chat/completions", json=ask | {"messages": messages}).json()["choices"][0]["message"][
             "content"
         ]

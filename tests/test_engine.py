@@ -379,7 +379,7 @@ def test_a_chat_continues_one_transcript() -> None:
     assert "".join(chat.send("")) == "eab", "nothing sent: the model goes on"
     chat.reset()
     assert "".join(chat.send("d")) == "eab"
-    assert chat.n_forgotten_tokens == 0
+    assert chat.n_forgotten == 0
 
 
 def test_a_chat_that_outgrows_the_context_forgets_its_oldest_text() -> None:
@@ -387,9 +387,9 @@ def test_a_chat_that_outgrows_the_context_forgets_its_oldest_text() -> None:
     for text in ("abc", "abc", "de", "abcde" * 8 + "abc"):
         written += text + "".join(chat.send(text))
         assert len(chat.token_ids) <= CONTEXT
-        assert chat.n_forgotten_tokens == len(written) - len(chat.token_ids)
+        assert chat.n_forgotten == len(written) - len(chat.token_ids)
         assert written.endswith(chat.engine.tokenizer.decode(chat.token_ids))
-        assert (chat.n_forgotten_tokens > 0) == (len(written) > CONTEXT)
+        assert (chat.n_forgotten > 0) == (len(written) > CONTEXT)
     assert len(written) > 3 * CONTEXT
 
 
@@ -401,7 +401,7 @@ def test_a_chat_reads_what_a_single_text_would_leave_in_the_window() -> None:
         list(chat.send(text))
     (completion,) = one.complete("abc", temperature=0, max_tokens=60, overflow="slide")
     assert chat.token_ids == completion.token_ids[-len(chat.token_ids) :]
-    assert len(chat.token_ids) + chat.n_forgotten_tokens == 63
+    assert len(chat.token_ids) + chat.n_forgotten == 63
 
 
 def test_a_chat_keeps_what_was_generated_before_it_was_interrupted() -> None:

@@ -136,8 +136,8 @@ def test_it_learns_the_answers_and_chats_in_turns(folder: Path) -> None:
     assert engine.chat_template.encode(chat.messages[:-1], add_generation_prompt=True) == chat.token_ids
     for _ in range(4):
         "".join(chat.send("what of brown 5?"))
-    assert chat.n_forgotten_tokens and len(chat.token_ids) <= engine.context
-    with pytest.raises(UserError, match="the prompt has 518 tokens"):
+    assert chat.n_forgotten and len(chat.token_ids) <= engine.context
+    with pytest.raises(UserError, match="the newest question alone has 518 tokens"):
         chat.send("what " * 100)
     assert chat.messages[-1]["role"] == "assistant"
 

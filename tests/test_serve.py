@@ -78,7 +78,7 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 def of(engine: Engine, prompt: str | list[int], **settings: Any) -> list[str]:
     n = settings.pop("n", 1)
     ends = engine.chat_template.end_token_ids if engine.chat_template else ()
-    settings = {"temperature": 1.0, "max_tokens": 16, "stop_token_ids": ends} | settings
+    settings = {"max_tokens": 16, "stop_token_ids": ends} | settings
     return [made.text for made in engine.complete(prompt, SamplingSettings(**settings), n_samples=n)]
 
 

@@ -1,6 +1,9 @@
-"""Types of options that are one of several names, in Python and commands; a small module, so that `--help` is fast."""
+"""Types of options that are one of several names, and default sampling settings, in Python and commands.
 
-from typing import Literal
+A small module, so that `--help` is fast.
+"""
+
+from typing import Literal, NamedTuple
 
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
@@ -25,3 +28,21 @@ ExportPrecision = Literal["fp32", "bf16", "fp16"]
 """Precision of the weights in a Hugging Face folder."""
 GGUFType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 """Tensor type of the matrices in a GGUF file."""
+
+
+class Sampling(NamedTuple):
+    """Default sampling settings of the commands, the server, the studio and Python. Only the temperature is on."""
+
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    max_tokens: int = 200
+    """The server's own defaults are those of OpenAI's API: 16 for completions, the rest of the context for chats."""
+    min_tokens: int = 0
+
+
+SAMPLING = Sampling()

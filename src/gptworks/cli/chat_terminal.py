@@ -106,7 +106,6 @@ class Talk:
             "retry": self._retry, "edit": self._edit, "system": self._system, "temperature": self._temperature,
             "save": self._save, "load": self._load, "reset": self._reset, "help": lambda _: terminal.remark(HELP),
         }  # fmt: skip
-        self._warned = False
 
     def run(self) -> None:
         """Read texts and answer them until /quit or the end of the input."""
@@ -165,10 +164,8 @@ class Talk:
         rate = "" if pace.tokens_per_second is None else f", {pace.tokens_per_second:.3g} tokens/s"
         why = {"length": f"; --max-tokens {session.settings.max_tokens}", "context": "; the context is full"}
         end = "; stopped" if interrupted() else why.get(session.finish_reason or "", "")
-        self.terminal.remark(f"({counted(pace.n_tokens, 'token')}{rate}{end})")
-        if session.n_forgotten_tokens and not self._warned:
-            self.terminal.remark("(The context is full: the oldest text falls out as the conversation grows.)")
-        self._warned = session.n_forgotten_tokens > 0
+        full = f"; no longer read: the first {session.forgotten}" if session.forgotten else ""
+        self.terminal.remark(f"({counted(pace.n_tokens, 'token')}{rate}{end}{full})")
 
     def _retry(self, _: str) -> None:
         self._answer(self.session.send(self.session.take_back()))
@@ -203,7 +200,6 @@ class Talk:
 
     def _reset(self, _: str) -> None:
         self.session.reset()
-        self._warned = False
 
 
 def _file(command: str, name: str) -> Path:

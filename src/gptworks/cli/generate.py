@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from gptworks.choices import BackendName, CacheName, DeviceName, LoadedWeights
+from gptworks.choices import SAMPLING, BackendName, CacheName, DeviceName, LoadedWeights
 from gptworks.cli import options
 from gptworks.cli.printing import notice, print_json, working
 from gptworks.errors import RunError, UserError, refuse_unused
@@ -29,17 +29,17 @@ def generate(
     run: options.RunFolder,
     prompt: Annotated[str, Argument(metavar="PROMPT", help="The text to continue; -: standard input.")] = "",
     overrides: options.Overrides = None,
-    max_tokens: options.MaxTokens = 200,
-    temperature: options.Temperature = 0.8,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    presence_penalty: options.PresencePenalty = 0.0,
+    max_tokens: options.MaxTokens = SAMPLING.max_tokens,
+    temperature: options.Temperature = SAMPLING.temperature,
+    top_k: options.TopK = SAMPLING.top_k,
+    top_p: options.TopP = SAMPLING.top_p,
+    min_p: options.MinP = SAMPLING.min_p,
+    repetition_penalty: options.RepetitionPenalty = SAMPLING.repetition_penalty,
+    frequency_penalty: options.FrequencyPenalty = SAMPLING.frequency_penalty,
+    presence_penalty: options.PresencePenalty = SAMPLING.presence_penalty,
     seed: options.Seed = None,
     stop: options.Stop = None,
-    min_tokens: Annotated[int, Option(help="Fewest tokens before a text may end.")] = 0,
+    min_tokens: Annotated[int, Option(help="Fewest tokens before a text may end.")] = SAMPLING.min_tokens,
     ignore_eos: Annotated[bool, Option("--ignore-eos", help="The end-of-text token ends nothing.")] = False,
     logprobs: Annotated[int | None, Option(help="With --json: log-probabilities of tokens and N others.")] = None,
     json_schema: Annotated[Path | None, Option(metavar="FILE", help="Write JSON that this schema allows.")] = None,
@@ -200,14 +200,14 @@ def _generate_file(engine: "Engine", source: Path, target: Path, settings: "Samp
 
 def chat(
     run: options.RunFolder,
-    max_tokens: options.MaxTokens = 200,
-    temperature: options.Temperature = 0.8,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 0.95,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    presence_penalty: options.PresencePenalty = 0.0,
+    max_tokens: options.MaxTokens = SAMPLING.max_tokens,
+    temperature: options.Temperature = SAMPLING.temperature,
+    top_k: options.TopK = SAMPLING.top_k,
+    top_p: options.TopP = SAMPLING.top_p,
+    min_p: options.MinP = SAMPLING.min_p,
+    repetition_penalty: options.RepetitionPenalty = SAMPLING.repetition_penalty,
+    frequency_penalty: options.FrequencyPenalty = SAMPLING.frequency_penalty,
+    presence_penalty: options.PresencePenalty = SAMPLING.presence_penalty,
     seed: options.Seed = None,
     stop: options.Stop = None,
     system: Annotated[str, Option(help="System message; needs a chat template.")] = "",

@@ -12,9 +12,11 @@ from gptworks.data.conversations.reading import iter_conversations
 from gptworks.errors import UserError
 from gptworks.files import check_regular, open_to_append
 from gptworks.infer.engine import Engine
+from gptworks.infer.fitting import fit_conversation
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import FinishReason, Pace, Piece
 from gptworks.tokenizer import encode_text
+from gptworks.units import counted
 
 MOST_FILE_BYTES = 1 << 24
 """Maximum size of a conversation file that `ChatSession.load` reads."""
@@ -44,14 +46,13 @@ class ChatSession:
         self.said: list[Message] = []
         """The conversation as messages of user and assistant."""
         self.n_turns = 0
-        self.n_forgotten_tokens = 0
-        """Number of tokens removed from the transcript; the caller should warn the user once it is above 0."""
+        self.n_forgotten = 0
+        """Number of oldest tokens (of `TurnSession`: messages) that the model no longer reads; see `forgotten`."""
         self.pace = Pace()
         """Decoding speed of the last answer, over the part that the caller has read."""
         self.finish_reason: FinishReason | None = None
         """The finish reason of the last answer; None if the caller has not read the answer to its end."""
-        self._n_hidden = 0  # number of oldest messages that do not fit into the context
-        self._before: tuple[int, list[int], int, int] | None = None
+        self._before: tuple[int, list[int], int] | None = None
 
     def send(self, text: str) -> Iterator[str]:
         """Append text to the transcript and yield the model's continuation in parts; each part read is also appended.
@@ -69,6 +70,11 @@ class ChatSession:
         self._forget()
         pieces = self.engine.pieces(self.token_ids, self.settings, overflow="slide", seed=self._next_seed())
         return self._answer(text, before, pieces)
+
+    @property
+    def forgotten(self) -> str:
+        """The oldest part of the conversation that the model no longer reads, such as "4 messages"; empty if none."""
+        return counted(self.n_forgotten, "token") if self.n_forgotten else ""
 
     @property
     def last_text(self) -> str:
@@ -89,7 +95,7 @@ class ChatSession:
         """
         text, before = self.last_text, self._before
         assert before is not None
-        n_said, self.token_ids, self.n_forgotten_tokens, self._n_hidden = before
+        n_said, self.token_ids, self.n_forgotten = before
         del self.said[n_said:]
         self._before = None
         return text
@@ -157,20 +163,20 @@ class ChatSession:
         self.reset()
         self.token_ids, self.said = ids, said
         self._forget()
-        self._before = len(said) - 2, before[-self.engine.context :], 0, 0
+        self._before = len(said) - 2, before[-self.engine.context :], 0
 
     def _encoded(self, said: Sequence[Message]) -> list[int]:
         """Return the token ids of a transcript; an empty list for an empty transcript."""
         text = "".join(message["content"] for message in said)
         return self.engine.encode_prompt(text) if text else []
 
-    def _state(self) -> tuple[int, list[int], int, int]:
-        return len(self.said), list(self.token_ids), self.n_forgotten_tokens, self._n_hidden
+    def _state(self) -> tuple[int, list[int], int]:
+        return len(self.said), list(self.token_ids), self.n_forgotten
 
     def _next_seed(self) -> int | None:
         return None if self.settings.seed is None else self.settings.seed + self.n_turns
 
-    def _answer(self, text: str, before: tuple[int, list[int], int, int], pieces: Iterator[Piece]) -> Iterator[str]:
+    def _answer(self, text: str, before: tuple[int, list[int], int], pieces: Iterator[Piece]) -> Iterator[str]:
         """Add a turn that `take_back` can undo; yield the text of its answer, read from `pieces`."""
         answer: Message = {"role": "assistant", "content": ""}
         self.said += [{"role": "user", "content": text}, answer]
@@ -197,13 +203,13 @@ class ChatSession:
         if len(self.token_ids) > self.engine.context:
             n_dropped = len(self.token_ids) - self.engine.restart_tokens
             self.token_ids = self.token_ids[n_dropped:]
-            self.n_forgotten_tokens += n_dropped
+            self.n_forgotten += n_dropped
 
 
 class TurnSession(ChatSession):
     """A chat in turns of user and assistant, rendered by the run's chat template.
 
-    When the conversation outgrows the context, the model no longer reads its oldest turns, except the system message.
+    When the conversation outgrows the context, the model no longer reads its oldest turns; see `fit_conversation`.
     """
 
     def __init__(
@@ -222,9 +228,13 @@ class TurnSession(ChatSession):
 
     @property
     def messages(self) -> list[Message]:
-        """The system message, if any, and the turns; `send` drops the oldest turns that do not fit into the context."""
+        """The system message, if any, and all turns."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *self.said[self._n_hidden :]]
+        return [*system, *self.said]
+
+    @property
+    def forgotten(self) -> str:
+        return counted(self.n_forgotten, "message") if self.n_forgotten else ""
 
     def set_system(self, text: str) -> None:
         """Replace the system message from the next turn on; an empty text removes it."""
@@ -236,12 +246,11 @@ class TurnSession(ChatSession):
         Raises:
             UserError: the template refuses the turns, or this turn is longer than the context.
         """
-        before = self._state()
-        n_hidden, ids, n_forgotten = self._fitting([*self.messages, {"role": "user", "content": text}])
+        messages = [*self.messages, {"role": "user", "content": text}]
+        ids, n_dropped = fit_conversation(self._template, messages, self.engine.context, self.settings.max_tokens)
         pieces = self.engine.pieces(ids, self.settings, seed=self._next_seed())
-        self._n_hidden += n_hidden
-        self.token_ids = ids
-        self.n_forgotten_tokens += n_forgotten
+        before = self._state()
+        self.token_ids, self.n_forgotten = ids, n_dropped
         return self._answer(text, before, pieces)
 
     def _encoded(self, said: Sequence[Message]) -> list[int]:
@@ -249,17 +258,6 @@ class TurnSession(ChatSession):
 
     def _written(self, token: int) -> None:
         """Do nothing: the next `send` encodes this answer."""
-
-    def _fitting(self, messages: list[Message]) -> tuple[int, list[int], int]:
-        """Return how many old messages to hide so that an answer fits, the rest's token ids, and the number saved."""
-        room = self.engine.context - min(self.settings.max_tokens, self.engine.context // 2)
-        ids = self._template.encode(messages, add_generation_prompt=True)
-        n_before, n_hidden, first = len(ids), 0, 1 if self.system else 0
-        while len(ids) > room and len(messages) > first + 2:
-            messages = messages[:first] + messages[first + 2 :]  # drop a question and its answer
-            n_hidden += 2
-            ids = self._template.encode(messages, add_generation_prompt=True)
-        return n_hidden, ids, n_before - len(ids)
 
 
 def _check_name(path: Path) -> None:

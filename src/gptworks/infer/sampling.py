@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptworks.choices import SAMPLING
 from gptworks.errors import RunError, UserError, did_you_mean
 from gptworks.infer.logprobs import TokenLogprob
 from gptworks.model.cache import on_device
@@ -46,27 +47,27 @@ class SamplingSettings:
         UserError: a value is outside its range.
     """
 
-    temperature: float = 0.8
+    temperature: float = SAMPLING.temperature
     """Divides the logits. 0 (or below 1e-5): greedy, always the most likely token."""
-    top_k: int = 0
+    top_k: int = SAMPLING.top_k
     """Keep the k most likely tokens, and tokens tied with the k-th. 0: keep all."""
-    top_p: float = 1.0
+    top_p: float = SAMPLING.top_p
     """Keep the smallest set of most likely tokens with a total probability ≥ top_p (Holtzman et al., 2020). 1: all."""
-    min_p: float = 0.0
+    min_p: float = SAMPLING.min_p
     """Keep tokens at least min_p times as likely as the most likely one (Nguyen et al., 2024). 0: keep all."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = SAMPLING.repetition_penalty
     """Above 1: tokens of the prompt and of the generated text become less likely (Keskar et al., 2019). 1: off."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: float = SAMPLING.frequency_penalty
     """Number subtracted from a token's logit for each time it was generated (OpenAI's definition). 0: off."""
-    presence_penalty: float = 0.0
+    presence_penalty: float = SAMPLING.presence_penalty
     """Number subtracted once from the logit of each token that was already generated (OpenAI's definition). 0: off."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Number to add to a token's logit, by token id. −inf: the token is never chosen; a large number: nearly always."""
     seed: int | None = None
     """The same seed gives the same text. None: a random seed."""
-    max_tokens: int = 200
+    max_tokens: int = SAMPLING.max_tokens
     """Maximum number of generated tokens."""
-    min_tokens: int = 0
+    min_tokens: int = SAMPLING.min_tokens
     """Tokens that end the text are banned until this many tokens are generated. Stop strings still end the text."""
     ignore_eos: bool = False
     """Treat the end-of-text token like any other."""

@@ -24,7 +24,7 @@ def sampling_settings(body: openai.SamplingFields, **more: Any) -> SamplingSetti
     Raises:
         UserError: settings of the request contradict each other.
     """
-    given = {"temperature": 1.0} | {name: value for name in _PASSED_ON if (value := getattr(body, name)) is not None}
+    given = {name: value for name in _PASSED_ON if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:  # vLLM's value for no limit
         given["top_k"] = 0
     if given.get("top_p") == 0:  # 0 means only the most likely token

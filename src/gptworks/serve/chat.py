@@ -2,12 +2,14 @@
 
 from typing import Any
 
+from gptworks.choices import SAMPLING
 from gptworks.confined import Task
 from gptworks.errors import UserError
+from gptworks.infer.fitting import ContextExceeded, fit_conversation
 from gptworks.serve import openai
 from gptworks.serve.answer import Answer, sampling_settings
 from gptworks.serve.errors import invalid
-from gptworks.serve.generate import Delta, Entry, Order, Prompt, begin
+from gptworks.serve.generate import Delta, Entry, Generation, Order, Prompt, begin
 from gptworks.serve.models import ServedModel
 from gptworks.serve.service import Caller, Service
 from gptworks.serve.settings import MAX_SCHEMA_BYTES
@@ -17,6 +19,11 @@ class ChatAnswer(Answer[openai.ChatRequest]):
     id_prefix = "chatcmpl"
     whole_type, whole_object = openai.ChatCompletion, "chat.completion"
     chunk_type, chunk_object = openai.ChatChunk, "chat.completion.chunk"
+
+    def __init__(self, generation: Generation, body: openai.ChatRequest) -> None:
+        super().__init__(generation, body)
+        if body.truncation == "auto":
+            self._frame["dropped_messages"] = sum(prompt.n_dropped for prompt in generation.prompts)
 
     def choices(self, entries: list[list[Entry]]) -> list[Any]:
         return [
@@ -56,40 +63,71 @@ async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller)
     """
     model, task = await service.model(body.model, caller), caller.task()
     template = model.chat_template
-    max_tokens = next(n for n in (body.max_completion_tokens, body.max_tokens, model.engine.context) if n is not None)
+    wanted = body.max_completion_tokens or body.max_tokens
     settings = sampling_settings(
         body,
-        max_tokens=max_tokens,
+        max_tokens=wanted or model.engine.context,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         json_schema=_schema(body.response_format),
         stop_token_ids=() if body.ignore_eos else template.end_token_ids,
     )
 
     def read(messages: list[openai.ChatMessage]) -> Prompt:
-        return Prompt(conversation_ids(model, messages, task))
+        if body.truncation == "auto":
+            return fitted_prompt(model, messages, wanted or SAMPLING.max_tokens, task)
+        return Prompt(conversation_ids(model, messages, task, advice=" `truncation: auto` drops the oldest turns."))
 
     order = Order(settings, n=body.n or 1, streams=bool(body.stream))
     return ChatAnswer(await begin(service, model, order, [body.messages], read, caller), body)
 
 
 def conversation_ids(
-    model: ServedModel, messages: list[openai.ChatMessage], task: Task, *, add_generation_prompt: bool = True
+    model: ServedModel,
+    messages: list[openai.ChatMessage],
+    task: Task,
+    *,
+    add_generation_prompt: bool = True,
+    advice: str = "",
 ) -> list[int]:
     """Return the token ids of a conversation. Slow: call it in a thread.
+
+    Args:
+        advice: ends the message about a conversation that is too long.
 
     Raises:
         APIError: the conversation is too long or empty, or the template refuses it.
     """
     texts = (text for message in messages for text in (message.text, message.name or ""))
-    model.tokens.check_bytes(sum(len(text.encode()) for text in texts), "messages")
+    model.tokens.check_bytes(sum(len(text.encode()) for text in texts), "messages", advice)
     turns = [message.turn() for message in messages]
     try:
         ids = model.chat_template.encode(turns, add_generation_prompt=add_generation_prompt, task=task)
     except UserError as error:
         raise invalid("messages", str(error)) from None
+    return model.tokens.check(_some(ids), "messages", advice)
+
+
+def fitted_prompt(model: ServedModel, messages: list[openai.ChatMessage], answer_tokens: int, task: Task) -> Prompt:
+    """Return a conversation as a prompt, without the oldest turns that do not fit; see `fit_conversation`. Slow.
+
+    Raises:
+        APIError: the newest turn is too long or the conversation is empty, or the template refuses it.
+    """
+    turns, most = [message.turn() for message in messages], model.tokens.max_bytes
+    try:
+        ids, n_dropped = fit_conversation(
+            model.chat_template, turns, model.engine.context, answer_tokens, most_bytes=most, task=task
+        )
+    except UserError as error:
+        code = "context_length_exceeded" if isinstance(error, ContextExceeded) else None
+        raise invalid("messages", str(error), code) from None
+    return Prompt(_some(ids), n_dropped=n_dropped)
+
+
+def _some(ids: list[int]) -> list[int]:
     if not ids:
         raise invalid("messages", "the template renders them as an empty text.")
-    return model.tokens.check(ids, "messages")
+    return ids
 
 
 def _schema(wanted: openai.ResponseFormat | None) -> dict[str, Any] | None:

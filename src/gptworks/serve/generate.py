@@ -40,6 +40,8 @@ class Prompt:
     ids: list[int]
     text: str = ""
     """The prompt's text, for `echo`."""
+    n_dropped: int = 0
+    """Number of a conversation's oldest messages that are not in the prompt."""
 
 
 @dataclass(frozen=True)

@@ -300,6 +300,7 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     response_format: ResponseFormat | None = None
+    truncation: Literal["auto", "disabled"] | None = None
 
     @model_validator(mode="after")
     def _belong_together(self) -> Self:
@@ -342,6 +343,8 @@ class ChatCompletion(Frame):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    dropped_messages: int | None = None
+    """With truncation=auto: number of oldest messages that the model did not read, system messages not counted."""
 
 
 class Delta(BaseModel):
@@ -360,6 +363,7 @@ class ChatChunk(Frame):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    dropped_messages: int | None = None
 
 
 # ------------------------------------------------------------------------------------------- embeddings, tokens

@@ -46,26 +46,28 @@ class Tokens:
             raise invalid(param, "it is empty, and this model has no token that begins a text.")
         return self.check(ids, param)
 
-    def check_bytes(self, n_bytes: int, param: str) -> None:
+    def check_bytes(self, n_bytes: int, param: str, advice: str = "") -> None:
         """Raises an APIError if a text of this many bytes is too long."""
         if n_bytes > self.max_bytes:
             raise invalid(
                 param,
                 f"{n_bytes} bytes of text; this model's context of {self.context} tokens and the server's limit allow "
-                f"{self.max_bytes}.",
+                f"{self.max_bytes}.{advice}",
                 code="context_length_exceeded",
             )
 
-    def check(self, ids: list[int], param: str) -> list[int]:
+    def check(self, ids: list[int], param: str, advice: str = "") -> list[int]:
         """Return the given ids if they are valid.
+
+        Args:
+            advice: ends the message about too many ids.
 
         Raises:
             APIError: `ids` is too long, or has an id outside the vocabulary.
         """
         if len(ids) > self.context:
-            raise invalid(
-                param, f"{len(ids)} tokens; this model's context is {self.context}.", code="context_length_exceeded"
-            )
+            message = f"{len(ids)} tokens; this model's context is {self.context}.{advice}"
+            raise invalid(param, message, code="context_length_exceeded")
         if wrong := [token for token in ids if not 0 <= token < self.n_ids]:
             raise invalid(param, f"token id {wrong[0]} is not in the vocabulary; ids go from 0 to {self.n_ids - 1}.")
         return ids

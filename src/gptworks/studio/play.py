@@ -14,7 +14,7 @@ from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Pace
 from gptworks.serve import openai
 from gptworks.serve.app import body_of, caller_of, in_thread, service_of
-from gptworks.serve.chat import conversation_ids
+from gptworks.serve.chat import fitted_prompt
 from gptworks.serve.errors import APIError
 from gptworks.serve.generate import LEAST_LOGPROB, Generation, Order, Prompt, begin
 from gptworks.serve.models import ServedModel
@@ -156,7 +156,7 @@ async def _begin(
 
     def read(_: None) -> Prompt:
         if body.messages is not None:
-            return Prompt(conversation_ids(model, body.messages, task))
+            return fitted_prompt(model, body.messages, settings.max_tokens, task)
         if body.tokens is not None:
             return Prompt(model.tokens.check(body.tokens, "tokens"))
         return Prompt(model.tokens.encode(body.prompt or "", "prompt"))
@@ -172,7 +172,8 @@ async def _events(generation: Generation, body: GenerateRequest, step: int | Non
         decoder = StreamDecoder(model.tokens.tokenizer)
         scores = request.prompt_logprobs or [None] * len(prompt.ids)
         tokens = [_token(model, i, decoder.push(i), score) for i, score in zip(prompt.ids, scores, strict=True)]
-        return {"type": "start", "seed": generation.order.settings.seed, "step": step, "tokens": tokens}
+        seed, n_dropped = generation.order.settings.seed, prompt.n_dropped
+        return {"type": "start", "seed": seed, "step": step, "dropped": n_dropped, "tokens": tokens}
 
     started = not body.score_prompt  # the prompt's scores come with the first generated token
     if started:

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import Request
 
 from gptworks import __version__
+from gptworks.choices import SAMPLING
 from gptworks.planning.params import count_parameters
 from gptworks.serve.service import Service
 from gptworks.studio.checking import Checks
@@ -30,7 +31,8 @@ class Served:
     def describe(self) -> dict[str, Any]:
         """Return the answer of /studio/state."""
         models = [self._model(model.name) for model in self.service.models]
-        return {"version": __version__, "parts": ("play",), "read_only": True, "models": models, "notice": None}
+        return {"version": __version__, "parts": ("play",), "read_only": True, "models": models, "notice": None,
+                "sampling": SAMPLING._asdict()}  # fmt: skip
 
     def _model(self, name: str) -> dict[str, Any]:
         engine, folder = self.service.get(name).engine, self.runs.get(name)
@@ -62,7 +64,7 @@ class Studio:
         """Return the answer of /studio/state. Slow: call it in a thread."""
         models = self.library.describe_all()
         return {"version": __version__, "parts": self.parts, "read_only": self.read_only, "models": models,
-                "notice": self.library.notice}  # fmt: skip
+                "notice": self.library.notice, "sampling": SAMPLING._asdict()}  # fmt: skip
 
 
 def studio_of(request: Request) -> Studio:

@@ -12,7 +12,7 @@ const MAC = /Mac|iPhone|iPad/.test(navigator.platform);
 const WIDE = "(min-width: 60rem)";
 
 export function Part({ state, shown, route }) {
-  const session = useMemo(() => new Session(), []);
+  const session = useMemo(() => new Session(state.sampling), []);
   const [, setVersion] = useState(0);
   const [said, say] = useState("");
   session.listener = setVersion;
@@ -92,7 +92,8 @@ export function Part({ state, shown, route }) {
     <aside aria-label="Branches and settings">
       <${Folding} name="Branches" n=${session.tree.branches.size}>
         ${html`<${Branches} session=${session} />`}</${Folding}>
-      <${Folding} name="Settings"><${SettingsPanel} settings=${session.settings} options=${session.options}
+      <${Folding} name="Settings"><${SettingsPanel} settings=${session.settings} defaults=${session.defaults}
+        options=${session.options}
         change=${(session.changeSettings ??= (settings) => session.set({ settings }))}
         changeOptions=${(session.changeOptions ??= (options) => session.set({ options }))} /></${Folding}>
     </aside>
@@ -148,9 +149,14 @@ function sends(event) {
   return event.key === "Enter" && (event.ctrlKey || event.metaKey);
 }
 
-function Go({ name, busy, go, stop, disabled }) {
+/** Enter sends a message; with Shift it begins a new line, and in an input method it chooses a word. */
+function ends(event) {
+  return event.key === "Enter" && !event.shiftKey && !event.isComposing;
+}
+
+function Go({ name, keys, busy, go, stop, disabled }) {
   return html`<button class="button primary" disabled=${busy || disabled} onClick=${go}>${name}
-      <kbd aria-hidden="true">${MAC ? "⌘" : "Ctrl"} ↵</kbd></button>
+      <kbd aria-hidden="true">${keys}</kbd></button>
     <button class="button" disabled=${!busy} onClick=${stop}>Stop</button>`;
 }
 
@@ -163,7 +169,7 @@ function Prompt({ session, busy, box, prepare }) {
       spellcheck="false"
       placeholder="The beginning of a text"
       onKeyDown=${(event) => sends(event) && !busy && (event.preventDefault(), go())}></textarea>
-    <div class="actions"><${Go} name="Generate" busy=${busy} go=${go} stop=${() => session.stop()} />
+    <div class="actions"><${Go} name="Generate" keys=${MAC ? "⌘ ↵" : "Ctrl ↵"} busy=${busy} go=${go} stop=${() => session.stop()} />
       ${
         session.tree.get(session.columns[0].current) &&
         html`<span class="fill"></span>
@@ -194,9 +200,9 @@ function Message({ session, busy, prepare }) {
     <label for="message"><h2>Message</h2></label>
     <textarea id="message" class="field" rows="3" value=${text} placeholder="Ask or say something" onFocus=${prepare}
       onInput=${(event) => setText(event.target.value)}
-      onKeyDown=${(event) => sends(event) && !busy && (event.preventDefault(), go())}></textarea>
+      onKeyDown=${(event) => ends(event) && (event.preventDefault(), busy || go())}></textarea>
     <div class="actions">
-      <${Go} name="Send" busy=${busy} disabled=${!text.trim()} go=${go} stop=${() => session.stop()} />
+      <${Go} name="Send" keys="↵" busy=${busy} disabled=${!text.trim()} go=${go} stop=${() => session.stop()} />
       ${
         begun &&
         html`<span class="fill"></span>

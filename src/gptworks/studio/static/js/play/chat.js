@@ -9,6 +9,7 @@ export function Conversation({ session, index, busy, text }) {
   const [editing, edit] = useState(null);
   const { tree } = session;
   const turns = session.conversation(index);
+  const unread = firstRead(turns, tree.get(session.columns[index].current)?.dropped);
   const save = (place) => (content) => {
     edit(null);
     if (place === "system") session.setSystem(index, content);
@@ -26,7 +27,11 @@ export function Conversation({ session, index, busy, text }) {
       }</li>`
     }
     ${turns.map(
-      (turn, place) => html`<li key=${place} class=${`turn ${turn.role}`}>
+      (turn, place) => html`${
+        place === unread &&
+        html`<li key="unread" class="quiet hint">The model did not read the turns above for its
+          last answer: the conversation is longer than its context.</li>`
+      }<li key=${place} class=${`turn ${turn.role}`}>
       <div class="head"><strong>${ROLES[turn.role]}</strong><span class="fill"></span>
         <button class="button plain small" disabled=${busy} aria-label=${`Edit: ${ROLES[turn.role]}, turn ${place + 1}`}
           onClick=${() => edit(place)}>Edit</button></div>
@@ -44,6 +49,13 @@ export function Conversation({ session, index, busy, text }) {
     </li>`,
     )}
   </ol>`;
+}
+
+/** The place of the first turn that the model read if it did not read the `dropped` oldest ones; else -1. */
+function firstRead(turns, dropped) {
+  if (!dropped) return -1;
+  const places = turns.flatMap(({ role }, place) => (ROLES[role] === "System" ? [] : [place]));
+  return places[dropped] ?? -1;
 }
 
 /** An answer before the last. Its tokens are shaded; opening it makes its branch the current one. */

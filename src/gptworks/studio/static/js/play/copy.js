@@ -19,7 +19,10 @@ export function request(tree, branch, model) {
   if (!Object.keys(settings.logit_bias ?? {}).length) delete settings.logit_bias;
   for (const key of Object.keys(settings)) if (settings[key] == null) delete settings[key];
   if (root.prompt.messages && branch.at == null) {
-    return { path: "/v1/chat/completions", body: { model, messages: sent(root.prompt.messages), ...settings } };
+    return {
+      path: "/v1/chat/completions",
+      body: { model, messages: sent(root.prompt.messages), ...settings, truncation: "auto" },
+    };
   }
   const prompt = branch.sent ?? root.prompt.text;
   return { path: "/v1/completions", body: { model, prompt, ...settings } };

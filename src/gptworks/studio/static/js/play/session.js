@@ -2,13 +2,15 @@
 
 import { post, stream } from "../api.js";
 import { sent } from "./copy.js";
-import { DEFAULTS, drawSeed } from "./settings.js";
+import { defaultsOf, drawSeed } from "./settings.js";
 import { Tree } from "./tree.js";
 
 const REST_MS = 250;
 
 export class Session {
-  constructor() {
+  /** sampling: the default settings. */
+  constructor(sampling) {
+    this.defaults = defaultsOf(sampling);
     this.tree = new Tree();
     this.version = 0;
     this.listener = () => {};
@@ -17,7 +19,7 @@ export class Session {
       ...one,
       work: null,
     }));
-    this.settings = { ...DEFAULTS, ...kept?.settings };
+    this.settings = { ...this.defaults, ...kept?.settings };
     this.options = { n_top: 10, score_prompt: false, ...kept?.options };
     this.prompt = kept?.prompt ?? "";
     this.plain = kept?.plain ?? false;
@@ -282,7 +284,7 @@ export class Session {
   take(branch, work, chosen, event) {
     work.loading = event.type === "loading";
     if (event.type === "start") {
-      Object.assign(branch, { seed: event.seed, step: event.step });
+      Object.assign(branch, { seed: event.seed, step: event.step, dropped: event.dropped });
       if (branch.at == null) branch.prompt_tokens = event.tokens;
       else if (chosen)
         branch.tokens.push({ ...event.tokens.at(-1), ...chosen, text: event.tokens.at(-1).text, chosen: true });

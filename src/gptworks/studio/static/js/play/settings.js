@@ -1,14 +1,13 @@
-// The settings of sampling: their ranges, defaults and explanations, and the panel that changes them.
+// The settings of sampling: their ranges and explanations, and the panel that changes them.
 
 import { cx, html, memo, useEffect, useState } from "../ui.js";
 
 const MOST_TOKENS = 1048576;
 
-/** In the panel's order. `off` is the value without effect. */
+/** In the panel's order. The server gives their defaults. */
 export const SETTINGS = [
   {
     key: "temperature",
-    value: 0.8,
     least: 0,
     most: 2,
     step: 0.05,
@@ -17,7 +16,6 @@ export const SETTINGS = [
   },
   {
     key: "top_k",
-    value: 0,
     least: 0,
     most: MOST_TOKENS,
     step: 1,
@@ -27,7 +25,6 @@ export const SETTINGS = [
   },
   {
     key: "top_p",
-    value: 1,
     least: 0.01,
     most: 1,
     step: 0.01,
@@ -36,7 +33,6 @@ export const SETTINGS = [
   },
   {
     key: "min_p",
-    value: 0,
     least: 0,
     most: 0.99,
     step: 0.01,
@@ -45,7 +41,6 @@ export const SETTINGS = [
   },
   {
     key: "repetition_penalty",
-    value: 1,
     least: 0.1,
     most: 10,
     step: 0.05,
@@ -55,7 +50,6 @@ export const SETTINGS = [
   },
   {
     key: "frequency_penalty",
-    value: 0,
     least: -2,
     most: 2,
     step: 0.1,
@@ -64,7 +58,6 @@ export const SETTINGS = [
   },
   {
     key: "presence_penalty",
-    value: 0,
     least: -2,
     most: 2,
     step: 0.1,
@@ -73,7 +66,6 @@ export const SETTINGS = [
   },
   {
     key: "max_tokens",
-    value: 200,
     least: 1,
     most: MOST_TOKENS,
     step: 1,
@@ -83,7 +75,6 @@ export const SETTINGS = [
   },
   {
     key: "min_tokens",
-    value: 0,
     least: 0,
     most: MOST_TOKENS,
     step: 1,
@@ -94,13 +85,10 @@ export const SETTINGS = [
 ];
 const GROUPS = { choice: "Choice of the next token", penalties: "Penalties", length: "Length" };
 
-export const DEFAULTS = {
-  ...Object.fromEntries(SETTINGS.map(({ key, value }) => [key, value])),
-  stop: [],
-  seed: null,
-  ignore_eos: false,
-  logit_bias: {},
-};
+/** The defaults of all settings; `sampling`: those that every door of the program shares. */
+export function defaultsOf(sampling) {
+  return { ...sampling, stop: [], seed: null, ignore_eos: false, logit_bias: {} };
+}
 const LARGEST_SEED = 2 ** 31;
 
 /** A seed that the page draws. */
@@ -133,21 +121,21 @@ export function readBiases(text) {
   return biases;
 }
 
-export const SettingsPanel = memo(function SettingsPanel({ settings, options, change, changeOptions }) {
+export const SettingsPanel = memo(function SettingsPanel({ settings, defaults, options, change, changeOptions }) {
   const set = (key, value) => change({ ...settings, [key]: value });
   const greedy = settings.temperature === 0;
   return html`<div class="settings">
     <div class="presets" role="group" aria-label="Presets">
-      <button class="button small" onClick=${() => change({ ...DEFAULTS, seed: settings.seed })}>Default</button>
+      <button class="button small" onClick=${() => change({ ...defaults, seed: settings.seed })}>Default</button>
       <button class="button small" aria-pressed=${String(greedy)}
-        onClick=${() => change({ ...DEFAULTS, seed: settings.seed, temperature: 0 })}>Greedy</button>
+        onClick=${() => change({ ...defaults, seed: settings.seed, temperature: 0 })}>Greedy</button>
     </div>
     <${Seed} seed=${settings.seed} set=${(seed) => set("seed", seed)} />
     ${Object.entries(GROUPS).map(
       ([group, name]) => html`<fieldset key=${group}><legend>${name}</legend>
       ${SETTINGS.filter((one) => one.group === group).map(
         (one) => html`
-        <${Dial} key=${one.key} one=${one} value=${settings[one.key]} set=${set} />`,
+        <${Dial} key=${one.key} one=${{ ...one, value: defaults[one.key] }} value=${settings[one.key]} set=${set} />`,
       )}
     </fieldset>`,
     )}

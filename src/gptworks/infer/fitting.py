@@ -1,0 +1,78 @@
+"""Fit a conversation into a model's context, for `gptworks chat`, the server and the studio."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+from gptworks.chat_template import ChatTemplate, Message
+from gptworks.confined import Task
+from gptworks.errors import UserError
+
+
+class ContextExceeded(UserError):
+    """A conversation is too long for the model even without its older turns."""
+
+
+class Fitted(NamedTuple):
+    """A conversation as a prompt."""
+
+    ids: list[int]
+    """Token ids, with the text that precedes an answer; at most as many as the context."""
+    n_dropped: int
+    """Number of oldest messages left out, system messages not counted."""
+
+
+def fit_conversation(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    context: int,
+    answer_tokens: int,
+    *,
+    most_bytes: int | None = None,
+    task: Task | None = None,
+) -> Fitted:
+    """Return a conversation as a prompt that leaves room for an answer; where it is too long, without its oldest turns.
+
+    System messages stay, and so does the newest question. A question is dropped together with its answer. The same
+    messages always give the same prompt, so a client that keeps the conversation and one that sends it again agree.
+
+    Args:
+        context: the model's context in tokens.
+        answer_tokens: tokens to reserve for the answer, at most half the context.
+        most_bytes: more bytes of text than this are not encoded, because they exceed the context. None: no limit.
+        task: allows another thread to abandon the rendering.
+
+    Raises:
+        ContextExceeded: the newest question exceeds the context, with the system messages.
+        UserError: the template refuses these turns.
+        Abandoned: the task was abandoned.
+    """
+    turns = [i for i, message in enumerate(messages) if message["role"] != "system"]
+    starts = turns[:1] + [i for i in turns[1:] if messages[i]["role"] == "user"] or [0]
+    room = context - min(answer_tokens, context // 2)
+
+    def kept(start: int) -> list[Message]:
+        return [message for i, message in enumerate(messages) if i >= start or message["role"] == "system"]
+
+    @cache
+    def encoded(start: int) -> list[int]:
+        return template.encode(kept(start), add_generation_prompt=True, task=task)
+
+    def n_bytes(start: int) -> int:
+        return sum(len(message["content"].encode()) for message in kept(start))
+
+    def fits(start: int) -> bool:
+        return (most_bytes is None or n_bytes(start) <= most_bytes) and len(encoded(start)) <= room
+
+    first = 0 if fits(starts[0]) else bisect_left(starts, True, lo=1, key=fits)
+    start = starts[min(first, len(starts) - 1)]
+    size = ""
+    if most_bytes is not None and n_bytes(start) > most_bytes:
+        size = f"{n_bytes(start):,} bytes of text"
+    elif len(encoded(start)) > context:
+        size = f"{len(encoded(start)):,} tokens"
+    if size:
+        what = "the conversation" if len(starts) == 1 else "the newest question alone"
+        raise ContextExceeded(f"{what} has {size}; this model's context is {context:,} tokens. Shorten it.")
+    return Fitted(encoded(start), sum(i < start for i in turns))
