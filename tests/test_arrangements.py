@@ -13,7 +13,8 @@ from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.planning.advice import Change, changes_that_fit, recipe_with
 from gptworks.planning.arrange import Refusal, arrange, planned_precision, rank_setting
-from gptworks.planning.devices import DEVICES, Device, custom_device, find_device
+from gptworks.planning.device_table import DEVICES, find_device
+from gptworks.planning.devices import Device, custom_device
 from gptworks.planning.fit import largest_micro_batch
 from gptworks.planning.layout import Layout
 from gptworks.planning.memory import training_peak

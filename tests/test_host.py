@@ -19,7 +19,8 @@ from gptworks.device import choose_precision
 from gptworks.errors import UserError
 from gptworks.planning.arrange import layout_of, rank_setting
 from gptworks.planning.assumed import preset_recipe
-from gptworks.planning.devices import DeviceOptions, find_device
+from gptworks.planning.device_options import DeviceOptions
+from gptworks.planning.device_table import find_device
 from gptworks.planning.host import HostMemory, checkpoint_bytes, copied_bytes, host_memory
 from gptworks.planning.layout import Layout
 from gptworks.planning.memory import training_peak

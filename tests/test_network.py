@@ -11,7 +11,8 @@ import pytest
 import tiny
 from gptworks.planning.arrange import rank_setting
 from gptworks.planning.assumed import preset_recipe
-from gptworks.planning.devices import DeviceOptions, find_device
+from gptworks.planning.device_options import DeviceOptions
+from gptworks.planning.device_table import find_device
 from gptworks.planning.layout import Layout
 from gptworks.planning.network import Collective, collectives, ring_bandwidth, sent_bytes
 from gptworks.planning.run import Plan, plan

@@ -25,7 +25,8 @@ from gptworks.errors import UserError
 from gptworks.planning.advice import changes_that_fit
 from gptworks.planning.arrange import Refusal, arrange, rank_setting
 from gptworks.planning.assumed import preset_recipe
-from gptworks.planning.devices import Device, custom_device, find_device
+from gptworks.planning.device_table import find_device
+from gptworks.planning.devices import Device, custom_device
 from gptworks.planning.fit import alternatives, divisors, largest_micro_batch
 from gptworks.planning.flops import forward_flops
 from gptworks.planning.layout import Layout, parallel_overrides
@@ -106,7 +107,7 @@ def test_a_recipe_is_planned_on_this_machine(tmp_path: Path) -> None:
         ("gpt2 --device h101", "did you mean `h100`"),
         ("gpt2 --memory-gib 0", "--memory-gib 0 is not above 0"),
         ("gpt2 --utilization 1.5", "--utilization 1.5 is above 1"),
-        ("gpt2 --flops 1e12", "--memory-gib"),
+        ("gpt2 --flops 1e12", "Give --device or --memory-gib"),
         ("gpt2 --device h100 --memory-gib 8", "give one"),
         ("gpt2 --sharding fdsp", "'fdsp' is not one of 'auto', 'none', 'zero2', 'fsdp'"),
         ("gpt2 --world-size 6 --tensor-parallel 4", "6 ranks are not a multiple of train.parallel.tensor_parallel=4"),

@@ -10,7 +10,7 @@ import pytest
 
 import tiny
 from gptworks.describe.plan_tables import plan_json, tables
-from gptworks.planning.devices import find_device
+from gptworks.planning.device_table import find_device
 from gptworks.planning.run import Plan, plan
 from gptworks.planning.steps import DataSize
 from gptworks.recipe import parse_recipe

@@ -10,7 +10,8 @@ from markupsafe import escape
 
 import tiny
 from gptworks.planning.assumed import preset_recipe
-from gptworks.planning.devices import DeviceOptions, find_device
+from gptworks.planning.device_options import DeviceOptions
+from gptworks.planning.device_table import find_device
 from gptworks.planning.run import Plan, plan
 from gptworks.planning.steps import UNKNOWN_SIZE, DataSize
 from gptworks.training.rehearsal.advice import MOST_LOST_SECONDS, advice

@@ -124,7 +124,8 @@ def plan(
     Args:
         recipe: a preset's name, or what `gptworks.train` takes.
         overrides: settings that replace the recipe's, as for `gptworks.train`.
-        device: a name such as h100; `this` measures this machine's device; None is this machine's CPU.
+        device: a name such as h100, or a GPU's memory such as `8 GB`; `this` and `cpu` measure this machine's device
+            and CPU; None is this machine's CPU, not measured.
         world_size: number of devices.
         sharding, tensor_parallel: settings of train.parallel.
         trace: also run a step on fake tensors, to count its memory.
@@ -132,14 +133,15 @@ def plan(
         details: show every figure.
         working: called with a description; returns a context for tracing or measuring, such as a progress bar.
         settings: figures of the device, such as `memory_gib=80`, by their names in
-            `gptworks.planning.devices.DeviceOptions`; and further overrides, as for `gptworks.train`.
+            `gptworks.planning.device_options.DeviceOptions`; and further overrides, as for `gptworks.train`.
 
     Raises:
         UserError: a setting or the device is wrong, or the vocabulary is not known yet and the data is missing.
     """
     from gptworks.describe.plan_sheet import PlanSheet
     from gptworks.planning.assumed import preset_recipe
-    from gptworks.planning.devices import UTILIZATION, DeviceOptions
+    from gptworks.planning.device_options import DeviceOptions
+    from gptworks.planning.devices import UTILIZATION
     from gptworks.planning.layout import parallel_overrides
     from gptworks.planning.run import plan as plan_recipe
     from gptworks.recipe import load_recipe
@@ -154,10 +156,11 @@ def plan(
     preset = recipe if is_preset(recipe) else None
     loaded = None if preset else load_recipe(recipe, given)
 
-    def measured() -> Device:
+    def measured(name: str) -> Device:
         from gptworks.device import choose_device, measured_device
 
-        return measured_device(choose_device(loaded.train.device if loaded is not None else "auto"))
+        here = loaded.train.device if loaded is not None else "auto"
+        return measured_device(choose_device("cpu" if name == "cpu" else here))
 
     place = options.in_node(options.found(measured), world_size)
     share = options.utilization or UTILIZATION

@@ -29,7 +29,10 @@ app = typer.Typer(
 )
 
 COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Design": (design.presets, design.recipes, draft.init, design.describe, design.plan, design.schema),
+    "Design": (
+        *(design.presets, design.recipes, design.devices, draft.init),
+        *(design.describe, design.plan, design.schema),
+    ),
     "Train": (draft.tune, inspect.inspect, rehearse, train.train, train.launch, train.fork, compare.sweep),
     "Measure and compare": (evaluate.evaluate, compare.report, compare.compare, compare.try_),
     "Use": (generate.generate, generate.chat, serve.serve, studio.studio),

@@ -1,4 +1,4 @@
-"""Commands that show what would be built: presets, recipes, describe, plan, schema."""
+"""Commands that show what would be built: presets, recipes, devices, describe, plan, schema."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -61,6 +61,33 @@ def recipes(as_json: options.AsJSON = False) -> None:
         return
     cells = [(one.name, "" if total is None else f"{total:,}", one.time or "", one.summary) for one, total in rows]
     console_of().print(Table(("recipe", "parameters", "training", "what it makes"), "lrll", cells).rich())
+
+
+def devices(as_json: options.AsJSON = False) -> None:
+    """List the devices that `plan` and `rehearse` know by name.
+
+    Rates are the vendors' for dense matrices; each has its source.
+    """
+    from gptworks.pages.tables import Table
+    from gptworks.planning.arrange import planned_precision
+    from gptworks.planning.device_table import DEVICES
+    from gptworks.units import readable
+
+    precisions = {name: planned_precision("auto", device) for name, device in DEVICES.items()}
+    if as_json:
+        rates = ("memory_bytes", "float_flops", "half_flops", "bandwidth", "source")
+        print_json({
+            name: {"name": one.name, "precision": precisions[name]} | {key: getattr(one, key) for key in rates}
+            for name, one in DEVICES.items()
+        })  # fmt: skip
+        return
+    header = ("device", "memory", "trains in", "FLOP/s", "memory's B/s", "source")
+    cells = []
+    for name, one in DEVICES.items():
+        figures = one.memory_bytes, one.flops(precisions[name]) or 0, one.bandwidth or 0
+        memory, rate, bandwidth = (readable(figure, "") for figure in figures)
+        cells.append((name, f"{memory}B", precisions[name], rate, bandwidth, one.source))
+    console_of().print(Table(header, "lrlrrl", cells).rich())
 
 
 def describe(

@@ -29,9 +29,10 @@ def _targets(incomplete: str) -> list[str]:
 
 
 def _device_names(incomplete: str) -> list[str]:
-    from gptworks.planning.devices import DEVICES
+    from gptworks.planning.device_options import MEASURED
+    from gptworks.planning.device_table import DEVICES
 
-    return [name for name in ("this", *DEVICES) if name.startswith(incomplete)]
+    return [name for name in (*MEASURED, *DEVICES) if name.startswith(incomplete)]
 
 
 RecipeFile = Annotated[
@@ -74,12 +75,12 @@ PlannedDevice = Annotated[
         "--device",
         metavar="NAME",
         autocompletion=_device_names,
-        help="h100, rtx-4090, m2-ultra...; this: measured. Default: this machine's CPU.",
+        help="rtx-4090, 'm2 max 64', '8 GB'...; this, cpu: measured here. Default: this CPU.",
     ),
 ]
-MemoryGiB = Annotated[float | None, Option(help="Memory of a GPU that is not listed.")]
-Flops = Annotated[float | None, Option(help="With --memory-gib: its FLOP/s.")]
-Bandwidth = Annotated[float | None, Option(help="With --memory-gib: the bytes/s of its memory.")]
+MemoryGiB = Annotated[float | None, Option(help="Memory of a GPU without a name.")]
+Flops = Annotated[float | None, Option(help="FLOP/s of the device, dense.")]
+Bandwidth = Annotated[float | None, Option(help="Bytes/s of the memory of the device.")]
 WorldSize = Annotated[int, Option(min=1, help="Number of devices.")]
 Sharded = Annotated[Sharding | None, Option(help="Sets train.parallel. auto: as little as fits.")]
 TensorParallel = Annotated[int | None, Option(min=1, help="Devices that share each matrix.")]

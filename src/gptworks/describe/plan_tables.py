@@ -215,7 +215,8 @@ def _fit(plan: Plan) -> str:
 def _time(plan: Plan, unmeasured: str) -> str:
     speed = plan.tokens_per_second
     if speed is None:
-        return f"unknown ({unmeasured})"
+        missing = unmeasured if plan.device.on_cpu else "--flops gives the device's dense FLOP/s"
+        return f"unknown ({missing})"
     how = "as measured" if plan.measured else f"at {plan.utilization:.0%} of the device's rate"
     length = "unknown" if plan.seconds is None else duration(plan.seconds)
     length = f"at most {length}" if plan.at_most and plan.seconds is not None else length

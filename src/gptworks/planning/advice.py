@@ -228,9 +228,9 @@ def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Reme
 
 def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list[tuple[list[_Remedy], int]]]:
     """Yield lists of (remedies, number of devices) to try, one list per kind of layout, in ascending numbers of
-    devices. Yield nothing unless the device is CUDA: ranks on one CPU share its memory."""
+    devices. Yield nothing for a laptop's GPU, and unless the device is CUDA: ranks on one CPU share its memory."""
     train, tensor = recipe.train, recipe.train.parallel.tensor_parallel
-    if device.kind != "cuda":
+    if device.kind != "cuda" or device.is_laptop:
         return
     strategy = ["train.parallel.strategy=fsdp"]
     if not train.parallel.reshard_after_forward:

@@ -58,7 +58,7 @@ class HostMemory:
         copied = f" and {readable(self.copied_bytes, 'B')} copied" if self.copied_bytes else ""
         parts = f"{self.n_ranks} × {readable(self.rank_bytes, 'B')}{copied}, {self.moment}"
         if self.limit_bytes is None:
-            verdict = "what there is is not known"
+            verdict = "of a host whose memory is unknown"
         elif self.fits:
             verdict = f"{self.total_bytes / self.limit_bytes:.0%} of {readable(self.limit_bytes, 'B')}"
         else:

@@ -28,7 +28,8 @@ from gptworks.errors import UserError
 from gptworks.files import read_text as read_file
 from gptworks.files import shown
 from gptworks.files.fetch import check_public
-from gptworks.planning.devices import find_device, this_cpu
+from gptworks.planning.device_table import find_device
+from gptworks.planning.devices import this_cpu
 from gptworks.recipe import apply_overrides, load_recipe, parse_recipe
 from gptworks.studio.form import GIVEN_BY_THE_START, form, text_of
 from gptworks.training.rehearsal.estimate import estimate

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from gptworks.errors import RunError, UserError
 from gptworks.files import write_whole
-from gptworks.planning.devices import DEVICES
+from gptworks.planning.device_table import DEVICES
 from gptworks.recipes import shipped_paths, shipped_recipes
 from gptworks.serve import openai
 from gptworks.serve.app import body_of
