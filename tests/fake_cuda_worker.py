@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,6 +72,9 @@ def steps(folder: Path) -> Iterator[tuple[str, Any]]:
     yield case("repeated layers", {"layer_repeats": 2})
     yield case("packed documents", several_texts=True)
     yield case("packed documents in windows", {"window": 16, "smear": True}, several_texts=True)
+    yield case("packed documents with a softcap", {"attention_softcap": 5.0}, several_texts=True)
+    yield case("packed documents of grouped queries", {"n_kv_heads": 2, "qk_norm": True, "value_residual": True},
+               {"activation_checkpointing": "block"}, several_texts=True)  # fmt: skip
     yield case("induction", {"init": "induction"})
     yield case("untied", {"tie_embeddings": False})
     for kind in ("linear", "dynamic", "yarn", "llama3"):
@@ -266,14 +270,20 @@ def generation() -> Iterator[tuple[str, Any]]:
 def memory() -> Iterator[tuple[str, Any]]:
     """Peak bytes of a training step on fake CUDA tensors: traced, and planned."""
     import gptworks
+    from gptworks.planning.memory import training_peak
     from gptworks.training.rehearsal.trace import Rehearsal, trace_step
     from gptworks.training.rehearsal.watched import Watch, install
 
     install(Watch("bf16"))
+    shape = ("model.n_layers=2", "train.batch_size=48", "train.micro_batch_size=24")
     for settings in ((), ("train.precision=fp32",), ("model.n_experts=4",), ("model.vocab_size=90000",)):
-        shape = ("model.n_layers=2", "train.batch_size=48", "train.micro_batch_size=24")
         plan = gptworks.plan("gpt2-mini", *shape, *settings, device="h100")
         yield " ".join(settings), [trace_step(Rehearsal.of(plan, "cuda")).peak_bytes, plan.peak.total_bytes]
+    for settings in ((), ("model.position=rope", "model.n_kv_heads=2"), ("train.precision=fp32",)):
+        plan = gptworks.plan("gpt2-mini", *shape, *settings, device="h100")
+        traced = trace_step(replace(Rehearsal.of(plan, "cuda"), several_texts=True))
+        planned = training_peak(replace(plan.setting, several_texts=True, saves=False))
+        yield " ".join(("several texts", *settings)), [traced.peak_bytes, planned.total_bytes]
 
 
 def main(what: str, folder: Path) -> None:

@@ -57,7 +57,7 @@ def test_rows_hold_the_examples_and_their_answers(shards: TokenShards) -> None:
     examples = Examples(shards, T)
     assert max(map(len, examples.rows)) > 1
     for number, members in enumerate(examples.rows):
-        inputs, targets, positions = examples.row(number)
+        inputs, targets, positions, starts = examples.row(number)
         at = 0
         for example in members:
             ids, learned = (part[: T + 1] for part in examples.tokens(example))
@@ -69,6 +69,8 @@ def test_rows_hold_the_examples_and_their_answers(shards: TokenShards) -> None:
             assert positions[here].tolist() == list(range(len(ids) - 1))
             at += len(ids) - 1
         assert (targets[at:] == IGNORED).all()
+        begins = (positions == 0).nonzero().flatten().tolist()
+        assert starts.tolist() == begins + [T] * (len(starts) - len(begins))
 
 
 def test_batches_are_cut_in_any_way_and_each_epoch_visits_each_row_once(recipe: Recipe) -> None:
@@ -121,7 +123,7 @@ def test_packed_equals_unpacked(shards: TokenShards, shape: str, path: str, monk
     ours, theirs = next_token(model, batch).loss, next_token(model, stack(rows)).loss
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     ours_by_name, total = gradients(model, batch), {}
-    for inputs, targets, _ in rows:  # without positions: a plain text of its own, as long as it is
+    for inputs, targets, *_ in rows:  # without positions: a plain text of its own, as long as it is
         length = int((targets != IGNORED).nonzero().max()) + 1
         for name, gradient in gradients(model, (inputs[None, :length], targets[None, :length])).items():
             total[name] = total.get(name, 0) + gradient

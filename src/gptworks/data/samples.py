@@ -26,8 +26,8 @@ from gptworks.errors import UserError
 
 Batch = tuple[Tensor, ...]
 """Inputs and targets, int64 [B, T] each; the target of an input is the next token, or −100 if it is not learned. If
-rows hold several texts, a third tensor [B, T] has each token's position in its own text (see `GPT.features`). An
-objective may add further tensors."""
+rows hold several texts, a third tensor [B, T] has each token's position in its own text, and a fourth, int32 [B, K],
+where each text starts (see `GPT.features`). An objective may add further tensors."""
 
 
 class Samples(ABC):
@@ -138,7 +138,7 @@ class Conversations(Samples):
         self.per_epoch, self.n_validation = len(self._train.rows), len(self._held_out.rows)
 
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
-        """Return inputs, targets and positions, int64 [B, T] each."""
+        """Return inputs, targets, positions and starts; see `gptworks.data.conversations.packing.Rows`."""
         return stack([self._train.row(row) for row in self._shuffled(position + micro_step * size, size).tolist()])
 
     def rows(self, number: int, epoch: int = 0) -> list[Row]:
@@ -246,5 +246,5 @@ def padded_width(longest: int, context_length: int) -> int:
 def padded(rows: Sequence[tuple[Int64s, npt.NDArray[np.bool_]]], context_length: int) -> tuple[Tensor, Tensor]:
     """Return inputs and targets, int64 [B, T]. Each row is one text: its tokens [n] and its loss mask [n]."""
     width = padded_width(max(len(ids) for ids, _ in rows) - 1, context_length)
-    inputs, targets, _ = stack([laid_out([row], width) for row in rows])
+    inputs, targets, *_ = stack([laid_out([row], width, 2) for row in rows])
     return inputs, targets

@@ -78,8 +78,8 @@ def evaluate_loss(
 
     Args:
         windows: pairs (inputs, targets), each int64 [T] or [B, T] with T ≤ context_length, as `evaluation_windows`
-            makes them; targets of −100 are not counted. Rows that hold several texts have a third tensor, positions, as
-            `examples_of_rows` makes it.
+            makes them; targets of −100 are not counted. Rows that hold several texts have more tensors, as
+            `gptworks.data.conversations.packing.evaluation_rows` makes them.
         text_bytes: bytes of the original text. Give this only if each of its tokens is a target of the windows once;
             with a sample of the windows, bits per byte would be too low.
         workers: the processes that divide the work; None: this process does all of it.
@@ -91,8 +91,8 @@ def evaluate_loss(
     batches, on_cuda = batches_of(windows), model.device.type == "cuda"
     with eval_mode(model), torch.inference_mode():
         for batch in batches if workers is None else workers.split_batches(batches):
-            inputs, targets, *positions = (x.to(model.device, non_blocking=on_cuda) for x in batch)
-            features = model.features(inputs, text_positions=positions[0] if positions else None)
+            inputs, targets, *texts = (x.to(model.device, non_blocking=on_cuda) for x in batch)
+            features = model.features(inputs, None, None, *texts)
             nats.append(linear_cross_entropy(features, model.head_weight, targets, model.config.logit_softcap))
             n_tokens += int((batch[1] != IGNORED).sum())
         total_nats = sum(torch.stack(nats).tolist())
@@ -185,8 +185,7 @@ def batches_of(windows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, 
 
 
 def _stack(windows: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    length = windows[0][0].size(-1)
-    return tuple(torch.cat(part).view(-1, length) for part in zip(*windows, strict=True))
+    return tuple(torch.cat(part).view(-1, part[0].size(-1)) for part in zip(*windows, strict=True))
 
 
 def compressor_bits_per_byte(text: bytes) -> dict[str, float]:

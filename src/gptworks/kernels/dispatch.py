@@ -37,6 +37,14 @@ class Kernel(NamedTuple):
     """Whether the kernel supports these operands; None: it supports all."""
 
 
+def has_flash(device: torch.device) -> bool:
+    """Whether torch has flash attention for this device: an NVIDIA GPU of compute capability 8.0 or higher."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    built = torch.backends.cuda.is_flash_attention_available()
+    return built and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def trains(*tensors: Tensor | None) -> bool:
     """Whether gradients are computed for one of these tensors, on a CPU."""
     if not torch.is_grad_enabled():

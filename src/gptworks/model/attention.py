@@ -26,6 +26,8 @@ class AttentionInputs(NamedTuple):
     """Cached keys and values of the texts' earlier tokens; None: the batch contains each text from its beginning."""
     bias: Tensor | None = None
     """Bias that prevents attention between several texts in one row (see `Scores`); None if not needed."""
+    bounds: Tensor | None = None
+    """Bounds of the texts in rows of several, if they replace the bias (see `Scores`)."""
 
 
 class Attention(nn.Module):
@@ -53,7 +55,8 @@ class Attention(nn.Module):
             y = attend_slots(q, k, v, inputs.cache, self.scores)  # [1, H, N, D]
         else:
             dropout = self.dropout if self.training else 0.0
-            y = attend(q, k, v, self.scores._replace(dropout=dropout, bias=inputs.bias))  # [B, H, T, D]
+            given = self.scores._replace(dropout=dropout, bias=inputs.bias, bounds=inputs.bounds)
+            y = attend(q, k, v, given)  # [B, H, T, D]
         if gate is not None:
             y = y * gate.transpose(1, 2).unsqueeze(-1)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # [B, T, C]

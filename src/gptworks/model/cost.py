@@ -90,7 +90,9 @@ class Shapes:
     """Bytes per element in matrix products: 4, or 2 under autocast."""
     on_cpu: bool
     several_texts: bool = False
-    """Whether a row holds several texts; an attention bias then separates them and replaces masks."""
+    """Whether a row holds several texts; an attention bias or the texts' bounds then replace masks."""
+    has_flash: bool = False
+    """Whether torch has flash attention for the device; see `gptworks.kernels.dispatch.has_flash`."""
 
     @property
     def n_tokens(self) -> int:

@@ -39,7 +39,7 @@ from gptworks.model.layers import (
     product_dtype,
 )
 from gptworks.model.rotary import Rotary
-from gptworks.model.scores import texts_bias
+from gptworks.model.scores import takes_bounds, text_bounds, texts_bias
 
 
 class GPT(nn.Module):
@@ -91,6 +91,7 @@ class GPT(nn.Module):
         cache: SlotRows | None = None,
         router_logits: list[Tensor] | None = None,
         text_positions: Tensor | None = None,
+        text_starts: Tensor | None = None,
     ) -> Tensor:
         """Return the last norm's output [B, T, C] for token ids [B, T]; the head computes logits from it.
 
@@ -98,7 +99,9 @@ class GPT(nn.Module):
         continues the tokens in its slot of the cache, which also stores the new ones.
         If `router_logits` is a list, the router's logits [B, T, E] of each layer with experts are appended to it.
         If rows hold several texts one after the other, `text_positions`, int64 [B, T], has each token's position in its
-        text, from 0: no text sees another, as if each had its own row. `cache` must then be None.
+        text, from 0: no text sees another, as if each had its own row. `cache` must then be None. `text_starts`, int32
+        [B, K], has the index in the row of each text's first token, and T in the places that are left; with them,
+        attention on recent GPUs computes nothing between texts.
 
         Raises:
             ValueError: a row has more tokens than the context.
@@ -132,10 +135,13 @@ class GPT(nn.Module):
 
         everywhere = tables(self.rotary)
         in_windows = everywhere if self.window_rotary is None else tables(self.window_rotary)
-        biases: dict[int | None, Tensor] = {}
-        if text_positions is not None:  # computed once for all layers
+        biases: dict[int | None, Tensor] = {}  # these and the bounds are computed once for all layers
+        bounds, dtype = None, product_dtype(x)
+        if text_starts is not None and takes_bounds(self.config, dtype.itemsize == 2, dispatch.has_flash(x.device)):
+            bounds = text_bounds(text_starts, length)
+        elif text_positions is not None:
             windows = set(self.config.layer_windows)
-            biases = {window: texts_bias(text_positions, window, product_dtype(x)) for window in windows}
+            biases = {window: texts_bias(text_positions, window, dtype) for window in windows}
         carried = Carried(self.config, tokens, x, self.value_embeddings)
         # Recompute in evaluation mode too: DPO and GRPO run reference models in it with gradients enabled.
         keeps_graph = cache is None and torch.is_grad_enabled()
@@ -147,6 +153,7 @@ class GPT(nn.Module):
                 rotary if self.config.layer_rotates(i) else None,
                 cache.layers[use] if cache is not None else None,
                 biases.get(window),
+                bounds,
             )
             given = (x, inputs, carried.inputs(i))
             x, routed, own = checkpoint(block, *given, use_reentrant=False) if again else block(*given)

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptworks.config import ModelConfig
 from gptworks.kernels import cpu, dispatch
 from gptworks.model.cache import SlotLayer
 from gptworks.model.cost import ATTENTION, DROPOUT, WEIGHTS_KEPT, Shapes, Stage
-from gptworks.model.layers import cap
+from gptworks.model.layers import cap, product_dtype
 
 
 class Scores(NamedTuple):
@@ -29,7 +30,9 @@ class Scores(NamedTuple):
     """Scores become softcap · tanh(score / softcap) before the bias is added; None: no cap."""
     bias: Tensor | None = None
     """Bias [B, T, S], in q's dtype, added to the scores of rows with several texts (`texts_bias`). It includes the
-    window's mask. None: each row has one text."""
+    window's mask. None: each row has one text, or `bounds` separate the texts."""
+    bounds: Tensor | None = None
+    """Bounds of the texts in rows of several, in place of a bias (`text_bounds`); see `takes_bounds`."""
 
     def factor(self, q: Tensor) -> float:
         """Return the factor of q·k: `scale`, or 1/√D if `scale` is None."""
@@ -49,8 +52,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) -> Tensor:
     Returns:
         [B, H, T, D], in q's dtype.
     """
+    if scores.bounds is not None:
+        return _attend_within(q, k, v, scores.bounds, scores)
     kernel = dispatch.chosen("attention", q, k, v, training=dispatch.trains(q))
-    window, dropout, _, softcap, bias = scores
+    window, dropout, _, softcap, bias, _ = scores
     if kernel.by == dispatch.TORCH:
         in_bands = bias is None and window is not None and q.size(2) == k.size(2) >= 2 * window
         return attend_banded(q, k, v, scores) if in_bands else _attend_torch(q, k, v, scores)
@@ -69,6 +74,24 @@ def _attend_torch(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
         if n_queries == n_keys:
             return fused(q, k, v, None, scores, is_causal=True)
     return fused(q, k, v, causal_mask(n_queries, n_keys, scores.window, q.device), scores)
+
+
+def _attend_within(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scores: Scores) -> Tensor:
+    from gptworks.kernels import flash  # loads torch's compiler, which is slow
+
+    q, k, v = (x.to(product_dtype(x)) for x in (q, k, v))
+    return flash.attend(q, k, v, bounds, scores.window, scores.scale)
+
+
+def takes_bounds(config: ModelConfig, half: bool, has_flash: bool) -> bool:
+    """Whether flash attention computes rows of several texts from the texts' bounds, without a bias.
+
+    Args:
+        half: whether products are in bf16 or fp16.
+        has_flash: see `gptworks.kernels.dispatch.has_flash`.
+    """
+    plain = config.attention_softcap is None and not config.dropout_attention
+    return has_flash and half and plain and config.d_head % 8 == 0 and config.d_head <= 256
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores, *, is_causal: bool = False) -> Tensor:
@@ -195,6 +218,17 @@ def texts_bias(positions: Tensor, window: int | None, dtype: torch.dtype) -> Ten
     return as_bias(mask, dtype)
 
 
+def text_bounds(starts: Tensor, length: int) -> Tensor:
+    """Return where each text of rows [B, T] begins in the flat batch [B·T], and its end: int32 [B·K + 1], ascending.
+
+    Args:
+        starts: where each text begins in its row, int32 [B, K]. Rows of fewer texts have `length` in the other places,
+            which then bound empty texts.
+    """
+    rows = torch.arange(len(starts), dtype=torch.int32, device=starts.device)[:, None]
+    return F.pad((starts + rows * length).flatten(), (0, 1), value=len(starts) * length)
+
+
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) -> Tensor:
     """Reference for `attend`: computes one query at a time, without dropout and bias. For tests."""
     (_, heads, n_queries, _), n_keys = q.shape, k.size(2)
@@ -212,7 +246,12 @@ def attend_reference(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) ->
 
 def bias_bytes(s: Shapes) -> int:
     """Bytes of the biases that separate the texts in a row: one for each distinct window, shared by all its layers."""
-    return len(set(s.config.layer_windows)) * s.products(s.length) if s.several_texts else 0
+    return len(set(s.config.layer_windows)) * s.products(s.length) if s.several_texts and not has_bounds(s) else 0
+
+
+def has_bounds(s: Shapes) -> bool:
+    """Whether flash attention separates the texts in a row by their bounds."""
+    return s.several_texts and takes_bounds(s.config, s.autocast, s.has_flash)
 
 
 def is_blocked(s: Shapes) -> bool:
@@ -222,7 +261,7 @@ def is_blocked(s: Shapes) -> bool:
 
 def is_masked(s: Shapes, window: int | None) -> bool:
     """Whether attention needs a mask, because the kernel cannot infer which keys a query may see."""
-    return s.several_texts or (window is not None and window < s.length)
+    return not has_bounds(s) and (s.several_texts or (window is not None and window < s.length))
 
 
 def is_grouped(s: Shapes) -> bool:
@@ -249,10 +288,10 @@ def saves_output(s: Shapes, window: int | None) -> bool:
 def output_is_shared(s: Shapes, window: int | None) -> bool:
     """Whether attention saves its result in the layout that the output projection needs, so that both save one tensor.
 
-    The C++ kernel and torch's float32 kernel for GPUs always use that layout. torch's other fused kernels use the
-    layout of the queries, which rotation changes; on an accelerator, QK-norm changes it too.
+    The C++ kernel, flash attention within bounds and torch's float32 kernel for GPUs always use that layout; torch's
+    other fused kernels use that of the queries, which rotation changes; on an accelerator, QK-norm changes it too.
     """
-    if s.native:
+    if s.native or has_bounds(s):
         return True
     if is_blocked(s) or is_plain(s, window):
         return False
@@ -285,10 +324,11 @@ def scores_cost(s: Shapes, window: int | None) -> Stage:
             scratch=q + 2 * (q - k) + loop,
         )
     if s.several_texts:
-        window = None  # the bias includes the window
+        window = None  # the bias includes the window, and flash attention needs no mask for it
     if repeated:
         k = q
-    padded, keys_seen, scratch = 1.0, s.length, 0
+    padded, keys_seen = 1.0, s.length
+    scratch = 4 * heads * s.length if has_bounds(s) else 0  # a gradient of 0 for the logarithms of the weights' sums
     if window is not None and s.length >= 2 * window:  # banded attention stores keys and values twice
         padded, keys_seen = -(-s.length // window) * window / s.length, 2 * window
         q, k = round(q * padded), round(2 * k * padded)

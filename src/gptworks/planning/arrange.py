@@ -215,10 +215,13 @@ def planned_precision(name: str, device: Device) -> str:
 
 def device_setting(recipe: Recipe, device: Device, layout: Layout) -> Setting:
     """Return `rank_setting` in the precision that `train.precision` selects on this device."""
-    return rank_setting(recipe, planned_precision(recipe.train.precision, device), device.on_cpu, layout)
+    precision = planned_precision(recipe.train.precision, device)
+    return rank_setting(recipe, precision, device.on_cpu, layout, device.has_flash)
 
 
-def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = ONE_DEVICE) -> Setting:
+def rank_setting(
+    recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = ONE_DEVICE, has_flash: bool = False
+) -> Setting:
     """Return the properties of one rank's training step, with checkpoints being written.
 
     If the vocabulary is unknown, one token is assumed, so estimates from the result are lower bounds.
@@ -244,6 +247,7 @@ def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = 
         text_tokens=model.context_length if objective.rollouts else longest_prompt + train.sample_tokens,
         objective=objective,
         several_texts=bool(recipe.data.conversations) and objective.several_texts,
+        has_flash=has_flash,
         other_models_bytes=other_models_bytes(recipe),
         teacher_width=teacher.d_model if (teacher := teacher_config(recipe)) is not None else 0,
     )

@@ -41,6 +41,12 @@ class Device:
     def on_cpu(self) -> bool:
         return self.kind == "cpu"
 
+    @property
+    def has_flash(self) -> bool:
+        """Whether torch has flash attention for the device: an NVIDIA GPU of compute capability 8.0, the first with
+        bf16, or higher; `gptworks.kernels.dispatch.has_flash` asks torch."""
+        return self.kind == "cuda" and self.has_bf16 and not self.name.startswith("AMD")
+
     def flops(self, precision: str) -> float | None:
         """Return the FLOP/s of matrix products in fp32, bf16 or fp16; None if unknown."""
         return self.float_flops if precision == "fp32" else self.half_flops

@@ -114,7 +114,7 @@ def alternatives(recipe: Recipe, n_ranks: int, device: Device) -> list[Alternati
     for precision in dict.fromkeys(("fp32", "bf16" if device.has_bf16 or device.on_cpu else own)):
         for checkpointing in ("none", "block"):
             for layout in _layouts(recipe, n, precision, device):
-                setting = rank_setting(recipe, precision, device.on_cpu, layout)
+                setting = rank_setting(recipe, precision, device.on_cpu, layout, device.has_flash)
                 setting = replace(setting, checkpointing=checkpointing, micro_batch_size=size)
                 found.append(Alternative(setting, training_peak(setting).total_bytes))
     return found

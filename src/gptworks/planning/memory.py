@@ -100,6 +100,7 @@ class _Step:
             product_bytes=4 if setting.precision == "fp32" else 2,
             on_cpu=setting.on_cpu,
             several_texts=setting.several_texts,
+            has_flash=setting.has_flash,
         )
         self.uses = self.model.layer_uses  # the block that runs at each position of the forward pass
         self.layers = range(self.trained.n_still, len(self.uses))  # positions with a backward pass

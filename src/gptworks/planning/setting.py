@@ -69,7 +69,9 @@ class Setting:
     """Maximum tokens of such a text with its prompt."""
     objective: ObjectiveSettings = NEXT_TOKEN
     several_texts: bool = False
-    """Whether a row may hold several texts, which a bias on the attention scores separates."""
+    """Whether a row may hold several texts, which flash attention or a bias on the attention scores separates."""
+    has_flash: bool = False
+    """Whether torch has flash attention for the device."""
     other_models_bytes: int = 0
     """Bytes of the objective's second model, a teacher or the starting model: its weights and rotary tables."""
     teacher_width: int = 0

@@ -155,7 +155,7 @@ def check_memory(
         UserError: device or host memory is too small and `force` is false; the message suggests a change that fits.
     """
     place = this_device(device, n_local_ranks, layout.world_size)
-    needed = need(rank_setting(recipe, precision.name, device.type == "cpu", layout), place)
+    needed = need(rank_setting(recipe, precision.name, place.on_cpu, layout, place.has_flash), place)
     if force or needed.fits:
         return needed
     advice = "".join(f" {_advised(change)}." for change in changes_that_fit(recipe, layout.world_size, place)[:1])

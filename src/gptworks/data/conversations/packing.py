@@ -17,8 +17,9 @@ from gptworks.data.rows import Piece, Row
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
 
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Inputs, targets and positions, int64 [B, T] each, or [T] for a single row."""
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Inputs, targets and positions, int64 [B, T] each, and the texts' starts, int32 [B, K]; or [T] and [K] for a single
+row. A start is the index in the row of a text's first token; rows of fewer than K texts have T in the other places."""
 
 
 class Examples:
@@ -38,6 +39,8 @@ class Examples:
         n_inputs = np.minimum(self.n_tokens - 1, context_length)
         self.rows = pack(n_inputs, context_length) if packing else [[i] for i in range(len(n_inputs))]
         """Indices of the examples in each row."""
+        self._most_texts = max(map(len, self.rows), default=0) + 1
+        """Number of texts in the row with most, including its padding. It is constant, so that one graph serves all."""
 
     def tokens(self, example: int) -> tuple[Int64s, npt.NDArray[np.bool_]]:
         """Return all tokens of an example, [n], and whether each is learned, [n]."""
@@ -50,13 +53,14 @@ class Examples:
         return ids[: self._context_length + 1], learned[: self._context_length + 1]
 
     def row(self, row: int) -> Rows:
-        """Return the inputs, targets and positions of a row, int64 [context_length] each."""
-        return laid_out([self.text(example) for example in self.rows[row]], self._context_length)
+        """Return a row of `context_length` tokens; see `Rows`."""
+        return laid_out([self.text(example) for example in self.rows[row]], self._context_length, self._most_texts)
 
     def shown(self, row: int) -> Row:
         """Return a row for display, with its texts and their documents."""
         texts = [(min(int(self.n_tokens[i]) - 1, self._context_length), [Piece(i, 0, 0)]) for i in self.rows[row]]
-        return Row.of(*self.row(row), texts)
+        inputs, targets, positions, _ = self.row(row)
+        return Row.of(inputs, targets, positions, texts)
 
 
 class Pairs(Examples):
@@ -96,7 +100,7 @@ class Pairs(Examples):
 
 
 def evaluation_rows(examples: Examples, n_rows: int = 0) -> Iterator[Rows]:
-    """Yield the rows in order, [T] tensors each: all if `n_rows` is 0, else at most that many, evenly spaced."""
+    """Yield the rows in order: all if `n_rows` is 0, else at most that many, evenly spaced."""
     for row in evenly_spaced(len(examples.rows), n_rows):
         yield examples.row(row)
 
@@ -109,12 +113,14 @@ def held_out_rows(shards: TokenShards, recipe: Recipe) -> Iterator[Rows]:
     return evaluation_rows(examples)
 
 
-def laid_out(texts: Iterable[tuple[Int64s, npt.NDArray[np.bool_]]], width: int) -> Rows:
-    """Return a row that holds these texts in sequence: inputs, targets and positions, int64 [width] each.
+def laid_out(texts: Iterable[tuple[Int64s, npt.NDArray[np.bool_]]], width: int, n_starts: int) -> Rows:
+    """Return a row of `width` tokens that holds these texts in sequence.
 
     Args:
         texts: each text's tokens, [n], and whether each token is learned, [n]; targets not learned are IGNORED.
+        n_starts: number of starts in the row, at least that of the texts with their padding.
     """
+    starts = np.full(n_starts, width, dtype=np.int32)
     inputs, positions = (np.zeros(width, dtype=np.int64) for _ in range(2))
     targets = np.full(width, IGNORED, dtype=np.int64)
     at = 0
@@ -124,12 +130,14 @@ def laid_out(texts: Iterable[tuple[Int64s, npt.NDArray[np.bool_]]], width: int) 
         positions[here] = np.arange(len(ids) - 1)
         at += len(ids) - 1
     positions[at:] = np.arange(width - at)  # padding has positions as if it were a text
-    return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(positions)
+    begins = np.flatnonzero(positions == 0)
+    starts[: len(begins)] = begins
+    return torch.from_numpy(inputs), torch.from_numpy(targets), torch.from_numpy(positions), torch.from_numpy(starts)
 
 
 def stack(rows: list[Rows]) -> Rows:
-    inputs, targets, positions = zip(*rows, strict=True)
-    return torch.stack(inputs), torch.stack(targets), torch.stack(positions)
+    inputs, targets, positions, starts = zip(*rows, strict=True)
+    return torch.stack(inputs), torch.stack(targets), torch.stack(positions), torch.stack(starts)
 
 
 def pack(lengths: Int64s, capacity: int) -> list[list[int]]:

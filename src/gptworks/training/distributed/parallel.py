@@ -372,8 +372,8 @@ class ManyDevices(Parallel):
         while turn := list(islice(batches, n)):
             if self.ranks.agree_to_stop(self.stop_asked()):
                 raise StopAsked
-            inputs, targets, *positions = turn[min(index, len(turn) - 1)]
-            yield inputs, targets if index < len(turn) else torch.full_like(targets, IGNORED), *positions
+            inputs, targets, *texts = turn[min(index, len(turn) - 1)]
+            yield inputs, targets if index < len(turn) else torch.full_like(targets, IGNORED), *texts
 
 
 def compile_blocks(model: GPT, setting: str, device: torch.device, varying_widths: bool = False) -> None:

@@ -103,12 +103,12 @@ class Distillation(Objective):
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
         """Return ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ model), summed over targets."""
-        inputs, targets, *positions = batch
+        inputs, targets, *texts = batch
         settings, teacher = self.settings, self._teacher
         router_logits: list[Tensor] = []
         with torch.no_grad():
-            teacher_features = teacher.features(inputs, None, None, *positions)
-        features = model.features(inputs, None, router_logits, *positions)
+            teacher_features = teacher.features(inputs, None, None, *texts)
+        features = model.features(inputs, None, router_logits, *texts)
         total, nats, kl = distillation_loss(
             features, model.head_weight, teacher_features, teacher.head_weight, targets,
             settings.temperature, settings.ce_weight, settings.kl_weight,

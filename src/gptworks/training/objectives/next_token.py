@@ -59,14 +59,14 @@ def next_token(model: GPT, batch: Batch, routing: Routing = Routing(), future_we
         future_weights: loss weights of the tokens after the next one, nearest first; empty: their heads are not
             trained. As in DeepSeek-V3 (2024, section 2.2), all losses are divided by the number of next-token targets.
     """
-    inputs, targets, *positions = batch
+    inputs, targets, *texts = batch
     router_logits: list[Tensor] = []
-    features = model.features(inputs, None, router_logits, *positions)
+    features = model.features(inputs, None, router_logits, *texts)
     head, softcap = model.head_weight, model.config.logit_softcap
     if not future_weights:
         loss = linear_cross_entropy(features, head, targets, softcap)
         return with_routing(loss, loss, router_logits, model, counted(batch), routing)
-    wanted = future_targets(targets, 1 + len(future_weights), *positions)
+    wanted = future_targets(targets, 1 + len(future_weights), *texts[:1])
     by_token = torch.stack([features, *future_features(model.future_heads, features)])  # K B T C
     total, (loss, *others) = linear_cross_entropies(by_token, head, wanted, (1.0, *future_weights), softcap)
     names = [f"loss_of_token_{ahead}" for ahead in range(2, 2 + len(others))]

@@ -219,7 +219,7 @@ def _steps(rehearsal: Rehearsal, parallel: _OnFakeTensors) -> RankSteps:
         step = rehearsal.new_step(parallel)
         held_bytes = _held_bytes(parallel)
         tokens = torch.zeros(rows, rehearsal.model.context_length, dtype=torch.int64)
-        batch = (tokens, tokens, tokens) if rehearsal.several_texts else (tokens, tokens)
+        batch = rehearsal.batch(tokens)
         sent: list[list[Sent]] = []
         for n in (1, n_second):
             live.peak_bytes = live.now_bytes

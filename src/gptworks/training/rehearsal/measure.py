@@ -14,7 +14,6 @@ import torch
 from pydantic import TypeAdapter
 
 from gptworks.config import ModelConfig
-from gptworks.data.samples import Batch
 from gptworks.device import keep_freed_memory, peak_growth_bytes, reset_peak, return_freed_memory, synchronize
 from gptworks.errors import RunError
 from gptworks.planning.run import Measured
@@ -100,9 +99,7 @@ def _step_seconds(rehearsal: Rehearsal) -> Iterator[float]:
     model, train, device = rehearsal.model, rehearsal.train, torch.device(rehearsal.device)
     step = rehearsal.new_step()
     tokens = torch.randint(model.vocab_size, (train.batch_size, model.context_length), device=device)
-    batch: Batch = (tokens, tokens)
-    if rehearsal.several_texts:
-        batch = (*batch, torch.arange(model.context_length, device=device).expand_as(tokens))
+    batch = rehearsal.batch(tokens)
     take(step, train, batch)
     synchronize(device)
     while True:

@@ -59,6 +59,16 @@ class Rehearsal:
         """Build a new model on torch's default device."""
         return trainable_model(self.model, self.adapter, self.freeze)
 
+    def batch(self, tokens: Tensor) -> Batch:
+        """Return a batch of inputs and targets `tokens`, int64 [B, T]. If rows may hold several texts, each is one."""
+        if not self.several_texts:
+            return tokens, tokens
+        n_rows, length = tokens.shape
+        positions = torch.arange(length, device=tokens.device).expand_as(tokens)
+        starts = torch.full((n_rows, 2), length, dtype=torch.int32, device=tokens.device)
+        starts[:, 0] = 0
+        return tokens, tokens, positions, starts
+
     def new_step(self, parallel: Parallel | None = None) -> TrainStep:
         """Build a new model and return its training step, with uncompiled blocks.
 
@@ -110,8 +120,7 @@ def trace_step(rehearsal: Rehearsal) -> Trace:
             parameter.grad = torch.zeros_like(parameter)
         step.apply(step.gradient_norm())
         live.peak_bytes = 0
-        batch = (tokens, tokens, tokens) if rehearsal.several_texts else (tokens, tokens)
-        accumulate(step, train, batch)
+        accumulate(step, train, rehearsal.batch(tokens))
         forward_backward_bytes, live.peak_bytes = live.peak_bytes, 0
         step.gradient_norm()
         step.apply(math.inf)  # an infinite norm, so that gradients are clipped

@@ -60,6 +60,7 @@ _PRODUCTS = {
     _aten._scaled_dot_product_fused_attention_overrideable, _aten._scaled_dot_product_attention_math,
     _aten._flash_attention_forward, _aten._flash_attention_backward,
 }  # fmt: skip
+"""Matrix products and attention; all operations of `torch.nn.attention.varlen` are attention too."""
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -109,7 +110,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.record("blocking copy" if packet in (_aten.index, _aten.index_put_) else "wrong device", name)
         if on_cuda and (packet in _READS or _selects(packet, args, kwargs)):
             self.record("host read", name)
-        if packet in _PRODUCTS:
+        if packet in _PRODUCTS or function.namespace == "torch_attn":
             dtype = next(x.dtype for x in tensors)
             self.products[str(dtype).removeprefix("torch.")] += 1
             if self._half and dtype == torch.float32:
@@ -251,7 +252,7 @@ def _take(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
 def _batch(rehearsal: Rehearsal) -> Batch:
     model, train = rehearsal.model, rehearsal.train
     tokens = torch.zeros(train.batch_size, model.context_length, dtype=torch.int64, device="cuda")
-    return (tokens, tokens, tokens) if rehearsal.several_texts else (tokens, tokens)
+    return rehearsal.batch(tokens)
 
 
 def _check_places(step: TrainStep, watch: Watch) -> None:
@@ -364,6 +365,7 @@ def install(watch: Watch) -> None:
     replaced["get_rng_state"] = lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu")
     for name, value in (replaced | {"Event": _Event, "Stream": _Stream}).items():
         setattr(torch.cuda, name, value)
+    torch.backends.cuda.is_flash_attention_available = lambda: True
     count = moe.tokens_per_expert
 
     def tokens_per_expert(chosen: Tensor, n_experts: int) -> list[int]:  # does not read fake tensors
