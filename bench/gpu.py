@@ -1,6 +1,6 @@
 """All that a first run on a GPU should measure, in one call: correctness next to the CPU, training at several sizes
-next to a textbook's compiled loop, memory next to the plan, decoding, serving, layouts, and a resumed run. It prints
-tables for docs/benchmarks.md.
+next to a textbook's compiled loop, packed rows, memory next to the plan, decoding, serving, layouts, and a resumed run.
+It prints tables for docs/benchmarks.md.
 
     python bench/gpu.py                             # on CUDA, at most nine minutes
     python bench/gpu.py --device cpu --tiny         # every part on tiny models, to see that it works
@@ -25,11 +25,12 @@ import torch
 from gptworks.device import choose_precision, device_name
 from gpu_runs import decoding, layouts, resuming, serving
 from gpu_setup import FULL, TINY, Setup
-from gpu_steps import correctness, memory, training
+from gpu_steps import correctness, memory, packing, training
 
 PARTS: dict[str, tuple[Callable[[Setup], None], float]] = {
     "correctness": (correctness, 90),
     "training": (training, 270),
+    "packing": (packing, 90),
     "memory": (memory, 120),
     "decoding": (decoding, 60),
     "serving": (serving, 90),

@@ -19,6 +19,8 @@ class Scale:
     trained: dict[str, Shape]
     """Models with the largest batch that a textbook's loop, which keeps all logits, has memory for on 80 GB."""
     n_steps: int
+    packed: tuple[tuple[int, int, int], ...]
+    """Of the first model: rows at a time, the tokens of a row, and of a text in it on average."""
     planned: tuple[tuple[int, str, str, str], ...]
     """Of the first model and the last: sequences at a time, checkpointing, optimizer, precision."""
     texts: tuple[int, ...]
@@ -33,6 +35,7 @@ FULL = Scale(
         "774M": Shape(36, 20, 1280, 50_304, context=1024, batch=8, bias=False),
     },
     n_steps=10,
+    packed=((32, 1024, 200), (4, 8192, 500)),
     planned=((16, "none", "adamw", "bf16"), (8, "none", "muon", "bf16"), (8, "block", "adamw", "bf16"),
              (4, "none", "adamw", "fp32")),
     texts=(1, 8, 32, 128),
@@ -44,6 +47,7 @@ TINY = Scale(
         "small": Shape(3, 4, 128, 512, context=64, batch=4, bias=False),
     },
     n_steps=3,
+    packed=((4, 64, 10),),
     planned=((4, "none", "adamw", "fp32"),),
     texts=(1, 4),
     new_tokens=8,

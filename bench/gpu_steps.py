@@ -6,20 +6,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import train
 from gptworks.config import ModelConfig, Recipe, TrainConfig
+from gptworks.data.conversations.packing import laid_out, stack
 from gptworks.data.prepare import prepare
-from gptworks.device import choose_precision, memory_bytes, product_rate, synchronize
+from gptworks.data.samples import Batch
+from gptworks.device import (
+    choose_precision,
+    memory_bytes,
+    peak_growth_bytes,
+    product_rate,
+    reset_peak,
+    synchronize,
+)
 from gptworks.infer.backends.backend import TorchBackend
+from gptworks.kernels import dispatch
 from gptworks.model.gpt import GPT
 from gptworks.planning.flops import forward_flops
 from gptworks.planning.memory import training_peak
 from gptworks.planning.setting import Setting
+from gptworks.training.distributed.parallel import compile_blocks
 from gptworks.training.objectives.next_token import count_targets
 from gptworks.training.rehearsal.measure import measure_step
-from gptworks.training.rehearsal.trace import Rehearsal
+from gptworks.training.rehearsal.trace import Rehearsal, take
 from gptworks.units import readable
 from gpu_runs import greedy
 from gpu_setup import Setup, row, table
@@ -136,6 +148,47 @@ def training(setup: Setup) -> None:
             best = max(best, speed) if name.startswith("textbook") else best
             own = f"{speed / best:.2f} ×" if best and not name.startswith("textbook") else ""
             row(*cells, f"{speed:,.0f}", f"{speed * flops / 1e12:,.3g}", f"{speed * flops / rate:.0%}", own)
+
+
+# -------------------------------------------------------------------------------------------------- packing
+
+
+def packed_batch(n_rows: int, length: int, mean: int, vocab_size: int, device: torch.device) -> Batch:
+    """Return rows of random texts, whose lengths are exponentially distributed."""
+    draw, rows = np.random.default_rng(0), []
+    for _ in range(n_rows):
+        texts, left = [], length
+        while left:
+            n = min(left, 1 + int(draw.exponential(mean)))
+            texts.append((draw.integers(0, vocab_size, n + 1), np.ones(n + 1, dtype=bool)))
+            left -= n
+        rows.append(texts)
+    most = max(map(len, rows)) + 1
+    return tuple(x.to(device) for x in stack([laid_out(texts, length, most) for texts in rows]))
+
+
+def packing(setup: Setup) -> None:
+    """Rows of several texts: separated by a bias on the scores, and within the texts' bounds."""
+    device, precision = setup.device, choose_precision("auto", setup.device)
+    table(("model", "batch", "texts", "separated by", "loss", "tokens/s", "peak memory"))
+    size = next(iter(setup.scale.trained))
+    for n_rows, length, mean in setup.scale.packed:
+        model = setup.model(size).model_copy(update={"context_length": length})
+        batch = packed_batch(n_rows, length, mean, model.vocab_size, device)
+        settings = TrainConfig(max_steps=1, batch_size=n_rows, micro_batch_size=n_rows)
+        within = "bounds" if dispatch.has_flash(device) else "a bias again"
+        for name, given in (("a bias", batch[:3]), (within, batch)):
+            torch.manual_seed(0)
+            step = Rehearsal(model, settings, device.type, precision.name).new_step()
+            compile_blocks(step.model, "block", device)
+            with torch.no_grad(), precision.autocast():
+                loss = step.loss(step.model, given).loss.item() / batch[1].numel()
+            cells = [size, f"{n_rows} × {length}", str(int((batch[2] == 0).sum())), name, f"{loss:.5f}"]
+            before = reset_peak(device)
+            speed = batch[0].numel() / step_seconds(partial(take, step, settings, given), setup.scale.n_steps, device)
+            row(*cells, f"{speed:,.0f}", readable(before + (peak_growth_bytes(device, before) or 0), "B"))
+            del step
+            torch._dynamo.reset()
 
 
 # --------------------------------------------------------------------------------------------------- memory
