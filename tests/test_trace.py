@@ -1,5 +1,6 @@
 """The tracer against torch's own memory tracker, real steps, and the training loop's steps."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,24 @@ def test_live_bytes_are_what_torchs_tracker_counts(precision: str, checkpointing
             take(step, train, (tokens, tokens))
     theirs = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
     assert live.peak_bytes == pytest.approx(theirs, rel=1e-3)
+
+
+def test_steps_whose_scaled_gradients_overflow_are_skipped_as_in_training() -> None:
+    """Gradients times float32's largest power of two overflow on the CPU as in fp16 on CUDA."""
+    step = Rehearsal(MODEL, TRAIN).new_step()
+    step.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    step.model.token_embedding.weight.register_hook(lambda gradient: 1000 * gradient)
+    before = {name: parameter.clone() for name, parameter in step.model.named_parameters()}
+    tokens = torch.randint(MODEL.vocab_size, (TRAIN.batch_size, MODEL.context_length))
+    take(step, TRAIN, (tokens, tokens))
+    assert step.scaler.get_scale() < 2.0**127
+    after = dict(step.model.named_parameters())
+    assert all(bool(parameter.isfinite().all()) for parameter in after.values())
+    assert any(not torch.equal(before[name], parameter) for name, parameter in after.items())
+    norm = step.gradient_norm
+    step.gradient_norm = lambda: math.inf * norm()  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"gradients of \d+ steps in fp16 are not finite"):
+        take(step, TRAIN, (tokens, tokens))
 
 
 def test_tensors_on_the_meta_device_take_no_memory() -> None:

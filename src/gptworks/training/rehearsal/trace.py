@@ -89,6 +89,10 @@ class Rehearsal:
         return TrainStep(model, self.train, loss, choose_precision(self.precision, device), parallel)
 
 
+_MOST_SKIPPED = 32
+"""Steps in fp16 that are skipped at most; the factor of the loss is 2^16 at first."""
+
+
 @dataclass(frozen=True)
 class Trace:
     """Peak bytes in the two parts of a training step, including model and optimizer."""
@@ -134,9 +138,20 @@ def accumulate(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
 
 
 def take(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
-    """Do a whole training step, with its update, on a batch of `train.batch_size` rows."""
-    accumulate(step, train, batch)
-    step.apply(step.gradient_norm())
+    """Do a whole training step, with its update, on a batch of `train.batch_size` rows. As in training, steps in fp16
+    whose gradient is not finite are skipped: each halves the factor of the loss.
+
+    Raises:
+        UserError: no step's gradient is finite.
+    """
+    for _ in range(_MOST_SKIPPED if step.scaler.is_enabled() else 1):
+        accumulate(step, train, batch)
+        norm = step.gradient_norm()
+        if math.isfinite(norm) or not step.scaler.is_enabled():
+            step.apply(norm)
+            return
+        step.skip()
+    raise UserError(f"the gradients of {_MOST_SKIPPED} steps in fp16 are not finite: set train.precision=bf16 or fp32.")
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
