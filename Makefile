@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help demo pipeline bands test test-random test-browser test-notebooks notebooks test-gguf test-harness test-trl test-places test-memory test-arrangements test-ranks test-slurm test-job-files test-kills test-tries test-crashes test-schema test-overload test-engine test-planted test-fake-cuda test-guide test-processors test-sanitizers test-margins wheel lint format reference docs bench first-hour experiments league clean
+.PHONY: help demo pipeline bands test test-random test-browser test-notebooks notebooks test-gguf test-harness test-trl test-places test-memory test-arrangements test-ranks test-slurm test-job-files test-kills test-tries test-crashes test-schema test-overload test-engine test-planted test-fake-cuda test-cuda test-guide test-processors test-sanitizers test-margins wheel lint format reference docs bench first-hour experiments league clean
 
 help:
 	@echo "make demo    train a small model on Python's own sources and talk to it (about 6 minutes on 2 cores, installation included)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-processors  run the numeric tests as other processors would compute them (about 4 minutes each on 2 cores)"
 	@echo "make test-sanitizers  run the C++ under sanitizers for memory, undefined behavior and threads, and compile it with -Werror"
 	@echo "make test-fake-cuda  every kind of step, generation and evaluation on fake CUDA tensors, and planted faults (about 5 minutes on 2 cores)"
+	@echo "make test-cuda     training, generation and runs on a CUDA GPU, next to the CPU (about 2 minutes)"
 	@echo "make test-gguf  compare GGUF files with llama.cpp (built from source at first, about 15 minutes on 2 cores)"
 	@echo "make test-harness  compare lm-evaluation-harness's scores of a run and of its export (about a minute on 2 cores)"
 	@echo "make test-trl  compare preference tuning with trl, which it installs (about a minute)"
@@ -136,6 +137,9 @@ test-planted: .venv/.installed-dev
 	$(BIN)/python -m pytest -m planted -rP tests/test_cleaning.py tests/test_planted.py
 
 # Needs Linux, a C++ compiler and a CPU build of torch; nothing runs on a GPU.
+test-cuda: .venv/.installed-dev
+	$(BIN)/python -m pytest -m cuda -rs
+
 test-fake-cuda: .venv/.installed-dev
 	$(BIN)/python -m pytest -m fake_cuda -rs tests/test_fake_cuda.py
 

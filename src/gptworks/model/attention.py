@@ -55,7 +55,8 @@ class Attention(nn.Module):
             y = attend_slots(q, k, v, inputs.cache, self.scores)  # [1, H, N, D]
         else:
             dropout = self.dropout if self.training else 0.0
-            given = self.scores._replace(dropout=dropout, bias=inputs.bias, bounds=inputs.bounds)
+            fixed = self.scores  # torch 2.11 cannot compile `_replace`
+            given = Scores(fixed.window, dropout, fixed.scale, fixed.softcap, inputs.bias, inputs.bounds)
             y = attend(q, k, v, given)  # [B, H, T, D]
         if gate is not None:
             y = y * gate.transpose(1, 2).unsqueeze(-1)
