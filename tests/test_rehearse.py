@@ -154,7 +154,7 @@ def test_ranks_that_begin_other_collectives_are_found() -> None:
 
     def placed(*last: Sent) -> Rehearsed:
         ranks = [RankSteps(n, 1, 1, [], list(sent), 1, 1.0) for n, sent in ((0, first), (7, last))]
-        return Rehearsed(found, (), None, Placement(tuple(ranks)), 1.0, None)
+        return Rehearsed(found, (), None, Placement(tuple(ranks)), 1.0)
 
     assert placed(first[0], Sent("all_to_all", "data", 16)).in_order, "owners may send more"
     for last in ([first[0]], [*reversed(first)], [Sent("all_gather", "data", 64), first[1]]):

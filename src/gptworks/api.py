@@ -113,6 +113,9 @@ def plan(
     world_size: int = 1,
     sharding: Sharding | None = None,
     tensor_parallel: int | None = None,
+    price: float | None = None,
+    hours: float | None = None,
+    budget: float | None = None,
     trace: bool = False,
     measure: bool = False,
     details: bool = False,
@@ -128,6 +131,8 @@ def plan(
             and CPU; None is this machine's CPU, not measured.
         world_size: number of devices.
         sharding, tensor_parallel: settings of train.parallel.
+        price: price of an hour of a device, in any currency.
+        hours, budget: plan the other way round too: what this many hours, or this much money at `price`, suffice for.
         trace: also run a step on fake tensors, to count its memory.
         measure: also run two real steps on this machine, to measure time and memory.
         details: show every figure.
@@ -140,6 +145,7 @@ def plan(
     """
     from gptworks.describe.plan_sheet import PlanSheet
     from gptworks.planning.assumed import preset_recipe
+    from gptworks.planning.budget import affordable, hours_for
     from gptworks.planning.device_options import DeviceOptions
     from gptworks.planning.devices import UTILIZATION
     from gptworks.planning.layout import parallel_overrides
@@ -150,6 +156,13 @@ def plan(
     options = DeviceOptions(device, **figures)
     if measure:
         refuse_unused("does nothing with --measure, which times a step", utilization=options.utilization)
+    _check_positive(price=price, hours=hours, budget=budget)
+    if budget is not None and (price is None or hours is not None):
+        raise UserError(
+            f"--budget {budget:g} needs --price, the price of an hour of a device."
+            if price is None
+            else f"--budget {budget:g} and --hours {hours:g} both limit the run: give one."
+        )
     if (trace or measure) and world_size > 1:
         raise UserError("--trace and --measure follow one device's step: leave --world-size out.")
     given = [*parallel_overrides(sharding, tensor_parallel), *overrides, *overrides_of(settings)]
@@ -177,7 +190,7 @@ def plan(
         from gptworks.training.rehearsal.estimate import estimate
 
         found = estimate(loaded, lambda more: load_recipe(recipe, [*given, *more]), place, world_size, share)
-    sheet = PlanSheet(**vars(found), details=details)
+    sheet = PlanSheet(**vars(replace(found, price=price)), details=details)
     if trace or measure:
         from gptworks.device import choose_device
         from gptworks.training.rehearsal.measure import measure_step
@@ -191,7 +204,9 @@ def plan(
             here = replace(rehearsal, device=choose_device(place.kind).type)
             with working("measuring two steps"):
                 sheet = replace(sheet, measured=measure_step(here))
-    return sheet
+    if budget is not None and price is not None:
+        hours = hours_for(budget, price, sheet.n_priced)
+    return sheet if hours is None else replace(sheet, affordable=affordable(sheet, hours))
 
 
 def rehearse(
@@ -219,13 +234,18 @@ def rehearse(
     from gptworks.training.rehearsal.dress import DISK_GB_PER_SECOND
     from gptworks.training.rehearsal.dress import rehearse as rehearse_plan
 
-    for name, figure in (("disk-gb-s", disk_gb_s), ("price", price)):
-        if figure is not None and not 0 < figure < inf:
-            raise UserError(f"--{name} {figure:g} is not above 0 and finite.")
-    sheet = plan(recipe, *overrides, device=device, world_size=world_size, working=working, **settings)
+    _check_positive(disk_gb_s=disk_gb_s)
+    sheet = plan(recipe, *overrides, device=device, world_size=world_size, price=price, working=working, **settings)
     with working("rehearsing"):
-        found = rehearse_plan(sheet, not is_preset(recipe), disk_gb_s or DISK_GB_PER_SECOND, price)
+        found = rehearse_plan(sheet, not is_preset(recipe), disk_gb_s or DISK_GB_PER_SECOND)
     return RehearsalSheet(**vars(found))
+
+
+def _check_positive(**options: float | None) -> None:
+    """Raise a UserError if an option is given and not above 0 and finite."""
+    for name, figure in options.items():
+        if figure is not None and not 0 < figure < inf:
+            raise UserError(f"--{name.replace('_', '-')} {figure:g} is not above 0 and finite.")
 
 
 def is_preset(target: RecipeLike) -> bool:

@@ -147,6 +147,9 @@ def plan(
     inter_node_gb_s: options.InterNode = None,
     gpus_per_node: options.PerNode = None,
     host_memory_gib: options.HostMemoryGiB = None,
+    price: options.Price = None,
+    hours: Annotated[float | None, Option(help="Show what this time suffices for.")] = None,
+    budget: Annotated[float | None, Option(help="With --price: show what this money suffices for.")] = None,
     trace: Annotated[bool, Option("--trace", help="Count a step's memory on fake tensors too.")] = False,
     measure: Annotated[bool, Option("--measure", help="Take two real steps on this machine too.")] = False,
     details: Annotated[bool, Option("--details", help="Also FLOPs by part, alternatives, inference.")] = False,
@@ -166,12 +169,13 @@ def plan(
         target, *overrides or [], device=device, memory_gib=memory_gib, flops=flops, bandwidth=bandwidth,
         utilization=utilization, intra_node_gb_s=intra_node_gb_s, inter_node_gb_s=inter_node_gb_s,
         gpus_per_node=gpus_per_node, host_memory_gib=host_memory_gib, world_size=world_size, sharding=sharding,
-        tensor_parallel=tensor_parallel, trace=trace, measure=measure, working=working,
+        tensor_parallel=tensor_parallel, price=price, hours=hours, budget=budget, trace=trace, measure=measure,
+        working=working,
     )  # fmt: skip
     if as_json:
-        print_json(plan_json(sheet))
+        print_json(plan_json(sheet, sheet.affordable))
     else:
-        console_of().print(printed(sheet, details))
+        console_of().print(printed(sheet, details, sheet.affordable))
     if sheet.data.missing is not None:
         raise UserError(f"{sheet.data.missing} What depends on its tokens is unknown in this plan.")
     if not sheet.fits:

@@ -88,6 +88,7 @@ Utilization = Annotated[float | None, Option(help="Share of the FLOP/s reached. 
 IntraNode = Annotated[float | None, Option(help="GB/s between devices of a node.")]
 InterNode = Annotated[float | None, Option(help="GB/s of each device to other nodes.")]
 PerNode = Annotated[int | None, Option(help="Devices, and so ranks, of a node.")]
+Price = Annotated[float | None, Option(help="Price of an hour of a device, for the cost of the run.")]
 HostMemoryGiB = Annotated[float | None, Option(help="Memory of the host of a node.")]
 
 # Sampling options, shared by `generate` and `chat`.

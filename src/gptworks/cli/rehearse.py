@@ -26,7 +26,7 @@ def rehearse(
     gpus_per_node: options.PerNode = None,
     host_memory_gib: options.HostMemoryGiB = None,
     disk_gb_s: Annotated[float | None, Option(help="GB/s at which all ranks write a checkpoint. Default: 1.")] = None,
-    price: Annotated[float | None, Option(help="Price of an hour of a device, for the run's cost.")] = None,
+    price: options.Price = None,
     html: options.PageFile = None,
     as_json: options.AsJSON = False,
 ) -> None:

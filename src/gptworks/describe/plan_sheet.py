@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from gptworks.describe.plan_tables import printed, tables
 from gptworks.pages import parts as html
 from gptworks.pages.cell import cell
+from gptworks.planning.budget import Affordable
 from gptworks.planning.run import Plan
 from gptworks.terminal import lines_of
 
@@ -15,11 +16,16 @@ class PlanSheet(Plan):
 
     details: bool = False
     """Whether to also show the FLOPs by part, other precisions and layouts, and the memory of inference."""
+    affordable: Affordable | None = None
+    """What a given time or budget suffices for; None: none was given."""
 
     def __repr__(self) -> str:
-        lines = lines_of(printed(self, self.details))
+        lines = lines_of(printed(self, self.details, self.affordable))
         return "\n".join([*lines, self.data.missing or ""]).strip("\n")
 
     def _repr_html_(self) -> str:
-        shown = [html.table(one.header, one.align, one.rows) for one in tables(self, self.details)]
+        shown = [
+            html.table(one.header, one.align, one.rows)
+            for one in tables(self, self.details, affordable=self.affordable)
+        ]
         return cell(*shown, *([html.paragraph(self.data.missing)] if self.data.missing else []))

@@ -1,6 +1,7 @@
 """Formats the output of `gptworks plan` as tables and as JSON. Units are decimal (1 GB is 10⁹ bytes)."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group
@@ -8,6 +9,7 @@ from rich.console import Group
 from gptworks.describe.sheet import WORDS, parameters_json
 from gptworks.pages.tables import Table
 from gptworks.planning.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
+from gptworks.planning.budget import Affordable
 from gptworks.planning.fit import layout_words
 from gptworks.planning.host import PROCESS_BYTES, expert_kernels_bytes
 from gptworks.planning.inference import BATCHES
@@ -39,19 +41,24 @@ def words(part: str) -> str:
     return _WORDS.get(part, part.replace("_", " "))
 
 
-def printed(plan: Plan, details: bool = False) -> Group:
-    """Return the tables of a plan for a terminal; `details` adds further tables and figures."""
-    return Group(*(table.rich() for table in tables(plan, details)))
+def printed(plan: Plan, details: bool = False, affordable: Affordable | None = None) -> Group:
+    """Return the tables of a plan for a terminal; arguments: see `tables`."""
+    return Group(*(table.rich() for table in tables(plan, details, affordable=affordable)))
 
 
-def tables(plan: Plan, details: bool = False, unmeasured: str = _UNMEASURED) -> Iterator[Table]:
+def tables(
+    plan: Plan, details: bool = False, unmeasured: str = _UNMEASURED, affordable: Affordable | None = None
+) -> Iterator[Table]:
     """Yield tables of the plan's main figures, of its memory, and of changes if the run does not fit.
 
     Args:
         details: add FLOPs by part, other precisions and layouts, and the memory of inference.
         unmeasured: advice to print if the machine's speed is unknown.
+        affordable: what a given time suffices for; None: none was given.
     """
     yield Table((plan.recipe.name, "plan"), "ll", _facts(plan, details, unmeasured))
+    if affordable is not None:
+        yield _affordable(plan, affordable)
     yield _memory(plan)
     if plan.changes:
         rows = [(readable(change.peak_bytes, "B"), change.words, change.costs) for change in plan.changes]
@@ -118,6 +125,7 @@ def _facts(plan: Plan, details: bool, unmeasured: str) -> list[tuple[str, str]]:
         ("largest micro-batch that fits", f"{plan.largest_micro_batch_size:,} {samples}"),
         *_many_ranks(plan),
         ("time", _time(plan, unmeasured)),
+        *([("cost", _cost(plan))] if plan.price is not None else []),
     ]
     if details:
         facts += [
@@ -223,6 +231,35 @@ def _time(plan: Plan, unmeasured: str) -> str:
     return f"{length}, {speed:,.0f} tokens/s {how}"
 
 
+def _cost(plan: Plan) -> str:
+    most = "at most " if plan.at_most else ""
+    if plan.cost is None or plan.device_hours is None:
+        return "unknown, as the time is"
+    return f"{most}{plan.cost:,.2f}: {plan.device_hours:,.4g} hours of a device at {plan.price:g}"
+
+
+def _affordable(plan: Plan, found: Affordable) -> Table:
+    count = f"{plan.setting.layout.world_size:,} × " if plan.setting.layout.world_size > 1 else ""
+    paid = f", {plan.price * plan.n_priced * found.seconds / 3600:,.2f}" if plan.price is not None else ""
+    title = f"{duration(found.seconds)} of {count}{plan.device.name}{paid}"
+    each = found.tokens / plan.parameters.total
+    rows = [
+        ("FLOPs", flop(found.flops)),
+        ("this model reads", f"{found.tokens:,} tokens, {each:.3g} a parameter: train.max_steps={found.steps}"),
+    ]
+    if (largest := found.largest) is None:
+        return Table((title, ""), "ll", [*rows, ("largest model", f"none: {found.why_none}")])
+    law = f"{largest.tokens / largest.parameters:.3g} a parameter"
+    law += ", all that the time allows; memory limits the model" if largest.limited_by_memory else ""
+    source = f"{COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER} are compute-optimal (Hoffmann et al., 2022)"
+    rows += [
+        ("largest model", f"{largest.parameters:,} parameters in {duration(largest.seconds)}"),
+        ("its tokens", f"{largest.tokens:,}, {law} ({source})"),
+        ("its settings", " ".join(largest.overrides)),
+    ]
+    return Table((title, ""), "ll", rows)
+
+
 def _memory(plan: Plan) -> Table:
     peak = plan.peak
     parts = sorted(peak.parts.items(), key=lambda item: -item[1])
@@ -272,7 +309,7 @@ def _inference(plan: Plan) -> Table:
     return Table(header, "lr" + "r" * len(BATCHES), rows)
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: Plan, affordable: Affordable | None = None) -> dict[str, Any]:
     """Return the plan as JSON with stable keys; unknown figures are null."""
     setting, device, layout = plan.setting, plan.device, plan.setting.layout
     return {
@@ -316,6 +353,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         },
         "time": _named(plan, "seconds", "tokens_per_second")
         | {"utilization": None if plan.measured else plan.utilization},
+        "cost": _named(plan, "price", "device_hours", "cost"),
+        "affordable": None if affordable is None else asdict(affordable),
         "network": _network_json(plan),
         **_named(plan, "step_bytes", "traced_bytes"),
         "measured": None if plan.measured is None else vars(plan.measured),

@@ -210,7 +210,7 @@ def _data_and_cost(r: Rehearsed) -> Iterator[Line]:
     kept = plan.checkpoints_bytes
     each = "unknown" if kept is None else f"at most {plan.most_checkpoints:,}, {readable(kept, 'B')}"
     yield Line("checkpoints on disk", "planned", each, {"bytes": kept, "checkpoints": plan.most_checkpoints})
-    if plan.seconds is None or r.device_hours is None:
+    if plan.seconds is None or plan.device_hours is None:
         yield Line("time", "not checked", "it depends on what is not known: the data, the length or the speed")
         return
     layout = plan.setting.layout
@@ -218,13 +218,13 @@ def _data_and_cost(r: Rehearsed) -> Iterator[Line]:
     yield Line(
         "time", "planned",
         f"{duration(plan.seconds)} on {counted(layout.world_size, 'device')} in {nodes}, without evaluations and "
-        f"samples: {r.device_hours:,.4g} hours of a device",
-        {"seconds": plan.seconds, "device_hours": r.device_hours, "devices": layout.world_size},
+        f"samples: {plan.device_hours:,.4g} hours of a device",
+        {"seconds": plan.seconds, "device_hours": plan.device_hours, "devices": layout.world_size},
     )  # fmt: skip
-    if r.cost is None:
+    if plan.cost is None:
         yield Line("cost", "not checked", "--price gives the price of an hour of a device")
     else:
-        yield Line("cost", "planned", f"{r.cost:,.2f} at {r.price:g} an hour of a device", {"cost": r.cost})
+        yield Line("cost", "planned", f"{plan.cost:,.2f} at {plan.price:g} an hour of a device", {"cost": plan.cost})
 
 
 # -------------------------------------------------------------------------------------------- as text, page and JSON

@@ -50,7 +50,12 @@ def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: 
         reason = ASSUMED_STEPS
     if "micro_batch_size" in recipe.train.model_fields_set:
         return recipe, reason
-    return _with(recipe, micro_batch_size=_largest_that_fits(recipe, device, n_ranks)), reason
+    return with_largest_micro_batch(recipe, device, n_ranks), reason
+
+
+def with_largest_micro_batch(recipe: Recipe, device: Device, n_ranks: int) -> Recipe:
+    """Return the recipe with the largest micro-batch that fits on a rank; 1 if none fits."""
+    return _with(recipe, micro_batch_size=_largest_that_fits(recipe, device, n_ranks))
 
 
 def _largest_that_fits(recipe: Recipe, device: Device, n_ranks: int) -> int:

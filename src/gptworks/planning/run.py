@@ -59,6 +59,8 @@ class Plan:
     traced_bytes: int | None = None
     """Peak memory of the step in bytes, traced with fake tensors; None: not traced."""
     measured: Measured | None = None
+    price: float | None = None
+    """Price of an hour of a device, in any currency; None: not given."""
 
     # ----------------------------------------------------------------------------------------- FLOPs
 
@@ -282,13 +284,32 @@ class Plan:
     def seconds(self) -> float | None:
         """Seconds of all training steps and of `flops_before_first_step`, without evaluations, samples of text and
         checkpoints; None if unknown."""
-        before = self.flops_before_first_step
-        if self.tokens is None or self.tokens_per_second is None or before is None:
+        if self.tokens is None or self.tokens_per_second is None or self.flops_before_first_step is None:
             return None
-        at_first = before / self._rate if before and self._rate else 0.0
-        if self.measured is None and self._rate is not None:
-            at_first -= self._flops_less(again=True) / self._rate
-        return at_first + self.tokens / self.tokens_per_second
+        less = self._flops_less(again=True) / self._rate if self.measured is None and self._rate is not None else 0.0
+        return self.seconds_before_first_step - less + self.tokens / self.tokens_per_second
+
+    @property
+    def seconds_before_first_step(self) -> float:
+        """Seconds of `flops_before_first_step`; 0 if unknown."""
+        before = self.flops_before_first_step
+        return before / self._rate if before and self._rate else 0.0
+
+    @property
+    def n_priced(self) -> int:
+        """Number of devices that have a price: ranks on a CPU share a machine, which has one."""
+        layout = self.setting.layout
+        return machines(layout, self.device) if self.device.on_cpu else layout.world_size
+
+    @property
+    def device_hours(self) -> float | None:
+        """Hours of the run times its devices; None: unknown."""
+        return None if self.seconds is None else self.seconds / 3600 * self.n_priced
+
+    @property
+    def cost(self) -> float | None:
+        """Price of the run; None: unknown."""
+        return None if self.price is None or self.device_hours is None else self.price * self.device_hours
 
     # ------------------------------------------------------------------------------------------ disk
 

@@ -61,18 +61,6 @@ class Rehearsed:
     placement: Placement | None
     """None: the run has one device."""
     disk_gb_per_second: float
-    price: float | None
-    """Price of an hour of a device, in any currency; None: not given."""
-
-    @property
-    def device_hours(self) -> float | None:
-        """Hours of the run times its devices; None: unknown."""
-        return None if self.plan.seconds is None else self.plan.seconds / 3600 * self.plan.setting.layout.world_size
-
-    @property
-    def cost(self) -> float | None:
-        """Price of the run; None: unknown."""
-        return None if self.price is None or self.device_hours is None else self.price * self.device_hours
 
     @property
     def write_seconds(self) -> float:
@@ -126,20 +114,18 @@ def rehearse(
     plan: Plan,
     checks: bool = True,
     disk_gb_per_second: float = DISK_GB_PER_SECOND,
-    price: float | None = None,
 ) -> Rehearsed:
     """Rehearse a planned run.
 
     Args:
         checks: whether to check the recipe's inputs as training does; not for a preset, which has none.
         disk_gb_per_second: GB/s at which all ranks together write a checkpoint.
-        price: price of an hour of a device.
     """
     n_ranks = plan.setting.layout.world_size
     checked = tuple(_checked(plan.recipe, n_ranks)) if checks else ()
     step = step_on_fake_cuda(Rehearsal.of(plan, "cuda")) if plan.device.kind == "cuda" else None
     placement = place_ranks(plan) if n_ranks > 1 else None
-    return Rehearsed(plan, checked, step, placement, disk_gb_per_second, price)
+    return Rehearsed(plan, checked, step, placement, disk_gb_per_second)
 
 
 def _checked(recipe: Recipe, n_ranks: int) -> Iterator[Check]:

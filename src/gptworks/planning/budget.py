@@ -1,0 +1,149 @@
+"""Plans the other way round: what a number of hours, or an amount of money, is enough for."""
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from gptworks.config import ModelConfig
+from gptworks.errors import UserError
+from gptworks.planning.advice import recipe_with
+from gptworks.planning.arrange import Refusal, arrange
+from gptworks.planning.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER, with_largest_micro_batch
+from gptworks.planning.run import Plan
+from gptworks.planning.run import plan as plan_recipe
+
+MOST_GROUPS = 512
+"""Largest number of key/value heads of a model to try."""
+
+WIDTH_MULTIPLE = 64
+"""The width and the MLP's width of a model to try are multiples of this, as matrix products prefer."""
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest model of an architecture that a time suffices for, and that fits on the devices."""
+
+    overrides: tuple[str, ...]
+    """Settings of its size, such as `model.d_model=512`."""
+    parameters: int
+    tokens: int
+    """20 for each parameter, the compute-optimal number (Hoffmann et al., 2022); if memory limits the model, as many as
+    the time suffices for."""
+    seconds: float
+    limited_by_memory: bool
+
+
+@dataclass(frozen=True)
+class Affordable:
+    """What a time suffices for on the devices of a plan."""
+
+    seconds: float
+    flops: float
+    """FLOPs of training on `tokens`, with recomputed ones."""
+    tokens: int
+    """Number of tokens that the planned model reads in this time."""
+    steps: int
+    largest: Largest | None
+    why_none: str = ""
+    """Reason why there is no largest model."""
+
+
+def hours_for(budget: float, price: float, n_devices: int) -> float:
+    """Return the hours for which a budget pays the devices. price: of an hour of a device."""
+    return budget / (price * n_devices)
+
+
+def affordable(plan: Plan, hours: float) -> Affordable:
+    """Return what `hours` of the plan's devices suffice for.
+
+    Raises:
+        UserError: the plan does not know the device's speed, or the time is too short for a step.
+    """
+    rate, seconds = plan.tokens_per_second, 3600 * hours
+    if rate is None:
+        raise UserError(
+            f"what {hours:g} hours suffice for depends on the speed of {plan.device.name}, which is unknown: --device "
+            f"this measures this machine's; --flops and --bandwidth give another device's."
+        )
+    tokens = int(rate * (seconds - plan.seconds_before_first_step))
+    steps = max(0, tokens) // plan.tokens_per_step
+    if not steps:
+        raise UserError(f"{hours:g} hours are too few for a step of {plan.tokens_per_step:,} tokens.")
+    largest, why = _largest(plan, seconds)
+    per_token = plan.work.per_token + plan.work.again_per_token
+    return Affordable(seconds, tokens * per_token, tokens, steps, largest, why)
+
+
+def _largest(plan: Plan, seconds: float) -> tuple[Largest | None, str]:
+    """Return the largest model, or None and the reason. Time and memory grow with the size, so bisection finds it."""
+    recipe = plan.recipe
+    if recipe.initialize_from or recipe.adapter or "text" not in recipe.objective.sources:
+        return None, "a fine-tuned model has the size of its base"
+    found: dict[int, tuple[Plan, tuple[str, ...]] | None] = {}
+
+    def suffices(groups: int) -> bool:
+        if groups not in found:
+            found[groups] = _of_size(plan, groups)
+        planned = found[groups]
+        return planned is not None and planned[0].fits and _optimal_seconds(planned[0]) <= seconds
+
+    low, high = 0, 1
+    while high <= MOST_GROUPS and suffices(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if suffices(middle) else (low, middle)
+    if not low or (best := found[low]) is None:
+        return None, "not even the smallest of this shape has enough time and memory"
+    next_larger = found.get(high)
+    by_memory = next_larger is not None and not next_larger[0].fits and _optimal_seconds(next_larger[0]) <= seconds
+    chosen, overrides = best
+    tokens, took = COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER * chosen.parameters.total, _optimal_seconds(chosen)
+    if by_memory and chosen.tokens_per_second is not None:
+        tokens, took = int(chosen.tokens_per_second * seconds), seconds
+    return Largest(overrides, chosen.parameters.total, tokens, took, by_memory), ""
+
+
+def _optimal_seconds(plan: Plan) -> float:
+    """Return the seconds that the compute-optimal number of tokens takes."""
+    assert plan.tokens_per_second is not None
+    return plan.compute_optimal_tokens / plan.tokens_per_second
+
+
+def _of_size(plan: Plan, groups: int) -> tuple[Plan, tuple[str, ...]] | None:
+    """Return the plan of the model with `groups` key/value heads and the overrides that make it; None if it cannot be
+    built or divided among the devices."""
+    overrides, ranks = size_overrides(plan.recipe.model, groups), plan.setting.layout.world_size
+    try:
+        recipe = (plan.apply or recipe_with(plan.recipe))(overrides, ranks)
+        recipe = with_largest_micro_batch(recipe, plan.device, ranks)
+        if isinstance(arrange(recipe, ranks, plan.device), Refusal):
+            return None
+        sized = plan_recipe(recipe, plan.data, device=plan.device, n_ranks=ranks, utilization=plan.utilization)
+    except UserError:
+        return None
+    if plan.measured is not None and plan.tokens_per_second is not None:  # a step's FLOP/s, as measured
+        rate = plan.tokens_per_second * plan.flops_per_token / sized.flops_per_token
+        sized = replace(sized, measured=replace(plan.measured, tokens_per_second=rate))
+    return sized, overrides
+
+
+def size_overrides(model: ModelConfig, groups: int) -> tuple[str, ...]:
+    """Return overrides for a model of the same shape with `groups` key/value heads (query heads, if there is only one
+    key/value head): width, depth and the MLP's width change in proportion."""
+    before = model.n_kv_heads if model.n_kv_heads > 1 else model.n_heads
+    scale = groups / before
+
+    def multiple(width: int) -> int:
+        return WIDTH_MULTIPLE * max(1, round(width * scale / WIDTH_MULTIPLE))
+
+    n_heads = groups * (model.n_heads // before)
+    exact = model.d_model == model.n_heads * model.d_head
+    sizes = {
+        "n_layers": max(min(2, model.n_layers), ceil(model.n_layers * scale - 0.5)),
+        "d_model": n_heads * model.d_head if exact else multiple(model.d_model),
+        "n_heads": n_heads,
+        "n_kv_heads": groups if model.n_kv_heads > 1 else 1,
+        "d_head": model.d_head,
+        "d_ff": multiple(model.d_ff),
+    }
+    return tuple(f"model.{name}={size}" for name, size in sizes.items())
