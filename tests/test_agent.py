@@ -5,16 +5,20 @@ The ranks are shell scripts here; test_parallel.py, test_machines.py and test_sl
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+import commands
+import tiny
 from gptworks.errors import RunError
 from gptworks.training.distributed import agent
 from gptworks.training.distributed.agent import Agent
-from gptworks.training.distributed.rendezvous import Round, ThisMachine
+from gptworks.training.distributed.rendezvous import Machines, Round, ThisMachine
 
 
 class Meeting(ThisMachine):
@@ -162,3 +166,38 @@ def test_ranks_that_do_not_stop_for_other_machines_are_killed_and_the_run_is_not
     meeting = Meeting(others_wait_in=1)
     assert Agent(1, ["train"], meeting, restarts=0).run() == 0
     assert meeting.said == ["meet", "end", "meet", "end", "over"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_the_agent_is_ready_leaves_the_run_unfinished(number: signal.Signals, tmp_path: Path) -> None:
+    """The process reads its recipe from a pipe, which stays open, when the signal comes."""
+    pipe = tmp_path / "recipe.yaml"
+    os.mkfifo(pipe)
+    process = commands.start("-m", "gptworks", "launch", pipe, new=True, stderr=subprocess.PIPE)
+    with pipe.open("w"):  # waits for the reader
+        process.send_signal(number)
+        assert process.wait(60) == 75
+
+
+def test_a_signal_between_two_programs_of_an_agent_leaves_the_run_unfinished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent that has lost the first machine starts itself again. The signal that comes while it has no handlers is
+    there when it has them."""
+    waits, recipe = Machines("10.0.0.1", 29400, 2, 2, "run"), tiny.write_recipe(tmp_path)
+    command = [sys.executable, "-m", "gptworks", "launch", str(recipe)]
+    started: list[subprocess.Popen[bytes]] = []
+
+    def instead(*_: object) -> None:
+        started.append(subprocess.Popen(command))  # has this process's mask of signals, as `execv` keeps it
+        started[0].send_signal(signal.SIGTERM)
+        raise RunError("replaced")
+
+    monkeypatch.setattr("os.execv", instead)
+    monkeypatch.setattr(waits, "_handler", object())
+    try:
+        with pytest.raises(RunError, match="replaced"):
+            waits.next_round()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+    assert started[0].wait(60) == 75

@@ -68,6 +68,7 @@ def fork(
 
 
 def launch(
+    context: typer.Context,
     recipe: options.RecipeFile,
     overrides: options.Overrides = None,
     on: Annotated[
@@ -120,6 +121,11 @@ def launch(
     train.parallel sets how the processes divide the work. A job continues the run's last checkpoint when it starts
     again: after a failure, after the signal before its time limit, and after preemption.
     """
+    from gptworks.training.signals import exits_unfinished
+
+    if on == "local":
+        context.with_resource(exits_unfinished())  # until the agent passes signals on to the ranks
+
     from gptworks.api import settings_of, with_changes
     from gptworks.launch.job import Job, check_job, parse_gpus, parse_nodes, parse_pairs
     from gptworks.launch.local import check_local, run_local

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import socket
 import threading
 import time
@@ -27,13 +26,11 @@ from gptworks.files.mirror import (
 )
 from gptworks.files.remote import Remote, mirror_around, url_of
 from gptworks.training.distributed.ranks import Ranks
-from gptworks.training.signals import stop_signals
+from gptworks.training.signals import SCHEDULERS, stop_signals
 from gptworks.training.uploads import Report, Uploads
 
 BEAT_SECONDS, STALE_SECONDS = 20.0, 80.0
 """A session is written again after each BEAT_SECONDS; one that is older than STALE_SECONDS has died."""
-_LATE = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals of a scheduler that do not end the last uploads when they come first."""
 
 
 @contextlib.contextmanager
@@ -54,7 +51,7 @@ def remote_run(run_dir: Path, ranks: Ranks, report: Report) -> Iterator[Callable
     if not ranks.is_rank_zero:
         ranks.from_rank_zero(lambda: None)
         yield lambda: None
-        with stop_signals(_LATE):  # the ranks and their store outlive the uploads
+        with stop_signals(SCHEDULERS):  # the ranks and their store outlive the uploads
             ranks.from_rank_zero(lambda: None)
         return
     session = Session(Remote(url), report)
@@ -88,7 +85,7 @@ def remote_run(run_dir: Path, ranks: Ranks, report: Report) -> Iterator[Callable
         with ranks.busy():
             finish(True)
         raise
-    with stop_signals(_LATE):
+    with stop_signals(SCHEDULERS):  # the first does not end the last uploads
         ranks.from_rank_zero(lambda: finish(False))
 
 

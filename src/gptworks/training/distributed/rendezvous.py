@@ -22,6 +22,7 @@ from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gptworks.errors import RunError, UserError
+from gptworks.training.signals import hold_signals
 
 T = TypeVar("T")
 
@@ -106,6 +107,7 @@ class Machines(ThisMachine):
         from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError as Late
 
         if self._handler is not None and not self._answers():  # its threads wait for a lost connection, maybe for ever
+            hold_signals()
             os.execv(sys.executable, sys.orig_argv)
         until = time.monotonic() + JOIN_SECONDS
         while True:
