@@ -116,7 +116,7 @@ def test_a_step_waits_once(kind: str) -> None:
             step.apply(step.gradient_norm())
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    places = [f"{wait.filename}:{wait.lineno}" for wait in waits if "synchronizing" in str(wait.message)]
+    places = [f"{wait.filename}:{wait.lineno}" for wait in waits if "torch/cuda/__init__" not in wait.filename]
     expected = any(getattr(one, "expected_on_cuda", None) for one in step.optimizer.parts)
     assert len(places) == 1 or expected, places
 

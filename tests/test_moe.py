@@ -84,6 +84,15 @@ def test_grouped_products_equal_one_expert_after_the_other(changes: dict[str, An
         assert (one - other).abs().max() <= 0.02 * one.abs().max()
 
 
+def test_grouped_products_keep_no_copy_of_the_matrices() -> None:
+    layer, tokens = moe(torch.bfloat16, d_ff=24), torch.randn(40, 24, dtype=torch.bfloat16)
+    own, kept = {parameter.data_ptr() for parameter in layer.parameters()}, []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        layer._in_groups(tokens, route(layer.router(tokens).float(), layer.n_per_token)[1])
+    assert any(x.data_ptr() in own for x in kept)
+    assert all(x.ndim <= 2 for x in kept)
+
+
 def test_an_expert_has_few_numbers_of_rows_and_hardly_more_than_tokens() -> None:
     sizes = {n: expert_rows(n) for n in range(4097)}
     assert all(n <= size <= n * 17 / 16 for n, size in sizes.items())

@@ -17,18 +17,21 @@ from gptworks.config import ModelConfig
 from gptworks.kernels import dispatch
 from gptworks.model.cost import DROPOUT, MLP_INNER, RESIDUAL, Shapes, Stage
 
+AUTOCASTS = tuple(device for device in ("cpu", "cuda", "mps") if torch.amp.is_autocast_available(device))
+"""Devices that have autocast; `meta` has none. Asking torch in a block would break torch 2.11's graphs."""
+
 
 def product_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of matrix products with x: autocast's if enabled, else x's own."""
     device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device in AUTOCASTS and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context without autocast, in which products keep their operands' dtype."""
-    if not torch.amp.is_autocast_available(device.type):
+    if device.type not in AUTOCASTS:
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 

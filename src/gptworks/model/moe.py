@@ -7,7 +7,7 @@ Shapes: N tokens, E experts, K experts per token, C width.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,16 +82,17 @@ class MoE(nn.Module):
         experts = torch.arange(len(self.experts), device=order.device)
         ends = torch.searchsorted(expert, experts, right=True, out_int32=True)  # [E], the row after an expert's last
 
+        own = F.one_hot(expert, len(self.experts)).to(tokens.dtype)  # [N·K, E]
+
         def layer(name: str) -> Layer:
             layers = [getattr(mlp, name) for mlp in self.experts]
 
             def product(x: Tensor) -> Tensor:
                 x = x.to(tokens.dtype)  # under autocast, a square is float32
-                weights = torch.stack([one.weight.to(x.dtype) for one in layers])  # [E, O, I]
-                y = torch._grouped_mm(x, weights.mT, offs=ends)
+                y: Tensor = _GroupedProduct.apply(x, ends, *(one.weight for one in layers))  # type: ignore[no-untyped-call]
                 if layers[0].bias is None:
                     return y
-                return y + torch.stack([one.bias.to(x.dtype) for one in layers]).index_select(0, expert)
+                return y + own @ torch.stack([one.bias.to(x.dtype) for one in layers])  # sums gradients in float32
 
             return product
 
@@ -196,6 +197,31 @@ def collect(given: Tensor, places: Tensor) -> Tensor:
     """Return the rows of given [P, C] at the indices `places` [N·K]; no index may occur twice."""
     out: Tensor = _Collect.apply(given, places)  # type: ignore[no-untyped-call]
     return out
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Products of groups of rows with one matrix each. torch's would keep the copy of all matrices that it needs until
+    the backward pass; this one copies them again there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        """Multiply rows of x [P, I], of which group e ends before row `ends[e]`, by weights[e]ᵀ [I, O]: [P, O]."""
+        ctx.save_for_backward(x, ends, *weights)
+        return torch._grouped_mm(x, _stacked(weights, x.dtype).mT, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (d_y,), (x, ends, *weights) = gradients, ctx.saved_tensors
+        d_y = d_y.contiguous()
+        d_x = torch._grouped_mm(d_y, _stacked(weights, x.dtype), offs=ends)
+        if not ctx.needs_input_grad[2]:  # frozen experts
+            return d_x, None, *(None for _ in weights)
+        d_weights = torch._grouped_mm(d_y.mT, x, offs=ends)  # [E, O, I]
+        return d_x, None, *(d.to(w.dtype) for d, w in zip(d_weights.unbind(), weights, strict=True))
+
+
+def _stacked(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.stack([matrix.to(dtype) for matrix in matrices])
 
 
 class _Send(torch.autograd.Function):

@@ -83,6 +83,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.n_operations, self.products = 0, Counter()
         self.found = Counter(dict.fromkeys(self.found, 0))
 
+    def forget_waits(self) -> None:
+        """Keep only the findings of tensors on a wrong device."""
+        self.found = Counter({finding: n for finding, n in self.found.items() if finding[0] == "wrong device"})
+
     def record(self, kind: Kind, operation: str) -> None:
         self.found[(kind, operation, *_caller())] += 1
 
@@ -107,7 +111,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if packet in _COPIES:
             self._copied(function, args, kwargs, name)
         elif on_cuda and on_cpu:
-            self.record("blocking copy" if packet in (_aten.index, _aten.index_put_) else "wrong device", name)
+            from_host = packet in (_aten.index, _aten.index_put_) and args[0].device.type == "cuda"
+            self.record("blocking copy" if from_host else "wrong device", name)
         if on_cuda and (packet in _READS or _selects(packet, args, kwargs)):
             self.record("host read", name)
         if packet in _PRODUCTS or function.namespace == "torch_attn":
@@ -196,7 +201,9 @@ def watched_step(rehearsal: Rehearsal) -> FakeStep:
     watch, n_graphs = Watch(rehearsal.precision), None
     with fake_cuda(watch):
         try:
-            step = rehearsal.new_step()
+            with watch:
+                step = rehearsal.new_step()
+            watch.forget_waits()  # a new model may wait
             watch.expected |= _expected_of(step.optimizer)
             batch = _batch(rehearsal)
             for _ in range(2):
