@@ -25,8 +25,8 @@ from gptworks.training.objectives.next_token import next_token
 from gptworks.training.rehearsal.trace import LiveBytes
 from tiny import plain_model
 
-T = 48
-ROWS = ((9, 1, 14, 20), (48,), (5, 30), (1, 1, 1, 1, 44))
+T = 128
+ROWS = ((9, 1, 14, 20), (128,), (5, 90), (1, 1, 1, 1, 124))
 """Number of inputs of the texts in each row; the first and the third row end in padding."""
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -139,6 +139,14 @@ def test_texts_within_bounds_are_those_separated_by_a_bias(shape: str, monkeypat
     windows = model.config.layer_windows
     assert calls == [(-1 if window is None else window - 1, 0) for window in windows]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_many_short_texts_keep_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpt, "takes_bounds", lambda *_: True)
+    monkeypatch.setattr(gpt, "text_bounds", lambda *_: pytest.fail("bounds were made"))
+    inputs, targets, positions, starts = packed_batch()
+    many = torch.cat((starts, starts.new_full((len(starts), 2), T)), dim=1)  # 9 places for 128 tokens
+    assert losses(of_shape("plain"), (inputs, targets, positions, many))["loss"] > 0
 
 
 @pytest.mark.parametrize("n_kv_heads", [1, 4])

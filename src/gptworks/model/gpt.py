@@ -39,7 +39,7 @@ from gptworks.model.layers import (
     product_dtype,
 )
 from gptworks.model.rotary import Rotary
-from gptworks.model.scores import takes_bounds, text_bounds, texts_bias
+from gptworks.model.scores import TOKENS_PER_START, takes_bounds, text_bounds, texts_bias
 
 
 class GPT(nn.Module):
@@ -137,7 +137,8 @@ class GPT(nn.Module):
         in_windows = everywhere if self.window_rotary is None else tables(self.window_rotary)
         biases: dict[int | None, Tensor] = {}  # these and the bounds are computed once for all layers
         bounds, dtype = None, product_dtype(x)
-        if text_starts is not None and takes_bounds(self.config, dtype.itemsize == 2, dispatch.has_flash(x.device)):
+        has_bounds = takes_bounds(self.config, dtype.itemsize == 2, dispatch.has_flash(x.device))
+        if text_starts is not None and TOKENS_PER_START * text_starts.size(1) <= length and has_bounds:
             bounds = text_bounds(text_starts, length)
         elif text_positions is not None:
             windows = set(self.config.layer_windows)

@@ -41,6 +41,11 @@ class Scores(NamedTuple):
 
 PLAIN = Scores()
 
+TOKENS_PER_START = 16
+"""Smallest length of rows, per place for a text's start, at which bounds replace a bias. The backward pass of flash
+attention adds up gradients in float32 [B·T + 128·B·K, H, D] for K places, so many short texts would need more memory
+than the bias."""
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) -> Tensor:
     """Compute causal dot-product attention, by the first usable kernel of `gptworks.kernels.dispatch`. The T queries
