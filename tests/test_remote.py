@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -171,6 +172,25 @@ def test_an_object_below_an_object_is_refused(store: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(type(store), "find", lambda *_, **__: found)
     with pytest.raises(UserError, match="below another object"):
         fetched_path(URL)
+
+
+@pytest.mark.parametrize(
+    ("limit", "error", "words"),
+    [(50, UserError, "has 120 bytes of files other .* a run may have 50.* such as notes.txt with 100 bytes"),
+     (500, RunError, "120 bytes are to be fetched, and 119 are free")],
+)  # fmt: skip
+def test_more_bytes_than_a_run_may_have_or_the_disk_has_are_not_fetched(
+    limit: int, error: type[Exception], words: str, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors and checkpoints without a manifest do not count: they are fetched when they are read, or never."""
+    for name, n_bytes in {"notes.txt": 100, "metrics.jsonl": 20, "checkpoints/step-000001/state.json": 999,
+                          "checkpoints/weights-000001/model.safetensors": 999}.items():  # fmt: skip
+        store.pipe_file(f"{URL}/{name}", b"x" * n_bytes)
+    monkeypatch.setattr(mirrors, "_MOST_SMALL_BYTES", limit)
+    monkeypatch.setattr(mirrors.shutil, "disk_usage", lambda _: SimpleNamespace(free=119))
+    with pytest.raises(error, match=words):
+        fetched_path(URL)
+    assert not list(mirror_of(URL).rglob("[a-z]*.*"))
 
 
 def test_an_object_that_is_longer_than_stated_is_not_read_on(store: Any) -> None:

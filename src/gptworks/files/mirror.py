@@ -27,6 +27,8 @@ from gptworks.files.write import make_folder, remove_tree, replacing, write_whol
 SESSIONS, OWN_SESSION, VERSIONS = ".sessions", ".session.json", ".remote.json"
 SEAL, CHECKPOINTS, LARGE = "manifest.json", "checkpoints", ".safetensors"
 _MOST_JSON_BYTES = 1 << 24
+_MOST_SMALL_BYTES = 1 << 32
+"""What the files of a run, which are fetched at once, may have in all."""
 _FRESH_SECONDS = 10.0
 """A process asks the store again for the state of a folder after this time."""
 _TRIES = 3
@@ -116,7 +118,15 @@ def refresh(mirror: Path, session: dict[str, Any] | None = None) -> bool:
             mirror.rename(aside)
         if "" in entries:
             raise UserError(f"{url} is a file: give the folder of a run.")
-        _fetch(remote, entries, mirror, lambda name: _is_small(name, entries))
+        small = {name: entry for name, entry in entries.items() if _is_small(name, entries)}
+        if (n_bytes := sum(entry.n_bytes for entry in small.values())) > _MOST_SMALL_BYTES:
+            largest = max(small, key=lambda name: small[name].n_bytes)
+            raise UserError(
+                f"{url} has {n_bytes:,} bytes of files other than a checkpoint's tensors; a run may have "
+                f"{_MOST_SMALL_BYTES:,}. Move other files out of its folder, such as {largest} with "
+                f"{small[largest].n_bytes:,} bytes."
+            )
+        _fetch(remote, entries, mirror, small.__contains__)
         return True
 
 
@@ -158,10 +168,15 @@ def _fetch(remote: Remote, entries: dict[str, Entry], mirror: Path, is_wanted: C
         gone = name not in entries if not path.is_dir() else not any(one.startswith(f"{name}/") for one in entries)
         if gone and not _is_hidden(name):
             remove_tree(path)
+    versions = {name: [entry.n_bytes, entry.version] for name, entry in wanted.items()}
+    missing = {name for name in wanted if have.get(name) != versions[name] or not (mirror / name).exists()}
+    n_bytes = sum(wanted[name].n_bytes for name in missing)
+    if n_bytes > (free_bytes := shutil.disk_usage(mirror).free):
+        raise RunError(f"{remote.url}: {n_bytes:,} bytes are to be fetched, and {free_bytes:,} are free at {mirror}.")
     now = {}
     for name, entry in sorted(wanted.items()):
-        path, version = mirror / name, [entry.n_bytes, entry.version]
-        if have.get(name) != version or not path.exists():
+        if name in missing:
+            path = mirror / name
             if name.endswith(f"/{SEAL}") and name.startswith(f"{CHECKPOINTS}/"):  # other bytes under the same name
                 for large in path.parent.glob(f"*{LARGE}"):
                     large.unlink()
@@ -170,7 +185,7 @@ def _fetch(remote: Remote, entries: dict[str, Entry], mirror: Path, is_wanted: C
                 _download(remote, name, entry.n_bytes, path, mirror)
             except FileNotFoundError:  # deleted meanwhile, with its checkpoint
                 continue
-        now[name] = version
+        now[name] = versions[name]
     write_whole(mirror / VERSIONS, json.dumps(now), inside=mirror)
 
 
