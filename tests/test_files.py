@@ -104,7 +104,6 @@ LISTED = {
     ("training/objectives/reward_function.py", "load_reward", "exec_module"): "a program that the user's recipe names",
     ("training/record/writers.py", "TensorBoard.__init__", "SummaryWriter"): OURS,
     ("machine.py", "_lines", ".read_text"): SYSTEM,
-    ("training/rehearsal/fake_ranks.py", "_limit_memory", "open"): SYSTEM,
     ("kernels/cache.py", "_alone", "filelock.FileLock"): LOCK,
     ("kernels/cache.py", "folders", "tempfile.mkdtemp"): CACHE,
     ("kernels/library.py", "_from_package", ".read_bytes"): PACKAGE,

@@ -51,6 +51,20 @@ def _statm(column: int) -> int:
         return 0
 
 
+def limit_growth(limit: str, n_bytes: int) -> None:
+    """Let allocations of this process fail once it has `n_bytes` more than now; no effect without /proc.
+
+    Args:
+        limit: RLIMIT_AS counts all addresses, RLIMIT_DATA data and stacks.
+    """
+    if used := _statm({"RLIMIT_AS": 0, "RLIMIT_DATA": 5}[limit]):
+        import resource
+
+        number, wanted = getattr(resource, limit), used + n_bytes
+        hard = resource.getrlimit(number)[1]
+        resource.setrlimit(number, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+
+
 def _limit(seconds: float, n_bytes: int) -> None:
     import resource
     import signal
@@ -58,10 +72,7 @@ def _limit(seconds: float, n_bytes: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)  # the timer's signal ends the process
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if used := _statm(0):
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        wanted = used + n_bytes
-        resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    limit_growth("RLIMIT_AS", n_bytes)
 
 
 def _lift() -> None:

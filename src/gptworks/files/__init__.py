@@ -21,7 +21,8 @@ from gptworks.files.read import (
     read_text,
     stamp,
 )
-from gptworks.files.remote import is_url, mirror_of, shown, url_of
+from gptworks.files.remote import mirror_of, shown, url_of
+from gptworks.files.schemes import is_url
 from gptworks.files.sums import SUMS_FILE, check_sums, sealed_json, sha256_file, unsealed_json, write_sums
 from gptworks.files.write import (
     check_free,

@@ -20,7 +20,8 @@ from typing import Any
 from gptworks.errors import RunError, UserError
 from gptworks.files.lock import file_lock, is_locked
 from gptworks.files.read import check_links, read_regular
-from gptworks.files.remote import Entry, Remote, is_url, mirror_around, mirror_of, url_of
+from gptworks.files.remote import Entry, Remote, mirror_around, mirror_of, url_of
+from gptworks.files.schemes import is_url
 from gptworks.files.sums import sha256_file
 from gptworks.files.write import make_folder, remove_tree, replacing, write_whole
 

@@ -19,12 +19,10 @@ from urllib.parse import quote, unquote
 
 from gptworks.errors import RunError, UserError, not_installed
 from gptworks.files.fetch import cache_folder
+from gptworks.files.schemes import PACKAGES, STORE_URL, is_url
 
 T = TypeVar("T")
 
-_PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "az": ("adlfs", "azure"), "memory": ("fsspec", "s3")}
-"""The package that implements each scheme, and the extra that installs it. memory: this process's memory, for tests."""
-_URL = re.compile(rf"({'|'.join(_PACKAGES)}):/{{1,2}}([^/].*)", re.DOTALL)  # a Path has lost the second slash
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@-]{0,199}")
 _MOST_PARTS, _MOST_OBJECTS = 16, 100_000
 _MOST_FOLDER_BYTES = 255
@@ -52,11 +50,6 @@ class Entry:
     """Changes when the object is replaced: its ETag, generation or time."""
 
 
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is the URL of a folder or file in an object store."""
-    return _URL.fullmatch(str(path)) is not None
-
-
 def _root() -> Path:
     return cache_folder().absolute() / "remote"
 
@@ -67,11 +60,11 @@ def mirror_of(url: str | os.PathLike[str]) -> Path:
     Raises:
         UserError: the URL has no name below the bucket, or one that a folder should not have.
     """
-    found = _URL.fullmatch(str(url))
+    found = STORE_URL.fullmatch(str(url))
     parts = found[2].rstrip("/").split("/") if found else []
     if found is None or len(parts) < 2 or len(parts) > _MOST_PARTS or not all(map(_PART.fullmatch, parts)):
         raise UserError(
-            f"{url}: give {' or '.join(f'{scheme}://BUCKET/NAME' for scheme in list(_PACKAGES)[:3])}, with names of "
+            f"{url}: give {' or '.join(f'{scheme}://BUCKET/NAME' for scheme in list(PACKAGES)[:3])}, with names of "
             f"letters, digits and ._=+@- that begin with a letter or digit."
         )
     *above, name = parts
@@ -115,7 +108,7 @@ class Remote:
             UserError: the package for the scheme is not installed.
         """
         scheme = url.partition(":")[0]
-        self.url, (self._package, extra) = url.rstrip("/"), _PACKAGES[scheme]
+        self.url, (self._package, extra) = url.rstrip("/"), PACKAGES[scheme]
         if find_spec(self._package) is None:
             raise not_installed(self._package, extra, url)
         import fsspec

@@ -6,11 +6,7 @@ writer of the same target removes temporary files that a killed writer left.
 """
 
 import contextlib
-import errno
-import hashlib
 import os
-import re
-import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -20,20 +16,21 @@ from typing import BinaryIO
 
 from gptworks.errors import RunError, UserError
 from gptworks.files.disk import DISK_FAILS, naming_disk_errors
-from gptworks.files.read import (
-    O_DIRECTORY,
-    O_NOFOLLOW,
-    O_NONBLOCK,
-    check_inside,
-    check_kind,
-    check_names,
-    open_folder,
-    open_regular,
+from gptworks.files.read import O_NOFOLLOW, O_NONBLOCK, check_inside, check_kind, check_names, open_regular
+from gptworks.files.schemes import SCHEMES
+from gptworks.files.temporary import (
+    NO_SURPRISE,
+    PREFIX,
+    held,
+    lock_open,
+    named,
+    new_file,
+    new_private_folder,
+    remove_leftovers_of,
+    sync_names,
 )
 
 _ADVICE = "No part of it is left; make room or permission there and try again."
-_PREFIX, _TOKEN_BYTES = ".writing-", 6
-"""A temporary file's name has this prefix, the target's name, a dot, and this many random bytes in hex."""
 _COPIED_BYTES = 1 << 20
 
 
@@ -53,13 +50,13 @@ def make_folder(path: Path) -> None:
     Raises:
         UserError: the path is a URL.
     """
-    if any(re.fullmatch(r"(s3|gs|az|https?):", part) for part in path.parts):
+    if any(part.removesuffix(":") in SCHEMES and part.endswith(":") for part in path.parts):
         raise UserError(f"{path} is a URL: give a path on this machine here.")
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
-        with _held(folder.parent) as parent:
-            _sync(parent)
+        with held(folder.parent) as parent:
+            sync_names(parent)
 
 
 def link_or_copy(file: Path, to: Path) -> None:
@@ -87,14 +84,14 @@ def replacing(path: Path, *, inside: Path | None = None, private: bool = False) 
         UserError: `path` is a FIFO, socket or device, or a link leads out of `inside`.
         RunError: the disk is full or fails, or permissions are missing.
     """
-    with naming_disk_errors(f"{path} could not be written", path, _ADVICE), _held(path.parent, inside) as folder:
+    with naming_disk_errors(f"{path} could not be written", path, _ADVICE), held(path.parent, inside) as folder:
         mode = 0o600 if private else _mode_of(path, folder)
-        with _named(path):
-            name, descriptor = _new_file(path.name, folder, 0o666 if mode is None else mode)
+        with named(path):
+            name, descriptor = new_file(path.name, folder, 0o666 if mode is None else mode)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 yield file
-                with _named(path):
+                with named(path):
                     file.flush()
                     if mode is not None:
                         os.fchmod(descriptor, mode)
@@ -104,8 +101,8 @@ def replacing(path: Path, *, inside: Path | None = None, private: bool = False) 
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=folder)
             raise
-        with _named(path):
-            _sync(folder)
+        with named(path):
+            sync_names(folder)
 
 
 @contextlib.contextmanager
@@ -114,11 +111,11 @@ def replacing_by_name(path: Path, *, private: bool = False) -> Iterator[Path]:
     Missing folders above `path` are made first."""
     with naming_disk_errors(f"{path} could not be written", path, _ADVICE):
         make_folder(path.absolute().parent)
-        with _held(path.parent) as folder, _new_private_folder(path, folder) as (name, aside, _):
+        with held(path.parent) as folder, new_private_folder(path, folder) as (name, aside, _):
             mode = 0o600 if private else _mode_of(path, folder)
             yield path.with_name(name) / path.name
-            with _named(path):
-                descriptor = os.open(path.name, os.O_RDONLY | _NO_SURPRISE, dir_fd=aside)
+            with named(path):
+                descriptor = os.open(path.name, os.O_RDONLY | NO_SURPRISE, dir_fd=aside)
                 try:
                     if mode is not None:
                         os.fchmod(descriptor, mode)
@@ -126,7 +123,7 @@ def replacing_by_name(path: Path, *, private: bool = False) -> Iterator[Path]:
                 finally:
                     os.close(descriptor)
                 os.replace(path.name, path.name, src_dir_fd=aside, dst_dir_fd=folder)
-                _sync(folder)
+                sync_names(folder)
 
 
 def write_whole(
@@ -162,20 +159,20 @@ def new_folder(out: Path, needed_bytes: int | None = None, *, inside: Path | Non
     advice = "No part of it is kept. Make room or permission there, or give another place, and try again."
     with naming_disk_errors(f"{out} could not be written", out, advice, needed_bytes):
         make_folder(place.parent)
-        with _held(out.parent, inside) as folder, _new_private_folder(place, folder) as (name, aside, mode):
+        with held(out.parent, inside) as folder, new_private_folder(place, folder) as (name, aside, mode):
             path = out.with_name(name)
             yield path
             for each in path.rglob("*"):
                 if not each.is_symlink():
                     sync(each)
-            with _named(out):
+            with named(out):
                 os.fchmod(aside, mode)
                 os.fsync(aside)
                 with contextlib.suppress(FileNotFoundError):
                     os.rmdir(place.name, dir_fd=folder)
                 os.rename(name, place.name, src_dir_fd=folder, dst_dir_fd=folder)
                 try:
-                    _sync(folder)
+                    sync_names(folder)
                 except OSError:  # a crash may still undo the rename: report the file as not written
                     os.rename(place.name, name, src_dir_fd=folder, dst_dir_fd=folder)
                     raise
@@ -190,8 +187,8 @@ def open_new(path: Path, *, inside: Path | None = None, private: bool = False) -
     Raises:
         UserError: a link leads out of `inside`. OSError: the file cannot be made; FileExistsError if the path exists.
     """
-    with _held(path.parent, inside) as folder, _named(path):
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_SURPRISE
+    with held(path.parent, inside) as folder, named(path):
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_SURPRISE
         return os.fdopen(os.open(path.name, flags, 0o600 if private else 0o666, dir_fd=folder), "w+b")
 
 
@@ -216,13 +213,13 @@ def open_to_change(path: Path, *, inside: Path | None = None) -> BufferedRandom:
     Arguments and errors: see `open_to_append`.
     """
     descriptor = _open_regular(path, 0, inside)
-    _lock(descriptor, shared=True)
+    lock_open(descriptor, shared=True)
     return os.fdopen(descriptor, "r+b")
 
 
 def _open_regular(path: Path, flags: int, inside: Path | None) -> int:
     """Return the descriptor of a regular file, open for reading and writing."""
-    with _held(path.parent, inside) as folder, _named(path):
+    with held(path.parent, inside) as folder, named(path):
         with contextlib.suppress(FileNotFoundError):
             check_kind(path, os.stat(path.name, dir_fd=folder, follow_symlinks=inside is None))
         flags |= os.O_RDWR | O_NONBLOCK | (O_NOFOLLOW if inside is not None else 0)
@@ -249,7 +246,7 @@ def making(path: Path, *, inside: Path | None = None, private: bool = False) -> 
         UserError: the path exists, or a link leads out of `inside`.
         RunError: the disk is full or fails, or permissions are missing.
     """
-    with naming_disk_errors(f"{path} could not be written", path, _ADVICE), _held(path.parent, inside) as folder:
+    with naming_disk_errors(f"{path} could not be written", path, _ADVICE), held(path.parent, inside) as folder:
         try:
             opened = open_new(path, inside=inside, private=private)
         except FileExistsError:
@@ -257,15 +254,15 @@ def making(path: Path, *, inside: Path | None = None, private: bool = False) -> 
         try:
             with opened as file:
                 yield file
-                with _named(path):
+                with named(path):
                     file.flush()
                     os.fsync(file.fileno())
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(path.name, dir_fd=folder)
             raise
-        with _named(path):
-            _sync(folder)
+        with named(path):
+            sync_names(folder)
 
 
 def copy_file(file: Path, to: Path, max_bytes: int | None = None, *, inside: Path | None = None) -> None:
@@ -299,14 +296,14 @@ def copy_folder(folder: Path, to: Path, *, inside: Path | None = None) -> None:
         check_inside(folder, inside)
     to.mkdir()
     for file in sorted(folder.iterdir()):
-        if not file.is_dir() and not file.name.startswith(_PREFIX):
+        if not file.is_dir() and not file.name.startswith(PREFIX):
             copy_file(file, to / file.name, inside=inside)
 
 
 def remove_leftovers(path: Path) -> None:
     """Remove the temporary files that killed writers of `path` left next to it; those of live writers stay."""
-    with contextlib.suppress(OSError), _held(path.parent) as folder:
-        _remove_leftovers(path.name, folder)
+    with contextlib.suppress(OSError), held(path.parent) as folder:
+        remove_leftovers_of(path.name, folder)
 
 
 def remove_tree(path: Path) -> None:
@@ -327,43 +324,6 @@ def check_free(out: Path) -> None:
         raise UserError(f"{out} exists and is not an empty folder: give another place, or delete it.")
 
 
-# -------------------------------------------------------------------------------------------- names in an open folder
-
-_NO_SURPRISE = O_NOFOLLOW | O_NONBLOCK
-"""Flags for `os.open`: do not follow a link, do not wait for a FIFO."""
-_MOST_NAME_BYTES = 200
-"""Longest target name that is kept in a temporary file's name; file systems allow 255 bytes in all."""
-
-
-@contextlib.contextmanager
-def _held(folder: Path, inside: Path | None = None) -> Iterator[int]:
-    with _named(folder):
-        descriptor = open_folder(folder, inside=inside)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Within the context, set the full path in an OSError, since a call relative to a folder knows only a name."""
-    try:
-        yield
-    except OSError as error:
-        error.filename, error.filename2 = str(path), None
-        raise
-
-
-def _sync(descriptor: int) -> None:
-    """Flush the names in an open folder; no effect if it was opened with O_PATH."""
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EBADF:
-            raise
-
-
 def _mode_of(path: Path, folder: int) -> int | None:
     """Return the permission bits of the file to replace; None if it does not exist or is a link.
 
@@ -377,77 +337,3 @@ def _mode_of(path: Path, folder: int) -> int | None:
     if not (stat.S_ISREG(found) or stat.S_ISLNK(found) or stat.S_ISDIR(found)):
         raise UserError(f"{path} is a FIFO, socket or device: give a name for a regular file.")
     return found & 0o777 if stat.S_ISREG(found) else None
-
-
-def _stem(name: str) -> str:
-    """Return the prefix of the names of all temporary files for a target's name."""
-    encoded = os.fsencode(name)
-    short = name if len(encoded) <= _MOST_NAME_BYTES else hashlib.sha256(encoded).hexdigest()
-    return f"{_PREFIX}{short}."
-
-
-def _new_file(name: str, folder: int, mode: int) -> tuple[str, int]:
-    """Make a temporary file to write to, locked while it is open; return its name and descriptor."""
-    _remove_leftovers(name, folder)
-    while True:
-        aside = _stem(name) + secrets.token_hex(_TOKEN_BYTES)
-        descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_SURPRISE, mode, dir_fd=folder)
-        if _lock(descriptor):
-            return aside, descriptor
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _new_private_folder(path: Path, folder: int) -> Iterator[tuple[str, int, int]]:
-    """Make a locked folder next to `path` that only the owner may enter; yield its name, its descriptor, and the
-    umask's mode for folders. At the end delete the folder, unless it was renamed."""
-    with _named(path):
-        _remove_leftovers(path.name, folder)
-        while True:
-            name = _stem(path.name) + secrets.token_hex(_TOKEN_BYTES)
-            os.mkdir(name, dir_fd=folder)
-            descriptor = os.open(name, os.O_RDONLY | O_DIRECTORY | _NO_SURPRISE, dir_fd=folder)
-            if _lock(descriptor):
-                break
-            os.close(descriptor)
-        mode = os.fstat(descriptor).st_mode & 0o777
-        os.fchmod(descriptor, 0o700)
-    try:
-        yield name, descriptor, mode
-    finally:
-        shutil.rmtree(name, ignore_errors=True, dir_fd=folder)
-        os.close(descriptor)
-
-
-def _lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Lock a file or folder until it is closed; return False if another process has removed it meanwhile."""
-    with contextlib.suppress(OSError, ImportError):  # without locks, leftovers stay
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-    return os.fstat(descriptor).st_nlink > 0
-
-
-def _remove_leftovers(name: str, folder: int) -> None:
-    """Remove this user's temporary files and folders for the target `name` that no process has locked."""
-    pattern = re.compile(re.escape(_stem(name)) + rf"[0-9a-f]{{{2 * _TOKEN_BYTES}}}")
-    try:
-        import fcntl
-
-        found = [each for each in os.listdir(folder) if pattern.fullmatch(each)]
-    except (OSError, ImportError):  # the folder cannot be listed, or there are no locks
-        return
-    for each in found:
-        with contextlib.suppress(OSError):
-            descriptor = os.open(each, os.O_RDONLY | _NO_SURPRISE, dir_fd=folder)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                status = os.fstat(descriptor)
-                if status.st_uid != os.geteuid():
-                    continue
-                if stat.S_ISREG(status.st_mode):
-                    os.unlink(each, dir_fd=folder)
-                elif stat.S_ISDIR(status.st_mode):
-                    shutil.rmtree(each, ignore_errors=True, dir_fd=folder)
-            finally:
-                os.close(descriptor)

@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from gptworks.config import TrainConfig
+from gptworks.confined.child import limit_growth
 from gptworks.device import peak_growth_bytes, reset_peak, return_freed_memory
 from gptworks.machine import available_memory_bytes
 from gptworks.model.gpt import GPT
@@ -176,7 +177,7 @@ class _OnFakeTensors(ManyDevices):
 
 
 def _place(asked: Asked) -> Placement:
-    _limit_memory(asked.memory_bytes)
+    limit_growth("RLIMIT_DATA", asked.memory_bytes)
     found, built = [], None
     for number, rank in enumerate(asked.ranks):
         if asked.builds and not number:
@@ -231,20 +232,6 @@ def _steps(rehearsal: Rehearsal, parallel: _OnFakeTensors) -> RankSteps:
         peak_bytes = live.found_bytes + live.peak_bytes
     seconds = time.perf_counter() - started
     return RankSteps(parallel.ranks.rank, held_bytes, peak_bytes, sent[0], sent[1], n_second, seconds)
-
-
-def _limit_memory(n_bytes: int) -> None:
-    """Let this process fail, with an error, if it takes `n_bytes` more than now. Only on Linux."""
-    if sys.platform.startswith("linux"):
-        import resource
-
-        with open("/proc/self/statm", "rb") as file:  # noqa: PTH123
-            used = int(file.read().split()[5]) * resource.getpagesize()  # data and stacks
-        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        wanted = used + n_bytes
-        resource.setrlimit(
-            resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
-        )
 
 
 if __name__ == "__main__":
