@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from gptworks.cli import app
 from gptworks.config.defaults import EPOCHS
-from gptworks.data.sources.choose import iter_documents
+from gptworks.data.sources import base
+from gptworks.data.sources.choose import check_sources, iter_documents
 from gptworks.draft import like, pretraining
 from gptworks.draft import texts as look
 from gptworks.draft.pretraining import TEXT_TOKENS_PER_PARAMETER, TOKENS_PER_PARAMETER, TRAINING_SHARE, Draft, Search
@@ -118,18 +119,16 @@ def test_what_a_folder_holds(tmp_path: Path) -> None:
     (tmp_path / "README").write_text("no ending", encoding="utf-8")
     (tmp_path / "d.jsonl").write_text(json.dumps({"id": 1, "text": "a record"}) + "\n", encoding="utf-8")
     found = look_at(tmp_path)
-    assert found.endings == {".txt": 1, ".PY": 1, ".jsonl": 1}
-    assert found.skipped == {".pdf": 1, "": 1}
-    assert [source["type"] for source in found.sources] == ["text", "jsonl"]
-    assert found.sources[0]["extensions"] == [".PY", ".txt"]
-    assert found.sources[1]["field"] == "text"
+    assert found.read == {".txt": 1, ".PY": 1, ".jsonl": 1, "": 1}
+    assert found.skipped == {".pdf": 1}
+    assert found.sources == [{"type": "files", "path": str(tmp_path)}]
     assert "a record" in found.sample
-    (tmp_path / "bad.txt").write_bytes("Grüße".encode("latin-1"))
-    with pytest.raises(UserError, match=r"bad\.txt: 1 of 2 files \.txt are not UTF-8"):
-        look_at(tmp_path)
     (tmp_path / "bad.txt").write_bytes(prose(300_000).encode() + b"\0")
-    with pytest.raises(UserError, match=r"bad\.txt: 1 of 2 files \.txt are not UTF-8"):  # training would refuse it
-        look_at(tmp_path)
+    (tmp_path / "old.txt").write_bytes("Grüße aus der Küche".encode("latin-1"))
+    found = look_at(tmp_path)
+    assert found.read == {".txt": 2, ".PY": 1, ".jsonl": 1, "": 1}
+    assert found.skipped == {".pdf": 1, ".txt": 1}
+    assert "Grüße aus der Küche" in found.sample
 
 
 def write_tables(folder: Path) -> None:
@@ -150,29 +149,27 @@ def test_the_column_of_a_table_that_is_surely_text_is_taken_and_all_else_is_list
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    monkeypatch.setattr(look, "SAMPLE_BYTES", 1 << 16)
-
+    monkeypatch.setattr(look, "MOST_BYTES", 1 << 14)
+    monkeypatch.setattr(base, "UNIT_BYTES", 1 << 14)
     write_tables(tmp_path)
     rows = [prose(400, n) for n in range(200)]
     for name, column in (("c.parquet", "content"), ("d.parquet", "content")):
-        pq.write_table(pa.table({"id": list(range(len(rows))), column: rows}), tmp_path / name)
+        pq.write_table(pa.table({"id": list(range(len(rows))), column: rows}), tmp_path / name, row_group_size=20)
     found = look_at(tmp_path)
-    assert found.fields == {"a.csv": "Body", "b.tsv": "remark", "c.parquet": "content", "d.parquet": "content"}
-    assert found.skipped == {".csv": 2, ".jsonl": 1}
-    assert sorted(found.reasons) == ["broken.csv", "names.jsonl", "prices.csv"]
-    assert "not clear among `day`, `price`" in found.reasons["prices.csv"]
-    assert found.sources == [
-        {"type": "csv", "path": str(tmp_path / "a.csv"), "field": "Body"},
-        {"type": "csv", "path": str(tmp_path / "b.tsv"), "field": "remark"},
-        {"type": "parquet", "path": str(tmp_path), "field": "content"},
-    ], "one source where all files of the kind agree"
+    items = {item.file: item for item in found.items}
+    assert [items[name].notes[-1] for name in ("a.csv", "b.tsv", "c.parquet", "names.jsonl")] == [
+        "takes `Body`", "takes `remark`", "takes `content`", "takes all fields"
+    ]  # fmt: skip
+    assert "bytes looked at" in items["c.parquet"].notes[0]
+    assert "no field holds words: it has `day`, `price`" in items["prices.csv"].why
+    assert "line 2" in items["broken.csv"].why
+    assert found.skipped == {".csv": 2}
     draft = drafted(found, 1, 1e8)
+    with pytest.warns(UserWarning, match="2 of 7 files are left out"):
+        check_sources(draft.plan.recipe.data.sources)
     texts = [piece.text for piece in iter_documents(draft.plan.recipe.data.sources)]
-    assert len(texts) == 200 + 2 * len(rows)
+    assert len(texts) == 200 + 2 * len(rows) + 1
     assert found.n_bytes == pytest.approx(sum(map(len, texts)), rel=0.05), "of large files an estimate"
-    lines = "\n".join(found.lines())
-    assert "takes       `content` of 2 .parquet, `Body` of 1 .csv, `remark` of 1 .tsv" in lines
-    assert "prices.csv: which field is the text" in lines
 
 
 def test_like_takes_a_recipe_that_says_nothing_of_its_training(texts: Texts, tmp_path: Path) -> None:
@@ -192,8 +189,8 @@ def test_parquet_without_its_library_is_skipped_with_the_extra_that_it_needs(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.txt").write_text(prose(40_000), encoding="utf-8")
-    (tmp_path / "b.parquet").touch()
-    assert "gptworks[data]" in look_at(tmp_path).reasons["b.parquet"]
+    (tmp_path / "b.parquet").write_bytes(b"PAR1")
+    assert "gptworks[data]" in look_at(tmp_path).items[1].why
 
 
 def test_a_little_text_is_measured_with_a_small_model_at_first(texts: Texts) -> None:

@@ -32,10 +32,8 @@ def test_init_reads_of_a_mixed_folder_what_is_text_and_lists_the_rest(
     english = [f"Note {n}. " + PROSE * 10 for n in range(40)]
     n_bytes = texts.write_mixed(tmp_path, english, ["x = 1\n" * 40] * 3)
     found = look_at(tmp_path)
-    assert found.endings == {".txt": 10, ".md": 10, ".py": 3, ".jsonl": 1, ".csv": 1}
-    assert found.fields == {"articles.csv": "body", "records.jsonl": "text"}
+    assert found.read == {".txt": 10, ".md": 10, ".py": 3, ".jsonl": 1, ".csv": 1}
     assert found.skipped == {".pdf": 1, ".png": 1, ".gif": 1, ".csv": 1}
-    assert found.reasons.keys() == {".pdf", "prices.csv"}
     assert found.n_bytes == n_bytes
     paper = (tmp_path / "paper.pdf").read_bytes()
     start = int(re.search(rb"startxref\n(\d+)", paper)[1])  # type: ignore[index]

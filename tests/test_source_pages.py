@@ -6,7 +6,6 @@ import random
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 from gptworks.config import CodeSource, HTMLSource, PDFSource, SourceConfig, WARCSource
 from gptworks.data.sources import pages
 from gptworks.data.sources.choose import SOURCES, check_sources
-from gptworks.draft.texts import look_at
 from gptworks.errors import UserError
 from test_sources import documents
 
@@ -148,7 +146,7 @@ def test_the_text_of_pdf_files_is_taken_and_a_broken_one_is_refused_or_left_out(
     check_sources([pdf(tmp_path)])
     assert documents(pdf(tmp_path)) == ["Hello page one\n\nPage three"]
     (tmp_path / "b.pdf").write_bytes(b"%PDF-1.4 and nothing more")
-    with pytest.raises(UserError, match=r"b\.pdf, page 1: a broken PDF .* set the source's `broken` to skip"):
+    with pytest.raises(UserError, match=r"b\.pdf: page 1: a broken PDF .* set the source's `broken` to skip"):
         check_sources([pdf(tmp_path)])
     with pytest.warns(UserWarning, match=r"left out: .*b\.pdf"):
         assert documents(pdf(tmp_path, broken="skip")) == ["Hello page one\n\nPage three"]
@@ -207,28 +205,6 @@ def test_a_folder_of_code_gives_the_files_that_git_would_track(tmp_path: Path) -
             assert "no file ends in" in str(error)
             found = []
         assert found == [(root / name).read_text() for name in expected], (root / ".gitignore").read_text()
-
-
-def test_a_draft_recognizes_repositories_archives_and_pdf(tmp_path: Path) -> None:
-    pytest.importorskip("pathspec")
-    text = "A line of some text, as texts go.\n" * 1500
-    for name in ("src/a.py", "ignored/b.py", "node_modules/c.js", "README.md", ".git/objects/ab"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    (tmp_path / ".gitignore").write_text("ignored/\n")
-    found = look_at(tmp_path)
-    assert [(one["type"], one.get("extensions")) for one in found.sources] == [("text", [".md"]), ("code", None)]
-    assert (found.endings, found.n_bytes, found.n_documents) == ({".md": 1, ".py": 1}, 2 * len(text), 2)
-    with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as made:
-        made.writestr("docs/a.txt", text)
-    found = look_at(tmp_path / "a.zip")
-    assert found.sources == [{"type": "archive", "path": str(tmp_path / "a.zip")}]
-    assert (found.n_bytes, found.sample, found.n_documents) == (len(text), [text], None)
-    (tmp_path / "pdf").mkdir()
-    (tmp_path / "pdf" / "a.pdf").write_bytes(make_pdf(["a line of text, number one, as texts go " * 2] * 500))
-    found = look_at(tmp_path / "pdf")
-    assert found.sources == [{"type": "pdf", "path": str(tmp_path / "pdf")}]
-    assert found.n_bytes == len(found.sample[0]) > 30_000
 
 
 def test_the_reference_lists_each_kind_of_source_with_its_settings() -> None:

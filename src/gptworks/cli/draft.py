@@ -1,6 +1,8 @@
 """Commands that write a recipe: init, tune."""
 
+import secrets
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -22,16 +24,21 @@ def init(
     ] = None,
     minutes: Annotated[float | None, Option(min=0.1, max=100_000, help=f"For training. Default: {MINUTES}.")] = None,
     like: Annotated[str | None, Option(metavar="RECIPE", help="Copy this recipe's model and training.")] = None,
+    look: Annotated[bool, Option("--look", help="Only list the files, and show ten random passages.")] = False,
     out: Out = Path("mine.yaml"),
     as_json: options.AsJSON = False,
 ) -> None:
     """Write a recipe for a folder of texts.
 
+    Reads plain text in any encoding, code, tables, documents and web pages, and leaves out files that it cannot read.
     Measures a training step on this machine, and sizes the recipe for the given training time.
     """
     from gptworks.draft.writing import check_new
     from gptworks.files import write_whole
 
+    if look:
+        refuse_unused("does nothing with --look", minutes=minutes, like=like)
+        return _look(texts, as_json)
     check_new(out)
     if texts is None:
         if like is None:
@@ -48,20 +55,37 @@ def init(
     from gptworks.draft.texts import look_at
 
     minutes = minutes or MINUTES
+    with working(f"looking at {texts}") as progress:
+        found = look_at(texts, progress)
     with working(f"drafting a recipe for {texts}"):
-        found = look_at(texts)
         search = Search(found, minutes, out, notice) if like is None else Like(like, found, minutes, out, notice)
         drafted = search.run()
     write_whole(out, drafted.text(), new=True)
     notice(f"wrote {out}")
     if as_json:
-        files = {"recipe": str(out), "read": found.endings, "fields": found.fields}
-        files |= {"skipped": found.skipped, "reasons": found.reasons}
-        print_json(files | {"minutes": drafted.minutes, "epochs": drafted.epochs, "plan": plan_json(drafted.plan)})
+        figures = {"minutes": drafted.minutes, "epochs": drafted.epochs, "plan": plan_json(drafted.plan)}
+        print_json({"recipe": str(out), "files": [asdict(item) for item in found.items], **figures})
         return
     for line in (*found.lines(), *drafted.lines()):
         typer.echo(line)
     typer.echo(f"next        gptworks train {shlex.quote(str(out))}")
+
+
+def _look(path: Path | None, as_json: bool) -> None:
+    from gptworks.draft.texts import look_at
+
+    if path is None:
+        raise UserError("--look needs a folder of texts, or a file.")
+    with working(f"looking at {path}") as progress:
+        found = look_at(path, progress)
+    passages = found.passages(seed=secrets.randbits(32))
+    if as_json:
+        print_json({"files": [asdict(item) for item in found.items], "passages": [asdict(one) for one in passages]})
+        return
+    for line in found.lines():
+        typer.echo(line)
+    for passage in passages:
+        typer.echo(f"\n--- {passage.file}\n{passage.text}")
 
 
 def tune(

@@ -26,6 +26,7 @@ from gptworks.config.sources import (
     CodeSource,
     ConversationsSource,
     CSVSource,
+    FilesSource,
     HTMLSource,
     HuggingFaceSource,
     JSONLSource,

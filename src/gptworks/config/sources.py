@@ -77,6 +77,20 @@ class FileSource(Section):
         return tuple(zip(_several(self.url), self.sums, strict=False))
 
 
+class FilesSource(FileSource):
+    """Files of any kind: plain text in any encoding, code, tables, records, archives, web pages, documents, subtitles.
+
+    Each file is read by the ending of its name; a file that cannot be read is left out with a warning. In a git
+    repository, files that `.gitignore` names are left out. Documents (.pdf .docx .odt .epub .rtf .eml .ipynb .pptx .odp
+    .xlsx .ods .html) need the `sources` extra.
+    """
+
+    type: Measured[Literal["files"]]
+    exclude: Measured[tuple[str, ...]] = Field(
+        (), description="Patterns of files to leave out, such as *.log or drafts/*; * also matches slashes."
+    )
+
+
 class TextSource(FileSource):
     """Files of UTF-8 text. Each file is one document."""
 
@@ -107,7 +121,9 @@ class CSVSource(FileSource):
     type: Measured[Literal["csv"]]
     field: Measured[str] = Field("text", description="The column that holds the text.")
     delimiter: Measured[str | None] = Field(
-        None, pattern=r'^[^"\r\n\x00]$', description="One character. None: a tab for .tsv, else a comma."
+        None,
+        pattern=r'^[^"\r\n\x00]$',
+        description="One character. None: a tab for .tsv, else the one of , ; tab | that fits the first lines.",
     )
     quotes: Measured[bool] = Field(
         True, description="false: quotation marks are text, and fields contain no delimiters or line breaks."
@@ -235,6 +251,7 @@ class PreferencesSource(RecordsSource):
 
 SourceConfig = Annotated[
     PythonStdlibSource
+    | FilesSource
     | TextSource
     | JSONLSource
     | JSONSource

@@ -77,11 +77,9 @@ class Draft(Drafted):
 
     def text(self) -> str:
         size = readable(self.texts.n_bytes, "B")
-        about = (
-            f"{size} of text in {listed(self.texts.endings)}; drafted by `gptworks init` on {self.plan.device.name}."
-        )
+        about = f"{size} of text in {listed(self.texts.read)}; drafted by `gptworks init` on {self.plan.device.name}."
         rest = "All other settings have their defaults, which the run's recipe.yaml lists."
-        return self.file([about, "", *self.lines(), "", rest])
+        return self.file([about, "", *self.texts.lines(), "", *self.lines(), "", rest])
 
     def lines(self) -> list[str]:
         """Return lines that describe the run's parameters, tokens, time and memory."""

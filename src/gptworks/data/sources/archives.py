@@ -11,7 +11,7 @@ import tarfile
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
@@ -20,7 +20,7 @@ from gptworks.config.sources import ArchiveSource
 from gptworks.data.sources.base import Piece, Source, Unit, document, grouped
 from gptworks.data.sources.delimited import read_table
 from gptworks.data.sources.opening import about_unpacked_size, check_ratio, compression, open_file, plain_name, unpacked
-from gptworks.data.sources.records import MOST_LINE_BYTES, read_jsonl, record_document
+from gptworks.data.sources.records import MOST_LINE_BYTES, Skip, read_jsonl, record_document, refuse
 from gptworks.errors import UserError
 from gptworks.files import open_regular
 
@@ -60,7 +60,7 @@ class Archive(Source):
     def size_bytes(self) -> int | None:
         return sum(unit.size_bytes for unit in self.units()) if self.settings.path else None
 
-    def read_unit(self, unit: Unit) -> Iterator[Piece]:
+    def read_unit(self, unit: Unit, skip: Skip = refuse) -> Iterator[Piece]:
         members = _tar_members(unit.file) if _is_tar(unit.file) else _zip_members(unit.file, unit.start, unit.end)
         seen: Counter[str] = Counter()
         n_read = 0
@@ -68,19 +68,15 @@ class Archive(Source):
             name = Path(f"{unit.file}:{member.name}")
             _check_path(unit.file, member.name)
             seen[PurePosixPath(member.name).suffix or "(none)"] += 1
-            if not self._wanted(member.name):
+            if not self.wants(member.name):
                 continue
-            if member.wrong:
-                raise UserError(f"{name}: {member.wrong} Leave it out with the source's `members`.")
             n_read += 1
             try:
-                with member.stream() as opened:
-                    yield from self._read_member(name, opened, member.size_bytes)
-            except _BROKEN as error:
-                if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # the disk failed
-                    raise
-                reason = " ".join(str(error).split())
-                raise UserError(f"{name}: broken data ({reason}). Get the archive again.") from None
+                if member.wrong:
+                    raise UserError(f"{name}: {member.wrong} Leave it out with the source's `members`.")
+                yield from self._read_member(name, member, skip)
+            except UserError as error:
+                skip(error)
         if not n_read and unit.end is None:
             found = ", ".join(f"{ending} ({count})" for ending, count in seen.most_common(5))
             if not found:
@@ -92,11 +88,37 @@ class Archive(Source):
     def _patterns(self) -> tuple[str, ...]:
         return self.settings.members or _MEMBERS[self.settings.format]
 
-    def _wanted(self, name: str) -> bool:
+    def names(self, file: Path) -> list[str]:
+        """Return the names of an archive's members; of a broken tar archive, of those before the break.
+
+        Raises:
+            UserError: the archive is broken at its beginning.
+        """
+        names: list[str] = []
+        try:
+            members = _tar_members(file) if _is_tar(file) else _zip_members(file, 0, None)
+            names.extend(member.name for member in members)
+        except UserError:
+            if not names:
+                raise
+        return names
+
+    def wants(self, name: str) -> bool:
+        """Return whether a member with this name is read."""
         names = (name, plain_name(name))
         return any(fnmatch.fnmatchcase(one, pattern) for one in names for pattern in self._patterns)
 
-    def _read_member(self, name: Path, stream: BinaryIO, size_bytes: int) -> Iterator[Piece]:
+    def _read_member(self, name: Path, member: _Member, skip: Skip) -> Iterator[Piece]:
+        try:
+            with member.stream() as opened:
+                yield from self._read_opened(name, opened, member.size_bytes, skip)
+        except _BROKEN as error:
+            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # the disk failed
+                raise
+            reason = " ".join(str(error).split())
+            raise UserError(f"{name}: broken data ({reason}). Get the archive again.") from None
+
+    def _read_opened(self, name: Path, stream: BinaryIO, size_bytes: int, skip: Skip) -> Iterator[Piece]:
         opened = unpacked(stream, name)
         if self.settings.format == "text":
             if compression(name.name):  # the unpacked size is known only after unpacking
@@ -109,7 +131,8 @@ class Archive(Source):
             yield from document(opened, name, n_bytes=size_bytes)
             return
         jsonl = self.settings.format == "jsonl"
-        for where, record in read_jsonl(name, opened=opened) if jsonl else read_table(name, opened=opened):
+        read: Callable[..., Iterator[tuple[object, Mapping[str, Any]]]] = read_jsonl if jsonl else read_table
+        for where, record in read(name, opened=opened, skip=skip):
             yield from record_document(where, record, self.settings.field)
 
 

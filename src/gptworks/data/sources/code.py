@@ -78,13 +78,21 @@ class Code(_SourceFiles):
         folder = Path(self.settings.path).expanduser()
         if not folder.is_dir():
             raise UserError(f"source {folder}: no such folder (looked from {Path.cwd()}). Give a folder of code.")
-        files = sorted(file for file in self._walk(folder, []) if self._wanted(file))
+        files = sorted(filter(self._wanted, self.walk()))
         if not files:
             raise UserError(
                 f"source {folder}: no file ends in {' '.join(self._endings)} that is not ignored, vendored or larger "
                 f"than {self.settings.largest_file_bytes:,} bytes. Set the source's `languages` or `extensions`."
             )
         return files
+
+    def walk(self) -> Iterator[Path]:
+        """Yield the folder's files of all endings, except ignored files and folders of other programs or of gptworks.
+
+        Raises:
+            UserError: a `.gitignore` cannot be read.
+        """
+        return self._walk(Path(self.settings.path).expanduser(), [])
 
     @property
     def _endings(self) -> tuple[str, ...]:

@@ -3,15 +3,17 @@
 import csv
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from gptworks.config.sources import CSVSource
 from gptworks.data.sources.base import Unit
-from gptworks.data.sources.opening import plain_name
-from gptworks.data.sources.records import Fields, read_lines
+from gptworks.data.sources.opening import open_file, plain_name
+from gptworks.data.sources.records import Fields, Skip, listed_names, read_lines, refuse
 from gptworks.errors import UserError
 
 MOST_ROW_BYTES = 1 << 24
+_DELIMITERS, _SNIFFED_BYTES = ",;\t|", 1 << 12
+"""Delimiters that are recognized, and the number of bytes of a table's beginning in which they are."""
 _QUOTED = (
     "A field with the delimiter, a quotation mark or a line break needs quotation marks around it, and those in it are "
     "doubled. Write it so, or set the source's `delimiter`, or `quotes` to false if quotation marks are text."
@@ -35,12 +37,16 @@ def read_table(
     delimiter: str | None = None,
     quotes: bool = True,
     opened: BinaryIO | None = None,
+    skip: Skip = refuse,
 ) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the place (FILE:LINE) of each row, and its fields, or only `field`. `CSVSource` describes `delimiter` and
     `quotes`; `read_lines` describes `opened`."""
-    delimiter = delimiter or ("\t" if plain_name(file.name).endswith(".tsv") else ",")
+    stream: Any = opened or open_file(file)
+    if delimiter is None:
+        is_tsv = plain_name(file.name).lower().endswith(".tsv")
+        delimiter = "\t" if is_tsv else sniffed(stream.peek(_SNIFFED_BYTES)[:_SNIFFED_BYTES])
     columns: list[str] = []
-    for where, row in _rows(file, delimiter, quotes, opened):
+    for where, row in _rows(file, delimiter, quotes, stream, skip):
         if not columns:
             columns = row
             if field is not None and (n := columns.count(field)) != 1:
@@ -51,20 +57,28 @@ def read_table(
         elif len(row) != len(columns):
             rule = _QUOTED if quotes else _PLAIN
             n_fields = f"{len(row):,} field{'s' * (len(row) != 1)}"
-            raise UserError(f"{where}: {n_fields}, and the first line names {len(columns):,} columns. {rule}")
+            skip(UserError(f"{where}: {n_fields}, and the first line names {len(columns):,} columns. {rule}"))
         elif field is None:
             yield where, dict(zip(columns, row, strict=True))
         else:
             yield where, {field: row[columns.index(field)]}
 
 
-def listed_names(columns: list[str]) -> str:
-    """Return the first ten column names, shortened and escaped for a message."""
-    few = [f"`{name[:40]}`" if name[:40].isprintable() else ascii(name[:40]) for name in columns[:10]]
-    return ", ".join(few) + (f" and {len(columns) - 10:,} more" if len(columns) > 10 else "")
+def sniffed(head: bytes) -> str:
+    """Return the delimiter that divides most of a table's first lines into as many columns as the first line has,
+    which must be two or more; else a comma."""
+    lines = head.decode("utf-8-sig", "replace").splitlines(keepends=True)
+    if len(lines) > 1 and len(head) >= _SNIFFED_BYTES:
+        lines.pop()  # it may be cut off
+    best, delimiter = (0.5, 1), ","
+    for one in _DELIMITERS:
+        widths = [len(row) for row in csv.reader(lines, delimiter=one) if row]
+        if widths and widths[0] > 1 and (found := (widths.count(widths[0]) / len(widths), widths[0])) > best:
+            best, delimiter = found, one
+    return delimiter
 
 
-def _rows(file: Path, delimiter: str, quotes: bool, opened: BinaryIO | None) -> Iterator[tuple[str, list[str]]]:
+def _rows(file: Path, delimiter: str, quotes: bool, opened: BinaryIO, skip: Skip) -> Iterator[tuple[str, list[str]]]:
     """Yield the place of each row as FILE:LINE, and its fields. Empty lines are skipped."""
     csv.field_size_limit(
         max(csv.field_size_limit(), MOST_ROW_BYTES)
@@ -90,11 +104,15 @@ def _rows(file: Path, delimiter: str, quotes: bool, opened: BinaryIO | None) -> 
     rows = csv.reader(
         lines(), delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if quotes else csv.QUOTE_NONE, strict=True
     )
-    try:
-        for row in rows:
-            if row:
-                yield f"{file}:{first_line}", row
-            first_line, row_bytes = rows.line_num + 1, 0
-    except csv.Error as error:
-        rule = _QUOTED if quotes else _PLAIN
-        raise UserError(f"{file}:{first_line}: {str(error).partition(' - ')[0]}. {rule}") from None
+    while True:
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            rule = _QUOTED if quotes else _PLAIN
+            skip(UserError(f"{file}:{first_line}: {str(error).partition(' - ')[0]}. {rule}"))
+            row = []
+        if row is None:
+            return
+        if row:
+            yield f"{file}:{first_line}", row
+        first_line, row_bytes = rows.line_num + 1, 0

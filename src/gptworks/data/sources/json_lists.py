@@ -29,16 +29,19 @@ class JSON(Fields):
         return read_json(unit.file, self.settings.records)
 
 
-def read_json(file: Path, key: str | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def read_json(
+    file: Path, key: str | None = None, opened: BinaryIO | None = None
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the place (file and number) of each object in the list, and the object.
 
     Args:
         key: the key of the list; None: the file is the list.
+        opened: a stream of the bytes, if `file` is only a name.
 
     Raises:
         UserError: the file has no such list, or an item is not an object.
     """
-    with open_file(file) as stream:
+    with opened or open_file(file) as stream:
         text = _Text(file, stream)
         if key is not None or text.peek() == "{":
             text.take("{", "an object" if key is not None else "a list of objects")

@@ -1,7 +1,5 @@
 """Sources of text extracted from pages: HTML, web crawls (WARC and WET), PDF."""
 
-import io
-import logging
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,15 +7,12 @@ from typing import Any, BinaryIO
 
 from gptworks.config.sources import HTMLSource, PDFSource, WARCSource
 from gptworks.data.sources.base import PIECES_CHECKED, Piece, Source, Unit, text_document
+from gptworks.data.sources.extraction import extracted, page_text
 from gptworks.data.sources.opening import open_file
-from gptworks.data.sources.records import whole_text
 from gptworks.errors import UserError, not_installed
 
 MOST_PAGE_BYTES = 1 << 24
 """Maximum bytes of an HTML page, or of a text in a WET file."""
-MOST_PDF_BYTES = 1 << 30
-MOST_TEXT_CHARACTERS = 1 << 26
-"""Maximum characters of text in a PDF file."""
 _HTML = ("text/html", "application/xhtml+xml")
 
 
@@ -30,17 +25,7 @@ class HTML(Source):
     files_checked = PIECES_CHECKED  # not all files, because extraction is slow
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
-        with open_file(unit.file) as stream:
-            yield from text_document(whole_text(page_text(_bounded(stream, str(unit.file)), str(unit.file))))
-
-
-def page_text(html: bytes, where: str) -> str:
-    """Return the main text of an HTML page; empty if none is found."""
-    try:
-        from trafilatura import extract
-    except ImportError:
-        raise not_installed("trafilatura", "sources", f"{where}: taking the text out of HTML") from None
-    return extract(html) or ""
+        yield from text_document(extracted(unit.file, "html", MOST_PAGE_BYTES))
 
 
 def _bounded(stream: Any, where: str) -> bytes:
@@ -71,7 +56,7 @@ class WARC(Source):
                     text = page_text(_bounded(record.content_stream(), where), where)
                 else:
                     continue
-                yield from text_document(whole_text(text))
+                yield from text_document(text)
 
 
 def _is_page(record: Any) -> bool:
@@ -113,42 +98,10 @@ class PDF(Source):
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
         try:
-            text = pdf_text(unit.file)
+            text = extracted(unit.file, "pdf")
         except UserError as error:
             if self.settings.broken == "refuse":
                 raise UserError(f"{error} To leave out such files, set the source's `broken` to skip.") from None
             warnings.warn(f"left out: {error}", stacklevel=2)
             return
-        yield from text_document(whole_text(text))
-
-
-def pdf_text(file: Path) -> str:
-    """Return the text of all pages, separated by empty lines.
-
-    Raises:
-        UserError: the PDF is broken, encrypted or too large.
-    """
-    try:
-        import pypdf
-    except ImportError:
-        raise not_installed("pypdf", "sources", f"{file}: taking the text out of PDF") from None
-    with open_file(file) as stream:
-        data = stream.read(MOST_PDF_BYTES + 1)
-    if len(data) > MOST_PDF_BYTES:
-        raise UserError(f"{file}: larger than {MOST_PDF_BYTES:,} bytes, the limit for a PDF file. Divide it.")
-    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # pypdf's warnings do not name the file
-    pages: list[str] = []
-    try:
-        reader = pypdf.PdfReader(io.BytesIO(data))
-        if reader.is_encrypted and not reader.decrypt(""):
-            raise UserError(f"{file} is encrypted. Save it without a password.")
-        for page in reader.pages:
-            pages.append(page.extract_text().strip())
-            if sum(map(len, pages)) > MOST_TEXT_CHARACTERS:
-                raise UserError(f"{file}: more than {MOST_TEXT_CHARACTERS:,} characters of text. Divide it.")
-    except UserError:
-        raise
-    except Exception as error:  # pypdf raises many types of errors for a broken file
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"{file}, page {len(pages) + 1}: a broken PDF ({reason}). Get it again.") from None
-    return "\n\n".join(page for page in pages if page)
+        yield from text_document(text)

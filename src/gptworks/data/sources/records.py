@@ -3,7 +3,8 @@ conversations and preference pairs, which `gptworks.data.conversations` reads.""
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -215,8 +216,17 @@ def _line_borders(file: Path) -> Iterator[int]:
                     yield last
 
 
+Skip = Callable[[UserError], None]
+"""A function that takes the error of a record that cannot be read. The record is then left out."""
+
+
+def refuse(error: UserError) -> None:
+    """Raise the error: a record that cannot be read ends the reading."""
+    raise error from None
+
+
 def read_jsonl(
-    file: Path, start: int = 0, end: int | None = None, opened: BinaryIO | None = None
+    file: Path, start: int = 0, end: int | None = None, opened: BinaryIO | None = None, skip: Skip = refuse
 ) -> Iterator[tuple[Line, Mapping[str, Any]]]:
     """Yield the place of each line, and its object; arguments as for `read_lines`."""
     rule = "Each line must be one JSON object."
@@ -227,10 +237,12 @@ def read_jsonl(
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: not JSON ({error}). {rule}") from None
-        if not isinstance(record, dict):
-            raise UserError(f"{where}: a {type(record).__name__}, not an object. {rule}")
-        yield where, record
+            skip(UserError(f"{where}: not JSON ({error}). {rule}"))
+            continue
+        if isinstance(record, dict):
+            yield where, record
+        else:
+            skip(UserError(f"{where}: a {type(record).__name__}, not an object. {rule}"))
 
 
 _BATCH_ROWS = 64
@@ -322,3 +334,49 @@ def open_dataset(source: AnyDataset) -> tuple[str, Any]:
         raise UserError(
             f"{where} could not be opened: {reason}. Check its name, split and revision, and the network."
         ) from None
+
+
+# ------------------------------------------------------------------------------------------ which field is the text
+
+FIELDS = ("text", "content", "body", "document", "article", "story")
+"""Usual names of the field that holds a record's text, the most common first."""
+_CLEARLY_LONGER = 4
+
+
+def listed_names(columns: list[str]) -> str:
+    """Return the first ten column names, shortened and escaped for a message."""
+    few = [f"`{name[:40]}`" if name[:40].isprintable() else ascii(name[:40]) for name in columns[:10]]
+    return ", ".join(few) + (f" and {len(columns) - 10:,} more" if len(columns) > 10 else "")
+
+
+def text_field(rows: list[Mapping[str, Any]]) -> str:
+    """Return the field that is the text: one with a usual name, the only one with words, or one that is much longer
+    than the others; "": several are, so all together are the text.
+
+    Raises:
+        UserError: there are no records, or no field has words.
+    """
+    if not rows:
+        raise UserError("it holds no record")
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    values = {name: [row[name] for row in rows if row.get(name) is not None] for name in names}
+    strings = [name for name in names if values[name] and all(isinstance(value, str) for value in values[name])]
+    usual = [name for wanted in FIELDS for name in strings if str(name).lower() == wanted]
+    words = [name for name in strings if any(_WORD.search(value) for value in values[name])]
+    if usual or len(words) == 1:
+        return (usual or words)[0]
+    if not words:
+        raise UserError(
+            f"no field holds words: it has {listed_names(names)}. Conversations are for `gptworks tune`; for other "
+            f"records, name the text's field in a source of their type."
+        )
+    lengths = sorted(((sum(map(len, values[name])), name) for name in words), reverse=True)
+    return lengths[0][1] if lengths[0][0] >= _CLEARLY_LONGER * lengths[1][0] else ""
+
+
+_WORD = re.compile(r"[^\W\d_]{2}")
+
+
+def all_fields(record: Mapping[str, Any]) -> str:
+    """Return the fields of a record that are not empty, each on a line with its name."""
+    return "\n".join(f"{name}: {value}" for name, value in record.items() if value not in (None, ""))

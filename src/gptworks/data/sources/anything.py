@@ -1,0 +1,407 @@
+"""The source of a folder of any files: each file is read by its kind, or left out with the reason."""
+
+import fnmatch
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from gptworks.config.sources import LANGUAGES, ArchiveSource, CodeSource, FilesSource, WARCSource
+from gptworks.data.sources.archives import Archive
+from gptworks.data.sources.base import Piece, Source, Unit, borders, document, text_document, units_between
+from gptworks.data.sources.code import NEVER_READ, Code
+from gptworks.data.sources.delimited import CSV, read_table
+from gptworks.data.sources.encodings import UTF_8, find_encoding, open_text
+from gptworks.data.sources.extraction import PACKAGES, extracted, missing_packages
+from gptworks.data.sources.files import is_made_here, local_files
+from gptworks.data.sources.json_lists import JSON, read_json
+from gptworks.data.sources.opening import about_unpacked_size, compression, plain_name
+from gptworks.data.sources.pages import HTML, MOST_PAGE_BYTES, WARC
+from gptworks.data.sources.records import (
+    JSONL,
+    Parquet,
+    Skip,
+    all_fields,
+    listed_names,
+    read_jsonl,
+    read_parquet,
+    record_document,
+    text_field,
+)
+from gptworks.data.sources.subtitles import spoken_text
+from gptworks.data.sources.sums import contents
+from gptworks.errors import UserError
+from gptworks.files import open_regular, stamp
+from gptworks.machine import usable_cpus
+
+PROSE = (".txt", ".md", ".text", ".rst", ".tex", ".org", ".adoc", ".markdown", ".log", "")
+CODE = tuple({ending.lower(): None for endings in LANGUAGES.values() for ending in endings})
+_ENDINGS: dict[str, Iterable[str]] = {
+    "text": (*PROSE, *CODE), "subtitles": (".srt", ".vtt"), "jsonl": (*JSONL.endings, ".ndjson"), "json": JSON.endings,
+    "csv": CSV.endings, "parquet": Parquet.endings, "archive": Archive.endings, "html": HTML.endings,
+    "warc": WARC.endings, **{kind: (f".{kind}",) for kind in PACKAGES if kind != "html"},
+}  # fmt: skip
+KINDS = {ending: kind for kind, endings in _ENDINGS.items() for ending in endings}
+"""The kind of file by the ending of its name, in lower case and without the ending of a compression."""
+
+_READING_VERSION = 1
+"""Raise this number when the same files give another text."""
+_LOOKED_AT_RECORDS, _LISTED = 20, 20
+HIDDEN = "hidden"
+_LFS = b"version https://git-lfs.github.com/spec/"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A file of a folder: what it gives, or why it gives nothing."""
+
+    file: str
+    """Its path, relative to the folder."""
+    kind: str
+    """The ending of its name, such as `.docx` or `.jsonl.gz`."""
+    n_bytes: int = 0
+    """Bytes of its text in UTF-8; an estimate if only its beginning was looked at."""
+    n_documents: int | None = 0
+    """Number of its documents; None if only its beginning was looked at."""
+    why: str = ""
+    """The reason why it is skipped; empty if it is read."""
+    notes: tuple[str, ...] = ()
+    """How it is read: its encoding, or the field that is its text."""
+    lacks: str = ""
+    """The parts of it that are left out, such as broken records, with the first reason; empty if there are none."""
+
+
+class Files(Source):
+    """A source of files of any kind. A file that cannot be read is left out."""
+
+    settings: FilesSource
+    size_known = False
+
+    def entries(self) -> Iterator[tuple[Path, str]]:
+        """Yield each file, sorted, with the reason why it is not tried; "": it is."""
+        folder = self._folder
+        if folder is None:
+            yield from ((file, "") for file in local_files(self.settings, tuple(KINDS)))
+            return
+        for path in sorted(_walk(folder)):
+            yield path, self._not_tried(path, folder)
+
+    def files(self) -> list[Path]:
+        return [file for file, why in self.entries() if not why]
+
+    def units(self) -> list[Unit]:
+        return [unit for file in self.files() for unit in self._units_or_none(file)]
+
+    def units_of(self, file: Path) -> Iterable[Unit]:
+        kind, is_packed = self.kind(file), compression(file.name) is not None
+        if kind in _WITH_ENCODING and (is_packed or find_encoding(file).name != UTF_8):
+            size = find_encoding(file).n_bytes if kind == "text" else about_unpacked_size(file)
+            return [Unit(file, size)]
+        if kind == "text":
+            with open_regular(file) as stream:
+                return [*units_between(file, borders(stream))]
+        divided: dict[str, type[Source]] = {"jsonl": JSONL, "parquet": Parquet}
+        return divided[kind](None).units_of(file) if kind in divided else [Unit(file, about_unpacked_size(file))]
+
+    def read_unit(self, unit: Unit) -> Iterator[Piece]:
+        """Yield the documents of a unit. At an error, a document that has begun ends there."""
+        return self._read(unit, lambda error: None)
+
+    def check(self) -> None:
+        """Look at all files.
+
+        Raises:
+            UserError: none can be read.
+        """
+        items = self.look()
+        if all(item.why for item in items):
+            raise UserError(
+                f"source {self.settings.path}: no file can be read. {'; '.join(reasons(items)) or 'There is none.'}"
+            )
+        if left_out := reasons(items):
+            warnings.warn(_summary(left_out, len(items)), stacklevel=2)
+
+    def signature(self) -> list[list[Any]]:
+        files = self.files()
+        kinds = {kind for kind in map(self.kind, files) if kind in PACKAGES}
+        return [["files", _READING_VERSION, *missing_packages(kinds)], *contents(files)]
+
+    def kind(self, file: Path) -> str | None:
+        """Return the kind of a file; None if its ending is unknown. A file that the settings name may have any."""
+        found = KINDS.get(Path(plain_name(file.name)).suffix.lower())
+        return found or ("text" if self._folder is None else None)
+
+    def look(
+        self, most_bytes: int | None = None, progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[Item]:
+        """Read all files, and return what they give.
+
+        Args:
+            most_bytes: bytes of text to read of a file, at least; the rest is estimated. None: read all.
+            progress: called with the numbers of files done and of all files.
+        """
+        entries = [*self.entries()]
+        items: list[Item] = []
+        with ThreadPoolExecutor(max(1, min(4, usable_cpus()))) as threads:
+            for item in threads.map(lambda entry: self._item(entry[0], entry[1], most_bytes), entries):
+                items.append(item)
+                progress(len(items), len(entries))
+        return items
+
+    def name(self, file: Path) -> str:
+        """Return a file's path relative to the folder."""
+        return str(file if self._folder is None else file.relative_to(self._folder))
+
+    @property
+    def _folder(self) -> Path | None:
+        path = None if self.settings.path is None else Path(self.settings.path).expanduser()
+        return path if path is not None and path.is_dir() else None
+
+    def _not_tried(self, path: Path, folder: Path) -> str:
+        name = path.relative_to(folder).as_posix()
+        if path.name.startswith((".", "~$")):
+            return HIDDEN if path.name.startswith(".") else "a lock file of an office program"
+        if any(fnmatch.fnmatchcase(one, pattern) for one in (name, path.name) for pattern in self.settings.exclude):
+            return "named by the source's `exclude`"
+        if path.is_dir():
+            if path.is_symlink():
+                return "a link to a folder elsewhere: give that folder as a source of its own"
+            return "made by gptworks" if is_made_here(path) else "a folder that cannot be opened"
+        if self.kind(path) is None:
+            return "not a kind that is read; if it is text, rename it to .txt"
+        try:
+            with open_regular(path, inside=folder) as stream:
+                head = stream.read(len(_LFS))
+        except (UserError, OSError) as error:
+            return _reason(error, path)
+        if head == _LFS:
+            return "a pointer of Git LFS, not the file: run `git lfs pull`"
+        return "" if head else "it is empty"
+
+    def _units_or_none(self, file: Path) -> Iterable[Unit]:
+        try:
+            return self.units_of(file)
+        except (UserError, OSError):
+            return ()
+
+    def _read(self, unit: Unit, skip: Skip) -> Iterator[Piece]:
+        """Yield the pieces of a unit, and end a document where an error cuts it off."""
+        held: Piece | None = None
+        try:
+            for piece in self._pieces(unit, skip):
+                if held is not None:
+                    yield _ended(held) if piece.starts_document and not held.ends_document else held
+                held = piece
+        except (UserError, OSError) as error:
+            skip(error if isinstance(error, UserError) else UserError(_reason(error, unit.file)))
+            held = _ended(held) if held is not None and not held.ends_document else held
+        if held is not None:
+            yield held
+
+    def _pieces(self, unit: Unit, skip: Skip) -> Iterator[Piece]:
+        file, kind = unit.file, self.kind(unit.file)
+        if kind == "text":
+            encoding = find_encoding(file)
+            n_bytes = None if encoding.name == UTF_8 and not compression(file.name) else encoding.n_bytes
+            with open_text(file, encoding.name) as stream:
+                yield from document(stream, file, unit.start, unit.end, n_bytes)
+        elif kind == "subtitles":
+            yield from text_document(spoken_text(file))
+        elif kind in _RECORDS:
+            name = _text_field(file, kind, stamp(file))
+            for where, record in _records(file, kind, unit, skip):
+                try:
+                    yield from record_document(where, record if name else {"": all_fields(record)}, name)
+                except UserError as error:
+                    skip(error)
+        elif kind == "archive":
+            yield from _archive(file, stamp(file)).read_unit(unit, skip)
+        elif kind == "warc":
+            yield from WARC(WARCSource(type="warc", path=str(file))).read_unit(unit)
+        else:
+            assert kind is not None
+            yield from text_document(extracted(file, kind, *([MOST_PAGE_BYTES] if kind == "html" else [])))
+
+    def _item(self, file: Path, why: str, most_bytes: int | None) -> Item:
+        name, ending = self.name(file), _ending(file)
+        if why:
+            return Item(name, why if why == HIDDEN else "folder" if file.is_dir() else ending, why=why)
+        errors: list[UserError] = []
+        n_bytes = documents = 0
+        is_sampled, lacks = False, ""
+        notes: list[str] = []
+        try:
+            kind = self.kind(file)
+            if kind in _WITH_ENCODING and (note := find_encoding(file).note):
+                notes.append(note)
+            if kind == "text":
+                n_bytes = find_encoding(file).n_bytes
+                documents = 1
+            units = () if kind == "text" else tuple(self.units_of(file))
+            seen_bytes = 0
+            for unit in units:
+                for piece in self._read(unit, errors.append):
+                    n_bytes += len(piece.text.encode("utf-8"))
+                    documents += piece.starts_document
+                seen_bytes += unit.size_bytes
+                if most_bytes is not None and n_bytes > most_bytes and unit is not units[-1]:
+                    n_bytes = round(n_bytes * sum(one.size_bytes for one in units) / seen_bytes)
+                    notes.append(f"its first {seen_bytes:,} bytes looked at")
+                    is_sampled = True
+                    break
+            if kind in _RECORDS and n_bytes:
+                notes.append(f"takes {_takes(_text_field(file, kind, stamp(file)))}")
+        except (UserError, OSError) as error:
+            errors.append(error if isinstance(error, UserError) else UserError(_reason(error, file)))
+        if not n_bytes:
+            return Item(name, ending, why=_reason(errors[0], file) if errors else "it holds no text")
+        if errors:
+            lacks = f"{len(errors):,} part{'s' * (len(errors) > 1)} of it left out: {_reason(errors[0], file)}"
+        return Item(name, ending, n_bytes, None if is_sampled else documents, "", tuple(notes), lacks)
+
+    def excerpts(self, item: Item, offsets: list[int], n_bytes: int) -> Iterator[list[str]]:
+        """Yield, for each byte offset in a file's text, about `n_bytes` of the text from the next line on: the parts of
+        one document or several. The offsets must ascend, and be less than the item's `n_bytes`."""
+        file = Path(item.file) if self._folder is None else self._folder / item.file
+        units = [*self.units_of(file)]
+        scale = item.n_bytes / max(1, sum(unit.size_bytes for unit in units))
+        left, start = [*offsets], 0.0
+        for unit in units:
+            end = inf if unit is units[-1] else start + unit.size_bytes * scale
+            inside = [offset for offset in left if offset < end]
+            left = left[len(inside) :]
+            yield from _excerpts(self.read_unit(unit), [int(offset - start) for offset in inside], n_bytes)
+            start = end
+
+
+def _excerpts(pieces: Iterator[Piece], offsets: list[int], n_bytes: int) -> Iterator[list[str]]:
+    found: list[list[str]] = [[] for _ in offsets]
+    first = at = 0  # the first excerpt that has not ended, and the bytes before the piece
+    while first < len(offsets) and (piece := next(pieces, None)) is not None:
+        data = piece.text.encode("utf-8")
+        for offset, parts in zip(offsets[first:], found[first:], strict=True):
+            if offset >= at + len(data):
+                break
+            part = data[max(0, offset - at) : offset + n_bytes - at].decode("utf-8", "ignore")
+            if offset > at:
+                part = part.partition("\n")[2] or part
+            if parts and not piece.starts_document:
+                parts[-1] += part
+            else:
+                parts.append(part)
+        at += len(data)
+        while first < len(offsets) and offsets[first] + n_bytes <= at:
+            first += 1
+    yield from filter(None, found)
+
+
+# -------------------------------------------------------------------------------------------------------- one file
+
+
+def _ended(piece: Piece) -> Piece:
+    """Return the piece as the last one of its document."""
+    return replace(piece, ends_document=True, document_bytes=piece.before_bytes + len(piece.text.encode("utf-8")))
+
+
+def _reason(error: UserError | OSError, file: Path) -> str:
+    """Return an error's message without the file's name, which a table states already."""
+    if isinstance(error, OSError):
+        return "a link that leads nowhere" if file.is_symlink() and not file.exists() else error.strerror or str(error)
+    return re.sub(r"^:(\d+)", r"line \1", str(error).removeprefix(str(file))).lstrip(": ,")
+
+
+def reasons(items: Iterable[Item]) -> list[str]:
+    """Return each file that is skipped, or of which parts are left out, with the reason."""
+    return [f"{item.file}: {item.why or item.lacks}" for item in items if item.why or item.lacks]
+
+
+def _summary(left_out: list[str], n_files: int) -> str:
+    listed = "; ".join(left_out[:_LISTED]) + ("; …" if len(left_out) > _LISTED else "")
+    return f"{len(left_out):,} of {n_files:,} files are left out, wholly or in part: {listed}"
+
+
+def _ending(file: Path) -> str:
+    """Return a file's ending, with the ending of its compression, such as `.jsonl.gz`."""
+    plain = plain_name(file.name)
+    return Path(plain).suffix + file.name[len(plain) :]
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder, and the folders that are not entered. In a git repository, leave out what
+    `.gitignore` names and the folders of other people's code."""
+    if any((folder / name).exists() for name in (".git", ".gitignore")):
+        try:
+            yield from [*Code(CodeSource(type="code", path=str(folder))).walk()]
+            return
+        except UserError:  # `.gitignore` cannot be read
+            pass
+    closed: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=lambda error: closed.append(Path(error.filename))):
+        entered = []
+        for name in folders:
+            path = Path(parent, name)
+            if path.is_symlink() or name.startswith(".") or is_made_here(path):
+                yield path
+            elif name not in NEVER_READ:
+                entered.append(name)
+        folders[:] = entered
+        yield from (Path(parent, name) for name in names)
+    yield from closed
+
+
+# --------------------------------------------------------------------------------------------------------- records
+
+Record = Mapping[str, Any]
+_RECORDS = {"jsonl", "json", "csv", "parquet"}
+_WITH_ENCODING = {"text", "subtitles", "jsonl", "json", "csv"}
+
+
+def _records(file: Path, kind: str, unit: Unit, skip: Skip) -> Iterator[tuple[object, Record]]:
+    if kind == "parquet":
+        return read_parquet(file, None, unit.start, unit.end)
+    encoding = find_encoding(file).name
+    opened = None if encoding == UTF_8 else open_text(file, encoding)
+    if kind == "jsonl":
+        return read_jsonl(file, unit.start, unit.end, opened, skip)
+    return read_json(file, None, opened) if kind == "json" else read_table(file, opened=opened, skip=skip)
+
+
+@lru_cache(maxsize=1 << 12)
+def _text_field(file: Path, kind: str, _: object) -> str:
+    """Return the field that is the text of a file's records; "" if it is all fields together."""
+    errors: list[UserError] = []
+    rows: list[Record] = []
+    try:
+        rows.extend(row for _, row in islice(_records(file, kind, Unit(file), errors.append), _LOOKED_AT_RECORDS))
+    except UserError as error:
+        errors.append(error)
+    if errors and not rows:
+        raise errors[0]
+    return text_field(rows)
+
+
+def _takes(name: str) -> str:
+    return listed_names([name]) if name else "all fields"
+
+
+# -------------------------------------------------------------------------------------------------------- archives
+
+
+@lru_cache(maxsize=1 << 12)
+def _archive(file: Path, _: object) -> Archive:
+    """Return the source that reads an archive: as texts if it has any, else as records."""
+    texts = tuple(f"*{ending}" for ending in (*PROSE, *CODE) if ending)
+    forms = [ArchiveSource(type="archive", path=str(file), format="text", members=texts)]
+    forms += [ArchiveSource(type="archive", path=str(file), format=form) for form in ("jsonl", "csv")]
+    names = Archive(forms[0]).names(file)
+    for form in forms:
+        if any(map(Archive(form).wants, names)):
+            return Archive(form)
+    raise UserError(f"none of its {len(names):,} members is text or records: unpack it to read other kinds")

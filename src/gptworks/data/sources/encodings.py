@@ -1,0 +1,193 @@
+"""Read text files in any encoding as UTF-8: by their byte order mark, as UTF-8, or in the encoding that chardet
+finds."""
+
+import codecs
+import io
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from gptworks.data.sources.opening import open_file
+from gptworks.errors import UserError
+from gptworks.files import stamp
+
+UTF_8 = "utf-8"
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF8, UTF_8),
+    (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
+)  # fmt: skip
+"""Byte order marks and their encodings; UTF-32 comes first, since its little-endian mark begins with that of UTF-16."""
+_CHUNK_BYTES = 1 << 16
+_GUESSED_BYTES = 1 << 18
+"""Bytes from which an encoding is guessed: those around the first byte that is not UTF-8."""
+
+
+class Encoding(NamedTuple):
+    """The encoding of a text file."""
+
+    name: str
+    guessed: bool
+    """Whether chardet found it; False: the file states it, or is valid UTF-8."""
+    n_bytes: int
+    """Bytes of the text in UTF-8, with a byte order mark."""
+
+    @property
+    def note(self) -> str:
+        """A note for the user; empty for UTF-8."""
+        return "" if self.name == UTF_8 else f"read as {self.name}{' (guessed)' if self.guessed else ''}"
+
+
+def find_encoding(file: Path) -> Encoding:
+    """Find the encoding of a text file, which may be compressed, by reading all of it.
+
+    Raises:
+        UserError: the file is binary, in no encoding that can be found, or broken.
+        OSError: the file cannot be read.
+    """
+    return _find_encoding(file, stamp(file))
+
+
+@lru_cache(maxsize=1 << 16)
+def _find_encoding(file: Path, _: Any) -> Encoding:
+    with open_file(file) as stream:
+        head = stream.read(_CHUNK_BYTES)
+    if name := next((name for mark, name in _MARKS if head.startswith(mark)), None):
+        return _checked(file, name, guessed=False)
+    if b"\0" in head and (name := _wide(head)):
+        return _checked(file, name, guessed=True)
+    wrong_at = _first_wrong(file)
+    if wrong_at is None:
+        return _checked(file, UTF_8, guessed=False)
+    guess = guessed(_bytes_around(file, wrong_at))
+    if guess is None:
+        raise UserError(f"{file} is not text: its bytes fit no encoding. Leave it out, or convert it to UTF-8.")
+    return _checked(file, guess, guessed=True)
+
+
+def guessed(data: bytes) -> str | None:
+    """Return the likeliest encoding of bytes that are not UTF-8; None if none fits.
+
+    chardet ranks the encodings. One in which many words mix Latin letters with those of another script is passed over
+    (Italian would be read as Macedonian), and if chardet is unsure, as with a few words, cp1252 is taken where it fits.
+    """
+    import chardet
+
+    era = chardet.EncodingEra
+    eras = era.MODERN_WEB | era.LEGACY_ISO | era.LEGACY_REGIONAL
+    for found in chardet.detect_all(data, encoding_era=eras, ignore_threshold=True):
+        if found["encoding"] is not None:
+            text = data.decode(found["encoding"], "ignore")
+            n_letters = sum(character.isalpha() and not character.isascii() for character in text)
+            if 5 * len(_MIXED.findall(text)) <= n_letters:
+                is_sure = found["confidence"] >= _SURE or _CP1252_LACKS.search(data)
+                name = codecs.lookup(found["encoding"]).name
+                return name if is_sure and name != "iso8859-1" else "cp1252"  # cp1252 has all of ISO 8859-1
+    return None
+
+
+_SURE = 0.12
+_CP1252_LACKS = re.compile(rb"[\x81\x8d\x8f\x90\x9d]")
+_MIXED = re.compile(r"[A-Za-z][\u0370-\u06ff]|[\u0370-\u06ff][A-Za-z]")
+
+
+def open_text(file: Path, encoding: str) -> BinaryIO:
+    """Open a text file as a stream of UTF-8 bytes.
+
+    Raises:
+        UserError: while bytes are read, they prove not to be text in this encoding.
+    """
+    stream = open_file(file)
+    return stream if encoding == UTF_8 else io.BufferedReader(_Decoded(stream, encoding, file), _CHUNK_BYTES)
+
+
+class _Decoded(io.RawIOBase):
+    """A stream of the UTF-8 bytes of a text in another encoding."""
+
+    def __init__(self, stream: BinaryIO, encoding: str, file: Path) -> None:
+        self._stream, self._encoding, self._file = stream, encoding, file
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            chunk = self._stream.read(_CHUNK_BYTES)
+            try:
+                text = self._decoder.decode(chunk, final=not chunk)
+            except UnicodeError as error:
+                raise UserError(
+                    f"{self._file} is not text in {self._encoding}, its likeliest encoding ({error}). Leave it out, "
+                    f"or convert it to UTF-8."
+                ) from None
+            self._ready = text.encode("utf-8", "replace")
+            if not chunk:
+                break
+        taken = self._ready[: len(buffer)]
+        self._ready = self._ready[len(taken) :]
+        buffer[: len(taken)] = taken
+        return len(taken)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._stream.close()
+        super().close()
+
+
+def _checked(file: Path, name: str, guessed: bool) -> Encoding:
+    """Return the encoding with the text's size, after all of the text was decoded.
+
+    Raises:
+        UserError: the file is not text in this encoding.
+    """
+    n_bytes = 0
+    with open_text(file, name) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            if found := (_CONTROLS if guessed else _NUL).search(chunk):
+                raise UserError(
+                    f"{file} is binary, not text: 0x{found[0].hex()} at byte {n_bytes + found.start()}. Leave it out, "
+                    f"or convert it to UTF-8."
+                )
+            n_bytes += len(chunk)
+    if name == UTF_8 and (at_wrong := _first_wrong(file)) is not None:
+        raise UserError(
+            f"{file} begins with the byte order mark of UTF-8, and byte {at_wrong} is not UTF-8. Convert it to UTF-8."
+        )
+    return Encoding(name, guessed, n_bytes)
+
+
+def _first_wrong(file: Path) -> int | None:
+    """Return the offset of the first byte that is not UTF-8; None if there is none."""
+    decoder, n_bytes, chunk = codecs.getincrementaldecoder(UTF_8)(), 0, b"-"
+    with open_file(file) as stream:
+        while chunk:
+            held = len(decoder.getstate()[0])
+            chunk = stream.read(_CHUNK_BYTES)
+            try:
+                decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                return n_bytes - held + error.start
+            n_bytes += len(chunk)
+    return None
+
+
+_NUL, _CONTROLS = re.compile(rb"\0"), re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")
+"""Characters that UTF-8 text does not have, and that text in a guessed encoding does not have."""
+
+
+def _bytes_around(file: Path, at: int) -> bytes:
+    with open_file(file) as stream:
+        left = at - _CHUNK_BYTES
+        while left > 0:
+            left -= len(stream.read(min(left, _CHUNK_BYTES)))
+        return stream.read(_GUESSED_BYTES)
+
+
+def _wide(head: bytes) -> str | None:
+    """Return the byte order of UTF-16 in which text without a mark is mostly Latin; None if it is not UTF-16."""
+    n_even, n_odd, half = head[::2].count(0), head[1::2].count(0), len(head) // 2
+    if n_even == 0 and n_odd > 0.4 * half:
+        return "utf-16-le"
+    return "utf-16-be" if n_odd == 0 and n_even > 0.4 * half else None

@@ -1,0 +1,238 @@
+"""Take the text out of documents, in child processes with limits of time and memory, since documents may be hostile.
+The texts are kept in the cache, because a document is read several times: by `init`, for the tokenizer, for shards."""
+
+import base64
+import contextlib
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import posixpath
+import zipfile
+from collections.abc import Callable
+from functools import lru_cache, partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+from xml.etree import ElementTree
+
+from gptworks.confined import Confined, Exceeded, Limits, Refused
+from gptworks.confined.child import Answer, serve
+from gptworks.data.sources.encodings import guessed
+from gptworks.data.sources.opening import open_file
+from gptworks.errors import RunError, UserError, not_installed
+from gptworks.files import make_folder, read_regular, sha256_file, write_whole
+from gptworks.files.fetch import cache_folder
+
+LIMITS = Limits(seconds=120, n_bytes=2 << 30)
+"""Limits of CPU time and memory for one document."""
+MOST_BYTES = 1 << 28
+"""Maximum bytes of a document."""
+MOST_TEXT_CHARACTERS = 1 << 24
+"""Maximum characters of text in a document."""
+_MAX_KEPT_BYTES = 1 << 28
+_FORM = 1
+"""Raise this number when the same document and packages give another text: texts in the cache are made again."""
+
+
+def extracted(file: Path, kind: str, max_bytes: int = MOST_BYTES) -> str:
+    """Return the text of a document, which may be compressed.
+
+    Args:
+        kind: a key of `PACKAGES`.
+
+    Raises:
+        UserError: the document is broken, encrypted or too large, or the package that reads it is not installed.
+        OSError: the file cannot be read.
+    """
+    version = _version(kind, str(file))
+    if file.stat().st_size > max_bytes:
+        raise UserError(f"{file}: {_too_large(max_bytes)}")
+    key = hashlib.sha256(json.dumps([_FORM, kind, version, max_bytes, sha256_file(file)]).encode()).hexdigest()
+    kept = cache_folder() / "texts" / f"{key}.json"
+    try:
+        reply = json.loads(read_regular(kept, _MAX_KEPT_BYTES))
+        text, why = str(reply["text"]), str(reply["why"])
+    except Exception:  # not in the cache, or damaged there
+        text, why = _asked({"kind": kind, "path": str(file.absolute()), "max_bytes": max_bytes})
+        with contextlib.suppress(OSError, RunError):  # without a cache, the text is taken out again
+            make_folder(kept.parent)
+            write_whole(kept, json.dumps({"text": text, "why": why}), private=True)
+    if why:
+        raise UserError(f"{file}: {why}")
+    return text
+
+
+def page_text(html: bytes, where: str) -> str:
+    """Return the main text of an HTML page; empty if none is found.
+
+    Raises:
+        UserError: the page exceeds a limit, or the package that reads it is not installed.
+    """
+    _version("html", where)
+    text, why = _asked({"kind": "html", "data": base64.b64encode(html).decode("ascii")})
+    if why:
+        raise UserError(f"{where}: {why}")
+    return text
+
+
+def missing_packages(kinds: set[str]) -> list[str]:
+    """Return the packages that these kinds need and that are not installed, sorted."""
+    return sorted({PACKAGES[kind] for kind in kinds if importlib.util.find_spec(PACKAGES[kind]) is None})
+
+
+def _too_large(max_bytes: int) -> str:
+    return f"larger than {max_bytes:,} bytes, the limit for such a document. Divide it."
+
+
+def _version(kind: str, where: str) -> str:
+    package = PACKAGES[kind]
+    if importlib.util.find_spec(package) is None:
+        raise not_installed(package, "sources", f"{where}: taking the text out of {kind.upper()}")
+    return f"{package} {metadata.version(package)}"
+
+
+@lru_cache(maxsize=1)
+def _children() -> Confined:
+    setup = Limits(seconds=60, n_bytes=LIMITS.n_bytes)
+    return Confined(__name__, None, LIMITS, setup_limits=setup, keep_bytes=1 << 28)
+
+
+def _asked(question: dict[str, Any]) -> tuple[str, str]:
+    """Return the text and "", or "" and the reason why there is no text.
+
+    Raises:
+        UserError: a package is missing.
+    """
+    try:
+        reply = _children().ask(question)
+        if isinstance(reply, dict):
+            raise not_installed("a package", "sources", f"taking the text out ({reply['missing']})")
+        return reply, ""
+    except Refused as error:
+        return "", str(error)
+    except Exceeded as error:
+        return "", f"taking the text out was stopped: {error} Leave it out, or divide it."
+
+
+# --------------------------------------------------------------------------------------------- in the child process
+
+
+def main() -> None:
+    """Answer the parent's questions: a document's kind, and its path or bytes. The answer is the text."""
+    serve(_prepare)
+
+
+def _prepare(_: Any) -> Answer:
+    os.environ["ALL2MD_DISABLE_NETWORK"] = "1"
+    return _answer
+
+
+def _answer(question: dict[str, Any]) -> str | dict[str, str]:
+    kind = question["kind"]
+    if "data" in question:
+        data = base64.b64decode(question["data"])
+    else:
+        with open_file(Path(question["path"])) as stream:
+            data = stream.read(question["max_bytes"] + 1)
+        if len(data) > question["max_bytes"]:
+            raise UserError(_too_large(question["max_bytes"]))
+    try:
+        text = _TAKEN[kind](data)
+    except (UserError, MemoryError):
+        raise
+    except ImportError as error:
+        return {"missing": " ".join(str(error).split())[:300]}
+    except Exception as error:  # libraries raise many types of errors for a broken document
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"a broken {kind.upper()} file ({reason}). Get it again.") from None
+    if len(text) > MOST_TEXT_CHARACTERS:
+        raise UserError(f"more than {MOST_TEXT_CHARACTERS:,} characters of text. Divide it.")
+    return text.strip()
+
+
+def _html(data: bytes) -> str:
+    from trafilatura import extract
+
+    page: bytes | str = data
+    if b"charset" not in data[:2048].lower() and not data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        try:
+            page = data.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            page = data.decode(guessed(data) or "cp1252", "replace")
+    return extract(page) or ""
+
+
+def _pdf(data: bytes) -> str:
+    import logging
+
+    import pypdf
+
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)
+    pages: list[str] = []
+    try:
+        reader = pypdf.PdfReader(io.BytesIO(data))
+        if reader.is_encrypted and not reader.decrypt(""):
+            raise UserError("it is encrypted. Save it without a password.")
+        n_characters = 0
+        for page in reader.pages:
+            pages.append(page.extract_text().strip())
+            n_characters += len(pages[-1])
+            if n_characters > MOST_TEXT_CHARACTERS:
+                break
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # pypdf raises many types of errors for a broken file
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"page {len(pages) + 1}: a broken PDF ({reason}). Get it again.") from None
+    return "\n\n".join(page for page in pages if page)
+
+
+def _plain(data: bytes, kind: str) -> str:
+    import all2md
+    from all2md.options import PlainTextOptions
+
+    options = PlainTextOptions(max_line_width=None)
+    form: Any = kind
+    text = all2md.convert(
+        data, source_format=form, target_format="plaintext", renderer_options=options, attachment_mode="skip"
+    )
+    return text.decode("utf-8") if isinstance(text, bytes) else str(text or "")
+
+
+def _notebook(data: bytes) -> str:
+    """Return the cells of a Jupyter notebook as they were written, without what they print."""
+    tree = json.loads(data)
+    sheets = [tree, *tree.get("worksheets", ())]  # format 3 has sheets, whose cells of code are called input
+    written = (cell.get("source", cell.get("input", "")) for sheet in sheets for cell in sheet.get("cells", ()))
+    return "\n\n".join(filter(None, ("".join(one).strip() for one in written)))
+
+
+def _mail(data: bytes) -> str:
+    from email import message_from_bytes
+
+    if not {"from", "date", "subject"} & {name.lower() for name in message_from_bytes(data)}:
+        raise UserError("a broken EML file (it has neither sender, date nor subject). Get it again.")
+    return _plain(data, "eml")
+
+
+def _epub(data: bytes) -> str:
+    """Return the text of a book's pages, in the order in which it is read."""
+    with zipfile.ZipFile(io.BytesIO(data)) as book:
+        root = ElementTree.fromstring(book.read("META-INF/container.xml")).find(".//{*}rootfile")
+        place = "" if root is None else root.get("full-path", "")
+        package = ElementTree.fromstring(book.read(place))
+        addresses = {one.get("id"): unquote(one.get("href", "")) for one in package.iterfind(".//{*}item")}
+        read = [addresses[one.get("idref")] for one in package.iterfind(".//{*}itemref")]
+        pages = [book.read(posixpath.join(posixpath.dirname(place), address)) for address in read]
+    return "\n\n".join(filter(None, (_plain(page, "html").strip() for page in pages)))
+
+
+_TAKEN: dict[str, Callable[[bytes], str]] = {
+    "html": _html, "pdf": _pdf, "epub": _epub, "eml": _mail, "ipynb": _notebook,
+    **{kind: partial(_plain, kind=kind) for kind in ("docx", "odt", "rtf", "pptx", "odp", "xlsx", "ods")},
+}  # fmt: skip
+PACKAGES = dict.fromkeys(_TAKEN, "all2md") | {"html": "trafilatura", "pdf": "pypdf"}
+"""The package that reads each kind of document."""

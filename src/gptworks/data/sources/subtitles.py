@@ -1,0 +1,29 @@
+"""Read the words of subtitles."""
+
+import re
+from pathlib import Path
+
+from gptworks.data.sources.encodings import find_encoding, open_text
+from gptworks.errors import UserError
+
+MOST_BYTES = 1 << 24
+"""Maximum bytes of a file of subtitles."""
+_TIMES = re.compile(r"(\d+:)?\d+:\d+[.,]\d+ +--> ")
+_MARKUP = re.compile(r"<[^<>\n]{0,100}>|\{\\[^{}\n]{0,100}\}")
+
+
+def spoken_text(file: Path) -> str:
+    """Return the words of subtitles (SubRip or WebVTT), without numbers, times and markup."""
+    with open_text(file, find_encoding(file).name) as stream:
+        data = stream.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise UserError(f"{file}: larger than {MOST_BYTES:,} bytes, the limit for subtitles. Leave it out.")
+    spoken: list[str] = []
+    for block in re.split(r"\n[ \t]*\n", data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")):
+        lines = block.strip("\n").split("\n")
+        at = next((n for n, line in enumerate(lines[:2]) if _TIMES.match(line)), None)
+        if at is not None:
+            spoken += lines[at + 1 :]
+    if not spoken:
+        raise UserError(f"{file}: no line has the times of subtitles (00:01:02,345 --> …). Get it again.")
+    return "\n".join(filter(None, (_MARKUP.sub("", line).strip() for line in spoken)))
