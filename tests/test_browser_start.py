@@ -15,8 +15,8 @@ import yaml
 import commands
 import tiny
 from browser import Studio, axe, open_studio, screenshot
-from gptworks.api import plan
 from gptworks.describe.plan_tables import tables
+from gptworks.estimates import plan
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.training.changes import read_history
 from gptworks.training.loop import train

@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 import gptworks
 import tiny
 from gptworks import api
-from gptworks.api import overrides_of
 from gptworks.chat_template import BUILT_IN, ChatTemplate
 from gptworks.cli import app
 from gptworks.errors import UserError
 from gptworks.infer.chat import TurnSession
 from gptworks.infer.engine import Engine
+from gptworks.overrides import overrides_of
 from gptworks.pages.parts import MOST_CHARACTERS
 from gptworks.recipe import load_recipe
 from gptworks.runs.trained_run import TrainedRun

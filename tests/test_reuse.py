@@ -194,5 +194,4 @@ def test_the_bytes_of_a_cache_are_those_of_its_buffers(dtype: torch.dtype) -> No
         buffers = [t for v in (*cache.keys, *cache.values) for t in (v.data, v.scale)] + [cache.tokens]
         held_bytes = sum(tensor.nbytes for tensor in buffers if tensor is not None)
         assert cache.bytes_of(5, 61) == held_bytes
-        if dtype != torch.int8:  # whose scales a plan leaves out
-            assert 5 * kv_cache_bytes(config, 61, dtype.itemsize) == held_bytes
+        assert 5 * kv_cache_bytes(config, 61, dtype.itemsize, 4 * (dtype == torch.int8)) == held_bytes

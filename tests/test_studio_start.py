@@ -15,10 +15,10 @@ import yaml
 import commands
 import tiny
 from browser import Studio, open_studio
-from gptworks.api import plan
 from gptworks.confined import Limits
 from gptworks.describe.plan_tables import plan_json, tables
 from gptworks.errors import UserError
+from gptworks.estimates import plan
 from gptworks.recipe import load_recipe, parse_recipe, recipe_schema
 from gptworks.recipes import shipped_paths
 from gptworks.studio import processes

@@ -21,9 +21,10 @@ if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & set(os.environ):
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from gptworks.api import evaluate, plan, read_run, rehearse, train
+    from gptworks.api import evaluate, read_run, train
     from gptworks.config import ModelConfig, Recipe
     from gptworks.data.prepare import prepare
+    from gptworks.estimates import plan, plan_serving, rehearse
     from gptworks.infer.backends.cache import SlotCache
     from gptworks.infer.engine import Engine, load
     from gptworks.model.gpt import GPT
@@ -41,9 +42,10 @@ _HOMES = {
     "Engine": "gptworks.infer.engine",
     "load": "gptworks.infer.engine",
     "evaluate": "gptworks.api",
-    "plan": "gptworks.api",
+    "plan": "gptworks.estimates",
+    "plan_serving": "gptworks.estimates",
     "read_run": "gptworks.api",
-    "rehearse": "gptworks.api",
+    "rehearse": "gptworks.estimates",
     "train": "gptworks.api",
 }
 
@@ -58,6 +60,7 @@ __all__ = [
     "load",
     "load_recipe",
     "plan",
+    "plan_serving",
     "prepare",
     "preset",
     "read_run",

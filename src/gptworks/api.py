@@ -1,29 +1,24 @@
-"""The functions for programs, notebooks and the commands: `gptworks.train`, `gptworks.plan`, `gptworks.evaluate`.
+"""The functions for programs, notebooks and the commands: `gptworks.train`, `gptworks.evaluate`; see also `estimates`.
 
 Each function imports what it needs when it is called, so that importing this module is fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from math import inf
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gptworks.errors import UserError, nearest, refuse_unused
+from gptworks.errors import UserError, refuse_unused
+from gptworks.overrides import overrides_of
 
 if TYPE_CHECKING:
-    from gptworks.choices import LoadedWeights, PrecisionName, Sharding
+    from gptworks.choices import LoadedWeights, PrecisionName
     from gptworks.config import Recipe
     from gptworks.data.opened import Prepared
-    from gptworks.describe.plan_sheet import PlanSheet
-    from gptworks.describe.rehearsal import RehearsalSheet
     from gptworks.evaluation.measurements import Measurements
-    from gptworks.planning.devices import Device
     from gptworks.recipe import RecipeLike
     from gptworks.runs.trained_run import TrainedRun
     from gptworks.training.loop import Outcome
@@ -104,160 +99,6 @@ def read_run(folder: str | PathLike[str]) -> TrainedRun:
     from gptworks.runs.trained_run import TrainedRun
 
     return TrainedRun(**vars(read_history(Path(folder))))
-
-
-def plan(
-    recipe: RecipeLike,
-    *overrides: str,
-    device: str | None = None,
-    world_size: int = 1,
-    sharding: Sharding | None = None,
-    tensor_parallel: int | None = None,
-    price: float | None = None,
-    hours: float | None = None,
-    budget: float | None = None,
-    trace: bool = False,
-    measure: bool = False,
-    details: bool = False,
-    working: Callable[[str], AbstractContextManager[object]] = nullcontext,
-    **settings: Any,
-) -> PlanSheet:
-    """Estimate a run's FLOPs, memory, time and disk: `gptworks.plan("demo", batch_size=64)`.
-
-    Args:
-        recipe: a preset's name, or what `gptworks.train` takes.
-        overrides: settings that replace the recipe's, as for `gptworks.train`.
-        device: a name such as h100, or a GPU's memory such as `8 GB`; `this` and `cpu` measure this machine's device
-            and CPU; None is this machine's CPU, not measured.
-        world_size: number of devices.
-        sharding, tensor_parallel: settings of train.parallel.
-        price: price of an hour of a device, in any currency.
-        hours, budget: plan the other way round too: what this many hours, or this much money at `price`, suffice for.
-        trace: also run a step on fake tensors, to count its memory.
-        measure: also run two real steps on this machine, to measure time and memory.
-        details: show every figure.
-        working: called with a description; returns a context for tracing or measuring, such as a progress bar.
-        settings: figures of the device, such as `memory_gib=80`, by their names in
-            `gptworks.planning.device_options.DeviceOptions`; and further overrides, as for `gptworks.train`.
-
-    Raises:
-        UserError: a setting or the device is wrong, or the vocabulary is not known yet and the data is missing.
-    """
-    from gptworks.describe.plan_sheet import PlanSheet
-    from gptworks.planning.assumed import preset_recipe
-    from gptworks.planning.budget import affordable, hours_for
-    from gptworks.planning.device_options import DeviceOptions
-    from gptworks.planning.devices import UTILIZATION
-    from gptworks.planning.layout import parallel_overrides
-    from gptworks.planning.run import plan as plan_recipe
-    from gptworks.recipe import load_recipe
-
-    figures = {one.name: settings.pop(one.name) for one in fields(DeviceOptions) if one.name in settings}
-    options = DeviceOptions(device, **figures)
-    if measure:
-        refuse_unused("does nothing with --measure, which times a step", utilization=options.utilization)
-    _check_positive(price=price, hours=hours, budget=budget)
-    if budget is not None and (price is None or hours is not None):
-        raise UserError(
-            f"--budget {budget:g} needs --price, the price of an hour of a device."
-            if price is None
-            else f"--budget {budget:g} and --hours {hours:g} both limit the run: give one."
-        )
-    if (trace or measure) and world_size > 1:
-        raise UserError("--trace and --measure follow one device's step: leave --world-size out.")
-    given = [*parallel_overrides(sharding, tensor_parallel), *overrides, *overrides_of(settings)]
-    preset = recipe if is_preset(recipe) else None
-    loaded = None if preset else load_recipe(recipe, given)
-
-    def measured(name: str) -> Device:
-        from gptworks.device import choose_device, measured_device
-
-        here = loaded.train.device if loaded is not None else "auto"
-        return measured_device(choose_device("cpu" if name == "cpu" else here))
-
-    place = options.in_node(options.found(measured), world_size)
-    share = options.utilization or UTILIZATION
-    if loaded is None:
-        planned, reason = preset_recipe(str(preset), given, place, world_size)
-
-        def apply(more: Sequence[str], n_ranks: int) -> Recipe:
-            return preset_recipe(str(preset), [*given, *more], place, n_ranks)[0]
-
-        found = plan_recipe(
-            planned, steps_reason=reason, device=place, n_ranks=world_size, utilization=share, apply=apply
-        )
-    else:
-        from gptworks.training.rehearsal.estimate import estimate
-
-        found = estimate(loaded, lambda more: load_recipe(recipe, [*given, *more]), place, world_size, share)
-    sheet = PlanSheet(**vars(replace(found, price=price)), details=details)
-    if trace or measure:
-        from gptworks.device import choose_device
-        from gptworks.training.rehearsal.measure import measure_step
-        from gptworks.training.rehearsal.trace import Rehearsal, trace_step
-
-        rehearsal = Rehearsal.of(sheet, place.kind)
-        if trace:
-            with working("tracing a step"):
-                sheet = replace(sheet, traced_bytes=trace_step(rehearsal).peak_bytes)
-        if measure:
-            here = replace(rehearsal, device=choose_device(place.kind).type)
-            with working("measuring two steps"):
-                sheet = replace(sheet, measured=measure_step(here))
-    if budget is not None and price is not None:
-        hours = hours_for(budget, price, sheet.n_priced)
-    return sheet if hours is None else replace(sheet, affordable=affordable(sheet, hours))
-
-
-def rehearse(
-    recipe: RecipeLike,
-    *overrides: str,
-    device: str | None = None,
-    world_size: int = 1,
-    disk_gb_s: float | None = None,
-    price: float | None = None,
-    working: Callable[[str], AbstractContextManager[object]] = nullcontext,
-    **settings: Any,
-) -> RehearsalSheet:
-    """Rehearse a run on many devices on this machine: `gptworks.rehearse("demo", device="h100", world_size=8)`.
-
-    Args:
-        recipe, overrides, device, world_size, settings: as for `gptworks.plan`.
-        disk_gb_s: GB/s at which all ranks together write a checkpoint; None: 1, an assumption.
-        price: price of an hour of a device, in any currency.
-        working: called with a description; returns a context for the rehearsal, such as a progress bar.
-
-    Raises:
-        UserError: `plan` raises it, or the recipe cannot run on this many devices.
-    """
-    from gptworks.describe.rehearsal import RehearsalSheet
-    from gptworks.training.rehearsal.dress import DISK_GB_PER_SECOND
-    from gptworks.training.rehearsal.dress import rehearse as rehearse_plan
-
-    _check_positive(disk_gb_s=disk_gb_s)
-    sheet = plan(recipe, *overrides, device=device, world_size=world_size, price=price, working=working, **settings)
-    with working("rehearsing"):
-        found = rehearse_plan(sheet, not is_preset(recipe), disk_gb_s or DISK_GB_PER_SECOND)
-    return RehearsalSheet(**vars(found))
-
-
-def _check_positive(**options: float | None) -> None:
-    """Raise a UserError if an option is given and not above 0 and finite."""
-    for name, figure in options.items():
-        if figure is not None and not 0 < figure < inf:
-            raise UserError(f"--{name.replace('_', '-')} {figure:g} is not above 0 and finite.")
-
-
-def is_preset(target: RecipeLike) -> bool:
-    """Whether a target is the name of a preset, perhaps misspelled, and not a recipe or a run."""
-    from gptworks.presets import PRESETS
-    from gptworks.recipes import shipped_paths
-
-    if not isinstance(target, str):
-        return False
-    if target in PRESETS or Path(target).exists() or target.endswith((".yaml", ".yml")):
-        return target in PRESETS
-    return nearest(target, [*PRESETS, *shipped_paths()]) not in shipped_paths()
 
 
 def evaluate(
@@ -381,31 +222,6 @@ def _read_text(path: Path) -> str:
         return read_given(path, _MOST_TEXT_BYTES)
     except OSError as error:
         raise UserError(f"{path}: {(error.strerror or str(error)).lower()}. Give a text file.") from None
-
-
-def overrides_of(settings: Mapping[str, Any]) -> list[str]:
-    """Return keyword arguments as overrides: `max_steps=20` as `train.max_steps=20`, `model={"n_layers": 2}` as
-    `model.n_layers=2`.
-
-    A name that is not a key of a recipe names a setting of its section `train`.
-    """
-    from gptworks.config import Recipe
-
-    return [
-        override
-        for name, value in settings.items()
-        for override in _written(name if name in Recipe.model_fields else f"train.{name}", value)
-    ]
-
-
-def _written(path: str, value: Any) -> Iterator[str]:
-    from gptworks.recipe import as_typed
-
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _written(f"{path}.{name}", inner)
-    else:
-        yield f"{path}={as_typed(value)}"
 
 
 def with_changes(overrides: list[str], change: Collection[str], resume: bool) -> tuple[list[str], list[str]]:

@@ -7,7 +7,6 @@ wrong types and contradictory settings before any work begins.
 
 import contextlib
 import copy
-import json
 import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -16,7 +15,6 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
-from pydantic_core import to_jsonable_python
 
 from gptworks.config import (
     ENDS,
@@ -358,15 +356,6 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     for override in overrides:
         _apply_override(tree, override)
     return tree
-
-
-def as_typed(value: Any) -> str:
-    """Return a setting's value as a user would type it in an override."""
-    plain = to_jsonable_python(value, fallback=str)
-    if isinstance(plain, str):
-        return plain
-    text = json.dumps(plain, ensure_ascii=False)
-    return re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text)  # YAML needs escapes for these
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

@@ -1,17 +1,15 @@
 """Commands that show what would be built: presets, recipes, devices, describe, plan, schema."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Option
 
+from gptworks.choices import CacheName, LoadedWeights
 from gptworks.cli import options
-from gptworks.cli.printing import console_of, notice, print_json, show_lines, working
+from gptworks.cli.printing import console_of, notice, print_json, show, show_lines, working
 from gptworks.errors import UserError, refuse_unused
-
-if TYPE_CHECKING:
-    from gptworks.config import ModelConfig
 
 
 def presets(as_json: options.AsJSON = False) -> None:
@@ -104,19 +102,20 @@ def describe(
     For known models, compares the totals with published ones.
     """
     from gptworks.describe.sheet import describe as describe_model
+    from gptworks.estimates import architecture
 
     if run:
         refuse_unused("does nothing with --run", markdown=markdown, html=html)
         from gptworks.describe.demonstration import DEFAULT_LENGTH, demonstrate
 
-        shown = demonstrate(_architecture(target, overrides or [])[0], DEFAULT_LENGTH if length is None else length)
+        shown = demonstrate(architecture(target, overrides or [])[0], DEFAULT_LENGTH if length is None else length)
         show_lines(shown.to_json(), as_json, *shown.lines())
         return
     refuse_unused("is for --run: add it, or", length=length)
 
     if as_json:
         refuse_unused("does nothing with --json", markdown=markdown)
-    config, name = _architecture(target, overrides or [])
+    config, name = architecture(target, overrides or [])
     sheet = describe_model(config, name)
     if html is not None:
         from gptworks.describe.page import to_html
@@ -150,6 +149,11 @@ def plan(
     price: options.Price = None,
     hours: Annotated[float | None, Option(help="Show what this time suffices for.")] = None,
     budget: Annotated[float | None, Option(help="With --price: show what this money suffices for.")] = None,
+    serve: Annotated[bool, Option("--serve", help="Show the memory of serving instead.")] = False,
+    requests: Annotated[int | None, Option(help="With --serve: texts at once. Default: 32.")] = None,
+    context: Annotated[int | None, Option(help="With --serve: tokens of a text. Default: the model's.")] = None,
+    weights: Annotated[LoadedWeights | None, Option(help="With --serve: format of the weights.")] = None,
+    cache: Annotated[CacheName | None, Option(help="With --serve: format of keys and values.")] = None,
     trace: Annotated[bool, Option("--trace", help="Count a step's memory on fake tensors too.")] = False,
     measure: Annotated[bool, Option("--measure", help="Take two real steps on this machine too.")] = False,
     details: Annotated[bool, Option("--details", help="Also FLOPs by part, alternatives, inference.")] = False,
@@ -162,8 +166,26 @@ def plan(
     """
     if as_json:
         refuse_unused("does nothing with --json, which has every figure", details=details)
-    from gptworks.api import plan as plan_recipe
+    if serve:
+        refuse_unused(
+            "is about training, and --serve is not", world_size=world_size > 1, sharding=sharding,
+            tensor_parallel=tensor_parallel, utilization=utilization, intra_node_gb_s=intra_node_gb_s,
+            inter_node_gb_s=inter_node_gb_s, gpus_per_node=gpus_per_node, host_memory_gib=host_memory_gib, price=price,
+            hours=hours, budget=budget, trace=trace, measure=measure, details=details,
+        )  # fmt: skip
+        from gptworks.estimates import plan_serving
+
+        served = plan_serving(
+            target, *overrides or [], requests=requests, context=context, weights=weights or "auto",
+            cache=cache or "auto", device=device, memory_gib=memory_gib, flops=flops, bandwidth=bandwidth,
+        )  # fmt: skip
+        show(served, as_json)
+        if not served.fits:
+            raise typer.Exit(DOES_NOT_FIT)
+        return
+    refuse_unused("is for --serve: add it, or", requests=requests, context=context, weights=weights, cache=cache)
     from gptworks.describe.plan_tables import plan_json, printed
+    from gptworks.estimates import plan as plan_recipe
 
     sheet = plan_recipe(
         target, *overrides or [], device=device, memory_gib=memory_gib, flops=flops, bandwidth=bandwidth,
@@ -191,17 +213,3 @@ def schema() -> None:
     from gptworks.recipe import recipe_schema
 
     print_json(recipe_schema())
-
-
-def _architecture(target: str, overrides: list[str]) -> tuple["ModelConfig", str]:
-    """Return the model that a preset's name, a recipe file or a run folder describes, and its name."""
-    from gptworks.api import is_preset
-    from gptworks.recipe import apply_overrides, load_recipe, parse_model
-
-    if is_preset(target):
-        tree = apply_overrides({"model": {"preset": target}}, overrides)
-        return parse_model(tree["model"], target), target
-    from gptworks.training.rehearsal.estimate import with_what_is_prepared  # late, since it imports torch
-
-    recipe, _ = with_what_is_prepared(load_recipe(target, overrides))
-    return recipe.model, recipe.name

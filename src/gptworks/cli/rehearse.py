@@ -35,7 +35,7 @@ def rehearse(
     Does what can be done without the GPUs: a step on fake tensors, and the placement and collectives of the first and
     last rank. Each line is shown here, planned, or not checked. Exit code 3: the run does not fit on the device.
     """
-    from gptworks.api import rehearse as rehearse_recipe
+    from gptworks.estimates import rehearse as rehearse_recipe
 
     sheet = rehearse_recipe(
         target, *overrides or [], device=device, memory_gib=memory_gib, flops=flops, bandwidth=bandwidth,

@@ -10,10 +10,10 @@ from gptworks.device import memory_bytes
 from gptworks.errors import UserError
 from gptworks.infer.backends.backend import Backend
 from gptworks.infer.backends.native import choose_backend
-from gptworks.infer.scheduler import PREFILL_TOKENS, Reuse, Scheduler
+from gptworks.infer.scheduler import Reuse, Scheduler
 from gptworks.infer.speculate import Drafter
 from gptworks.model.gpt import GPT
-from gptworks.planning.setting import ANSWERS_AT_ONCE, slots_for
+from gptworks.planning.setting import ANSWERS_AT_ONCE, PREFILL_TOKENS, slots_for
 from gptworks.units import readable
 
 

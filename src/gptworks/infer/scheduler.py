@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-PREFILL_TOKENS = 512
-"""Default maximum of prompt tokens per step. It limits the memory of a long prompt, and the delay of other texts."""
+from gptworks.planning.setting import PREFILL_TOKENS
 
 Reuse = Literal["exact", "all", "off"]
 """Which cached prefixes a new text reuses. exact: those that would have the same bits if computed again. all: every

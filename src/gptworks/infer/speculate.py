@@ -14,9 +14,10 @@ from gptworks.errors import UserError
 from gptworks.infer.backends.backend import Backend, Chunk
 from gptworks.infer.backends.native import choose_backend
 from gptworks.infer.sampling import pick
-from gptworks.infer.scheduler import PREFILL_TOKENS, Job, n_common_tokens
+from gptworks.infer.scheduler import Job, n_common_tokens
 from gptworks.model.gpt import GPT
 from gptworks.model.lab.future import future_features
+from gptworks.planning.setting import PREFILL_TOKENS
 
 
 class Drafter:

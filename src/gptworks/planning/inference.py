@@ -28,11 +28,17 @@ class InferenceMemory:
         return self.weights_bytes + self.cache_bytes[batch_size]
 
 
-def kv_cache_bytes(config: ModelConfig, length: int | None = None, bytes_per_value: int = 2) -> int:
+def kv_cache_bytes(
+    config: ModelConfig, length: int | None = None, bytes_per_value: int = 2, scale_bytes: int = 0
+) -> int:
     """Return the bytes of one sequence of `length` tokens (default: the context) in a `SlotCache`, which keeps the keys
-    and values of all tokens even in windowed layers, and the token ids if the model reads the previous token."""
+    and values of all tokens even in windowed layers, and the token ids if the model reads the previous token.
+
+    scale_bytes: bytes of the scale of each vector; an int8 cache has scales of 4 bytes.
+    """
     length = config.context_length if length is None else length
-    of_layers = 2 * len(config.layer_uses) * config.n_kv_heads * config.d_head * length * bytes_per_value
+    vector_bytes = config.d_head * bytes_per_value + scale_bytes
+    of_layers = 2 * len(config.layer_uses) * config.n_kv_heads * length * vector_bytes
     return of_layers + kept_ids_bytes(config, length)
 
 

@@ -22,7 +22,8 @@ from gptworks.planning.frozen import as_first, as_trained
 from gptworks.planning.host import building_bytes, placed_bytes, starting_bytes
 from gptworks.planning.inference import kv_cache_bytes
 from gptworks.planning.layout import BUCKET_BYTES, shards_of
-from gptworks.planning.setting import UNPACKED_ELSEWHERE, UNPACKED_ON_CPU, Setting, slots_for
+from gptworks.planning.serving import step_bytes
+from gptworks.planning.setting import ANSWERS_AT_ONCE, UNPACKED_ELSEWHERE, UNPACKED_ON_CPU, Setting, slots_for
 from gptworks.planning.state import (
     held_weights_bytes,
     optimizer_scratch_bytes,
@@ -180,7 +181,11 @@ class _Step:
             self.hold(COMMUNICATION, 4 * self.shards.outside + n_kept * self.gathered_bytes)
         if gathered:  # before there is a cache; the buffer receives the last block
             self.mark("blocks gathered to generate texts", self.gathered_bytes, COMMUNICATION)
-        self.hold(CACHE, n_slots * kv_cache_bytes(model, length, self.shapes.product_bytes))
+        bytes_each = self.shapes.product_bytes
+        self.hold(CACHE, n_slots * kv_cache_bytes(model, length, bytes_each))
+        if not setting.on_cpu:
+            n_texts, tokens = min(setting.n_texts, ANSWERS_AT_ONCE), min(setting.text_tokens, length)
+            self.hold(TEMPORARY, step_bytes(model, n_texts, tokens, bytes_each, bytes_each))
         self.mark("texts generated", 0 if gathered else RECEIVING * self.gathered_bytes, COMMUNICATION)
         return self.peak
 

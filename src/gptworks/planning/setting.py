@@ -11,6 +11,10 @@ from gptworks.planning.trained import Trained, trained
 ANSWERS_AT_ONCE = 32
 """Largest number of texts that an engine generates in one batch if its number of slots is not set."""
 
+PREFILL_TOKENS = 512
+"""Default maximum of an engine's prompt tokens per step. It limits the memory of a long prompt, and the delay of other
+texts."""
+
 LEAST_CAPACITY = 256
 LEAST_CAPACITY_CPU = 2048
 """Minimum capacity of an engine's slot, in tokens, if it is not set. Capacities are powers of two, so that slots seldom

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from gptworks.config import Recipe, SweepConfig, SweepRange
 from gptworks.errors import RunError, UserError, not_installed
 from gptworks.files import check_links, check_regular, url_of
-from gptworks.recipe import as_typed, load_recipe, save_recipe
+from gptworks.overrides import as_typed
+from gptworks.recipe import load_recipe, save_recipe
 from gptworks.runs.settings import flat
 from gptworks.runs.trials import Report, check_comparable, evaluations, last_line, open_folder, train_trial
 from gptworks.training.record.metrics import read_metrics

@@ -5,8 +5,9 @@ from typing import Any
 
 import yaml
 
+from gptworks.overrides import as_typed
 from gptworks.presets import PRESETS
-from gptworks.recipe import as_typed, recipe_schema
+from gptworks.recipe import recipe_schema
 
 Tree = dict[str, Any]
 

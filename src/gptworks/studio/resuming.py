@@ -6,7 +6,8 @@ from typing import Any
 from gptworks.checkpoint import checkpoints
 from gptworks.config import ENDS, Recipe
 from gptworks.errors import UserError
-from gptworks.recipe import as_typed, load_recipe, parse_recipe
+from gptworks.overrides import as_typed
+from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.studio.checking import read_text
 from gptworks.studio.library import RunFolder
 from gptworks.training.changes import changed, check_changes, inexact, settings_at

@@ -16,7 +16,8 @@ from gptworks.checkpoint import checkpoints
 from gptworks.config import ENDS, Recipe, Role, role_of, settings
 from gptworks.errors import UserError, did_you_mean
 from gptworks.files import fetched_path, read_regular, sealed_json, unsealed_json, write_whole
-from gptworks.recipe import RecipeLike, as_typed, by_key, is_folder, load_recipe
+from gptworks.overrides import as_typed
+from gptworks.recipe import RecipeLike, by_key, is_folder, load_recipe
 from gptworks.training.progress import rate_factor
 
 CHANGES = "changes.json"

@@ -1,0 +1,100 @@
+"""The memory of serving a model, which a terminal prints as text and a notebook shows as tables."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group
+
+from gptworks.pages import parts as html
+from gptworks.pages.cell import cell
+from gptworks.pages.tables import Table
+from gptworks.planning.host import PROCESS_BYTES
+from gptworks.planning.serving import Serving
+from gptworks.terminal import lines_of
+from gptworks.units import readable
+
+
+@dataclass(frozen=True, repr=False)
+class ServingSheet(Serving):
+    """The memory and speed of serving a model, as text, tables and JSON."""
+
+    name: str = ""
+    """Name of the recipe, run or preset."""
+
+    def __rich__(self) -> Group:
+        return Group(*(table.rich() for table in self._tables()))
+
+    def __repr__(self) -> str:
+        return "\n".join(lines_of(self.__rich__())).strip("\n")
+
+    def _repr_html_(self) -> str:
+        return cell(*(html.table(one.header, one.align, one.rows) for one in self._tables()))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as JSON with stable keys."""
+        device = {key: getattr(self.device, key) for key in ("name", "kind", "memory_bytes", "bandwidth", "source")}
+        return {
+            "name": self.name,
+            "parameters": self.parameters.total,
+            "device": device,
+            **_figures(self),
+            "most_tokens_per_second": self.most_tokens_per_second,
+            "alternatives": [_figures(one) for one in self.alternatives],
+        }
+
+    def _tables(self) -> Iterator[Table]:
+        speed = self.most_tokens_per_second
+        share = self.total_bytes / max(self.device.memory_bytes, 1)
+        verdict = f"{share:.0%} of what there is" if self.fits else f"DOES NOT FIT: {share:.3g} times what there is"
+        process = f"; Python, torch and kernels take about {readable(PROCESS_BYTES, 'B')} more"
+        bandwidth = "" if self.device.bandwidth is None else f", {readable(self.device.bandwidth, 'B')}/s"
+        tables = f", and {_size(self.tables_bytes)} of rotary tables" if self.tables_bytes else ""
+        free = " free" if self.device.source == "this machine" else ""
+        facts = [
+            ("parameters", f"{self.parameters.total:,}"),
+            (
+                "device",
+                f"{self.device.name}: {_size(self.device.memory_bytes)}{free}{bandwidth} ({self.device.source})",
+            ),
+            ("requests at once", f"{self.requests:,} of up to {self.context:,} tokens"),
+            ("weights", f"{_size(self.weights_bytes)} in {self.weights}{tables}"),
+            ("keys and values", f"{_size(self.cache_bytes)} in {self.cache}, with all texts at full length"),
+            ("workspace of a step", f"about {_size(self.workspace_bytes)}"),
+            ("memory", f"{_size(self.total_bytes)}, {verdict}{process if self.device.on_cpu else ''}"),
+            ("requests that fit", f"{self.most_requests:,}"),
+            (
+                "tokens",
+                "unknown (--bandwidth gives the bytes/s of the memory)"
+                if speed is None
+                else f"at most {speed:,.0f} a second for all requests: each step reads the weights once",
+            ),
+        ]
+        yield Table((self.name, "serving"), "ll", facts)
+        rows = [
+            (
+                f"{one.weights}, {one.cache}",
+                *map(_size, (one.weights_bytes, one.cache_bytes, one.total_bytes)),
+                f"{one.most_requests:,}",
+            )
+            for one in self.alternatives
+        ]
+        yield Table(("weights, cache", "weights", "keys and values", "memory", "requests that fit"), "lrrrr", rows)
+
+
+def _figures(one: Serving) -> dict[str, Any]:
+    names = (
+        "requests",
+        "context",
+        "weights",
+        "cache",
+        "weights_bytes",
+        "cache_bytes",
+        "workspace_bytes",
+        "total_bytes",
+    )
+    return {name: getattr(one, name) for name in (*names, "fits", "most_requests")}
+
+
+def _size(n_bytes: int) -> str:
+    return readable(n_bytes, "B")

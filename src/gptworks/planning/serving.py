@@ -1,0 +1,192 @@
+"""Memory and speed of an engine that serves a model: weights, keys and values, and the workspace of a step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from gptworks.choices import CacheName, LoadedWeights
+from gptworks.config import ModelConfig
+from gptworks.errors import UserError
+from gptworks.model.cost import Shapes
+from gptworks.model.gpt import GPT
+from gptworks.model.rotary import rotary_tables_bytes
+from gptworks.planning.devices import Device
+from gptworks.planning.inference import PRECISIONS, kv_cache_bytes, tensor_bytes, weights_bytes
+from gptworks.planning.params import ParameterCount, count_parameters, require_vocab_size
+from gptworks.planning.setting import PREFILL_TOKENS, UNPACKED_ELSEWHERE
+
+CPU_ROWS = 128
+"""Prompt tokens that the C++ engine computes together, next to a token of each other text."""
+
+BLOCK = 16
+"""Number of positions in a block of the C++ engine's cache."""
+
+MOST_REQUESTS = 2**20
+
+
+@dataclass(frozen=True)
+class Serving:
+    """An engine with a slot of `context` tokens for each of `requests` texts, all of them in use."""
+
+    model: ModelConfig
+    device: Device
+    requests: int
+    context: int
+    weights: str
+    """Format of the matrices in memory: fp32, bf16, int8 or int4."""
+    cache: str
+    """Format of the keys and values: fp32, bf16 or int8."""
+
+    @property
+    def parameters(self) -> ParameterCount:
+        return count_parameters(self.model)
+
+    @property
+    def weights_bytes(self) -> int:
+        return weights_bytes(self.parameters, self.weights)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the keys and values of full slots."""
+        length = -(-self.context // BLOCK) * BLOCK if self._in_cpp else self.context
+        scale_bytes = 4 if self.cache == "int8" else 0
+        return self.requests * kv_cache_bytes(self.model, length, CACHE_BYTES[self.cache], scale_bytes)
+
+    @property
+    def tables_bytes(self) -> int:
+        """Bytes of the rotary tables, which cover the whole context of the model."""
+        return rotary_tables_bytes(Shapes(self.model, 1, self.model.context_length, 4, self.device.on_cpu))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of a step's tensors and scratch memory; on a CPU an upper bound, as threads share rows differently."""
+        unpacked = 4 * min(UNPACKED_ELSEWHERE, max(self.model.d_ff * self.model.d_model, 1))
+        if not self.device.on_cpu:
+            step = step_bytes(self.model, self.requests, self.context, 4, CACHE_BYTES[self.cache])
+            return step + (unpacked if self.weights != "fp32" else 0)
+        c, rows = self.model, self.requests + CPU_ROWS
+        heads = c.n_heads * c.d_head
+        floats = rows * (4 * c.d_model + 3 * heads + 2 * c.n_kv_heads * c.d_head + 3 * c.d_ff)
+        return 4 * (floats + 2 * self.requests * c.vocab_size)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.tables_bytes + self.cache_bytes + self.workspace_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.device.memory_bytes
+
+    @property
+    def most_requests(self) -> int:
+        """Largest number of requests that fits; 0 if the memory is too small for one."""
+        low, high = 0, 1
+        while high < MOST_REQUESTS and replace(self, requests=high).fits:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if replace(self, requests=middle).fits else (low, middle)
+        return low
+
+    @property
+    def most_tokens_per_second(self) -> float | None:
+        """Upper bound of the tokens generated per second for all requests, as each step reads from memory the weights
+        that a token multiplies; None: the device's bandwidth is unknown."""
+        if self.device.bandwidth is None:
+            return None
+        model, count = self.model, self.parameters
+        lookups = 4 * model.d_model * model.context_length if model.position == "learned" else 0
+        if not model.tie_embeddings:
+            lookups += tensor_bytes((require_vocab_size(model), model.d_model), self.weights, in_block=False)
+        return self.requests * self.device.bandwidth * count.total / (count.active * (self.weights_bytes - lookups))
+
+    @property
+    def alternatives(self) -> Iterator["Serving"]:
+        """The same requests with the weights in each format, and with keys and values in 8 bits."""
+        for weights in PRECISIONS:
+            yield replace(self, weights=weights, cache=_cache("auto", weights, self._in_cpp))
+        yield replace(self, weights=PRECISIONS[-1], cache="int8")
+
+    @property
+    def _in_cpp(self) -> bool:
+        return _in_cpp(self.model, self.device)
+
+
+CACHE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+"""Bytes of a number in each format of the cache; in int8, each vector has a scale of 4 bytes too."""
+
+
+def serving(
+    model: ModelConfig,
+    device: Device,
+    requests: int,
+    context: int | None = None,
+    weights: LoadedWeights = "auto",
+    cache: CacheName = "auto",
+) -> Serving:
+    """Return the memory that serving a model needs on a device.
+
+    Args:
+        requests: number of texts that are generated at once.
+        context: tokens of each text with its prompt; None: the model's context.
+        weights: format of the matrices; auto: fp32, as training writes them.
+        cache: format of the keys and values; auto: the engine's choice.
+
+    Raises:
+        UserError: a number is below 1, or the context is longer than the model's.
+    """
+    if requests < 1:
+        raise UserError(f"--requests {requests} is below 1.")
+    longest = model.context_length
+    if context is not None and not 1 <= context <= longest:
+        raise UserError(f"--context {context}: this model's context has {longest} tokens; give 1 to {longest}.")
+    held = "fp32" if weights == "auto" else weights
+    return Serving(model, device, requests, context or longest, held, _cache(cache, held, _in_cpp(model, device)))
+
+
+def _in_cpp(model: ModelConfig, device: Device) -> bool:
+    """Return whether the C++ engine computes the model, as far as its settings say."""
+    return device.on_cpu and not model.n_experts and not model.laboratory
+
+
+def _cache(cache: str, weights: str, in_cpp: bool) -> str:
+    """Return the format of the cache: by default fp32, as torch computes, and in C++ bf16 if weights are narrower."""
+    return cache if cache != "auto" else "bf16" if in_cpp and weights != "fp32" else "fp32"
+
+
+def step_bytes(model: ModelConfig, n_texts: int, length: int, product_bytes: int, cache_bytes: int) -> int:
+    """Return the peak bytes of an engine's step on an accelerator, in addition to weights, keys and values: a token of
+    each text, with attention's copies of a layer's keys and values, or a part of a prompt; then the logits.
+
+    Args:
+        length: tokens of each text.
+        product_bytes, cache_bytes: bytes per number of activations and of the cache.
+    """
+    chunk = min(PREFILL_TOKENS, length)
+    shapes = Shapes(model, 1, chunk, product_bytes, on_cpu=False)
+    block = max(GPT.layer_cost(shapes, layer).passing_bytes for layer in range(model.n_layers))
+    prompt = block + 5 * chunk * length  # the mask, boolean and as a bias in float32
+    if cache_bytes == 1:  # unpacked to float32 and then to the products' dtype
+        prompt += (4 + product_bytes) * 2 * model.n_kv_heads * model.d_head * length
+    prompt += product_bytes * 2 * _repeated_heads(model) * model.d_head * length
+    texts = attention_copies_bytes(model, n_texts, length, product_bytes, cache_bytes)
+    return max(prompt, texts) + 4 * n_texts * model.vocab_size
+
+
+def attention_copies_bytes(
+    model: ModelConfig, n_texts: int, length: int, product_bytes: int, cache_bytes: int | None = None
+) -> int:
+    """Return the bytes of one layer's keys and values that attention copies on an accelerator to compute a token of
+    each of several texts at once: each text's from its slot, and again for each query head if heads share them. A
+    single text is read in place."""
+    if n_texts < 2:
+        return 0
+    groups, width = model.n_kv_heads, model.d_head
+    both = 2 * product_bytes * (groups + _repeated_heads(model)) * width
+    # From int8: the keys; of the values the elements, the scales, their product in float32, and that in another dtype.
+    unpacking = groups * (width * (product_bytes + 1 + 4 + product_bytes % 4) + 4) if cache_bytes == 1 else 0
+    return n_texts * length * max(both, unpacking)
+
+
+def _repeated_heads(model: ModelConfig) -> int:
+    """Return the number of heads for which keys and values are repeated, as CUDA's kernels with a mask need it."""
+    return model.n_heads if model.n_heads != model.n_kv_heads else 0
