@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import gptworks
 import tiny
-from gptworks import api
+from gptworks import api, estimates
 from gptworks.chat_template import BUILT_IN, ChatTemplate
 from gptworks.cli import app
 from gptworks.errors import UserError
@@ -79,7 +79,7 @@ assert isinstance(gptworks.plan("gpt2-tiny"), Plan)
 
 
 def test_help_shows_the_functions_arguments_and_every_name_that_is_offered_exists() -> None:
-    for package, function in (("train", api.train), ("plan", api.plan), ("evaluate", api.evaluate)):
+    for package, function in (("train", api.train), ("plan", estimates.plan), ("evaluate", api.evaluate)):
         called = getattr(gptworks, package)
         assert next(iter(inspect.signature(called).parameters)) in ("recipe", "run")
         assert called is function

@@ -7,8 +7,6 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from gptworks.config import Recipe
-
 
 def as_typed(value: Any) -> str:
     """Return a setting's value as a user would type it in an override."""
@@ -25,6 +23,8 @@ def overrides_of(settings: Mapping[str, Any]) -> list[str]:
 
     A name that is not a key of a recipe names a setting of its section `train`.
     """
+    from gptworks.config import Recipe  # imports pydantic
+
     return [
         override
         for name, value in settings.items()

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from gptworks.choices import CacheName, LoadedWeights
 from gptworks.cli import options
 from gptworks.cli.printing import console_of, notice, print_json, show, show_lines, working
 from gptworks.errors import UserError, refuse_unused
@@ -151,9 +150,9 @@ def plan(
     budget: Annotated[float | None, Option(help="With --price: show what this money suffices for.")] = None,
     serve: Annotated[bool, Option("--serve", help="Show the memory of serving instead.")] = False,
     requests: Annotated[int | None, Option(help="With --serve: texts at once. Default: 32.")] = None,
-    context: Annotated[int | None, Option(help="With --serve: tokens of a text. Default: the model's.")] = None,
-    weights: Annotated[LoadedWeights | None, Option(help="With --serve: format of the weights.")] = None,
-    cache: Annotated[CacheName | None, Option(help="With --serve: format of keys and values.")] = None,
+    context: options.Context = None,
+    weights: options.KeptWeights = "auto",
+    cache: options.Cache = "auto",
     trace: Annotated[bool, Option("--trace", help="Count a step's memory on fake tensors too.")] = False,
     measure: Annotated[bool, Option("--measure", help="Take two real steps on this machine too.")] = False,
     details: Annotated[bool, Option("--details", help="Also FLOPs by part, alternatives, inference.")] = False,
@@ -176,14 +175,15 @@ def plan(
         from gptworks.estimates import plan_serving
 
         served = plan_serving(
-            target, *overrides or [], requests=requests, context=context, weights=weights or "auto",
-            cache=cache or "auto", device=device, memory_gib=memory_gib, flops=flops, bandwidth=bandwidth,
+            target, *overrides or [], requests=requests, context=context, weights=weights,
+            cache=cache, device=device, memory_gib=memory_gib, flops=flops, bandwidth=bandwidth,
         )  # fmt: skip
         show(served, as_json)
         if not served.fits:
             raise typer.Exit(DOES_NOT_FIT)
         return
-    refuse_unused("is for --serve: add it, or", requests=requests, context=context, weights=weights, cache=cache)
+    formats = {"weights": weights != "auto", "cache": cache != "auto"}
+    refuse_unused("is for --serve: add it, or", requests=requests, context=context, **formats)
     from gptworks.describe.plan_tables import plan_json, printed
     from gptworks.estimates import plan as plan_recipe
 

@@ -102,6 +102,7 @@ Seed = Annotated[int | None, Option(help="The same seed gives the same text.")]
 Stop = Annotated[list[str] | None, Option(help="End before this string; repeatable.")]
 FrequencyPenalty = Annotated[float, Option(help="Subtracted from a token's logit each time it was generated.")]
 PresencePenalty = Annotated[float, Option(help="Subtracted once from the logit of a generated token.")]
+Context = Annotated[int | None, Option("--context", min=1, help="Of prompt and answer. Default: the model's.")]
 Cache = Annotated[CacheName, Option("--cache", help="How keys and values are kept.")]
 Speculative = Annotated[
     int, Option("--speculative", min=0, help="Speculative decoding: tokens drafted at a time. The text is the same.")

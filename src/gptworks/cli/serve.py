@@ -28,7 +28,7 @@ def serve(
         ),
     ] = None,
     slots: Annotated[int, Option(min=1, max=1024, help="Texts generated at once, for each model.")] = 32,
-    context: Annotated[int | None, Option(min=1, help="Of prompt and answer. Default: the model's.")] = None,
+    context: options.Context = None,
     max_waiting: Annotated[int, Option(min=1, help="Texts that may wait for a slot; more get 429.")] = 128,
     client_share: Annotated[float, Option(help="Share of slots for one client; 1 behind a proxy.")] = 0.8,
     max_body_bytes: Annotated[int, Option(min=1, help="Bytes of a request.")] = 1 << 20,

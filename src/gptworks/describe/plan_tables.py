@@ -10,6 +10,7 @@ from gptworks.describe.sheet import WORDS, parameters_json
 from gptworks.pages.tables import Table
 from gptworks.planning.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.planning.budget import Affordable
+from gptworks.planning.devices import Device
 from gptworks.planning.fit import layout_words
 from gptworks.planning.host import PROCESS_BYTES, expert_kernels_bytes
 from gptworks.planning.inference import BATCHES
@@ -211,13 +212,23 @@ def _sent(plan: Plan) -> str:
     return f"{readable(sum(plan.sent_bytes.values()), 'B')} ({parts})"
 
 
+def memory_words(needed_bytes: int, device: Device, when: str = "") -> str:
+    """Return the bytes that are needed, compared with the device's memory; on a CPU also those of the process."""
+    share = needed_bytes / max(device.memory_bytes, 1)
+    times = f"{share:.3g}" if share >= 1.01 else f"{max(share, 1.001):.4g}"  # never "1 times"
+    fit = f"{share:.0%} of what there is" if share <= 1 else f"DOES NOT FIT: {times} times what there is"
+    process = f"; Python, torch and kernels take about {readable(PROCESS_BYTES, 'B')} more" if device.on_cpu else ""
+    return f"{readable(needed_bytes, 'B')}{when}, {fit}{process}"
+
+
 def _fit(plan: Plan) -> str:
-    share = plan.peak.total_bytes / max(plan.device.memory_bytes, 1)
-    verdict = f"{share:.0%} of what there is" if share <= 1 else f"DOES NOT FIT: {share:.3g} times what there is"
-    process = f"; Python, torch and kernels take about {readable(PROCESS_BYTES, 'B')} more"
-    if compiled := expert_kernels_bytes(plan.setting):
-        process += f", and kernels for each number of an expert's tokens at most {readable(compiled, 'B')}"
-    return f"{readable(plan.peak.total_bytes, 'B')} at the peak, {verdict}{process if plan.device.on_cpu else ''}"
+    words, compiled = (
+        memory_words(plan.peak.total_bytes, plan.device, " at the peak"),
+        expert_kernels_bytes(plan.setting),
+    )
+    if plan.device.on_cpu and compiled:
+        words += f", and kernels for each number of an expert's tokens at most {readable(compiled, 'B')}"
+    return words
 
 
 def _time(plan: Plan, unmeasured: str) -> str:

@@ -6,10 +6,10 @@ from typing import Any
 
 from rich.console import Group
 
+from gptworks.describe.plan_tables import memory_words
 from gptworks.pages import parts as html
 from gptworks.pages.cell import cell
 from gptworks.pages.tables import Table
-from gptworks.planning.host import PROCESS_BYTES
 from gptworks.planning.serving import Serving
 from gptworks.terminal import lines_of
 from gptworks.units import readable
@@ -45,9 +45,6 @@ class ServingSheet(Serving):
 
     def _tables(self) -> Iterator[Table]:
         speed = self.most_tokens_per_second
-        share = self.total_bytes / max(self.device.memory_bytes, 1)
-        verdict = f"{share:.0%} of what there is" if self.fits else f"DOES NOT FIT: {share:.3g} times what there is"
-        process = f"; Python, torch and kernels take about {readable(PROCESS_BYTES, 'B')} more"
         bandwidth = "" if self.device.bandwidth is None else f", {readable(self.device.bandwidth, 'B')}/s"
         tables = f", and {_size(self.tables_bytes)} of rotary tables" if self.tables_bytes else ""
         free = " free" if self.device.source == "this machine" else ""
@@ -61,7 +58,7 @@ class ServingSheet(Serving):
             ("weights", f"{_size(self.weights_bytes)} in {self.weights}{tables}"),
             ("keys and values", f"{_size(self.cache_bytes)} in {self.cache}, with all texts at full length"),
             ("workspace of a step", f"about {_size(self.workspace_bytes)}"),
-            ("memory", f"{_size(self.total_bytes)}, {verdict}{process if self.device.on_cpu else ''}"),
+            ("memory", memory_words(self.total_bytes, self.device)),
             ("requests that fit", f"{self.most_requests:,}"),
             (
                 "tokens",

@@ -1,5 +1,6 @@
 """The recipe that `plan` assumes for a preset."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from math import ceil
 from typing import Any
@@ -63,11 +64,16 @@ def _largest_that_fits(recipe: Recipe, device: Device, n_ranks: int) -> int:
     layout = arrange(_with(recipe, micro_batch_size=1), n_ranks, device)
     if isinstance(layout, Refusal):
         return recipe.train.micro_batch_size
-    for size in divisors(recipe.train.common_batch_size // layout.data_parallel):
+
+    def is_too_large(size: int) -> bool:
         setting = device_setting(_with(recipe, micro_batch_size=size), device, layout)
-        if training_peak(setting).total_bytes <= device.memory_bytes:
-            return size
-    return 1
+        return training_peak(setting).total_bytes > device.memory_bytes
+
+    whole, *smaller = divisors(recipe.train.common_batch_size // layout.data_parallel)
+    if not smaller or not is_too_large(whole):  # one micro-batch accumulates no gradients
+        return whole
+    ascending = smaller[::-1]
+    return ascending[max(0, bisect_left(ascending, True, key=is_too_large) - 1)]
 
 
 def _with(recipe: Recipe, **train: int) -> Recipe:

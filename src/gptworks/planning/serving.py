@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from gptworks.choices import CacheName, LoadedWeights
 from gptworks.config import ModelConfig
@@ -153,6 +154,7 @@ def _cache(cache: str, weights: str, in_cpp: bool) -> str:
     return cache if cache != "auto" else "bf16" if in_cpp and weights != "fp32" else "fp32"
 
 
+@lru_cache(maxsize=64)
 def step_bytes(model: ModelConfig, n_texts: int, length: int, product_bytes: int, cache_bytes: int) -> int:
     """Return the peak bytes of an engine's step on an accelerator, in addition to weights, keys and values: a token of
     each text, with attention's copies of a layer's keys and values, or a part of a prompt; then the logits.
@@ -163,7 +165,8 @@ def step_bytes(model: ModelConfig, n_texts: int, length: int, product_bytes: int
     """
     chunk = min(PREFILL_TOKENS, length)
     shapes = Shapes(model, 1, chunk, product_bytes, on_cpu=False)
-    block = max(GPT.layer_cost(shapes, layer).passing_bytes for layer in range(model.n_layers))
+    kinds = {model.layer_kind(layer): layer for layer in range(model.n_layers)}
+    block = max(GPT.layer_cost(shapes, layer).passing_bytes for layer in kinds.values())
     prompt = block + 5 * chunk * length  # the mask, boolean and as a bias in float32
     if cache_bytes == 1:  # unpacked to float32 and then to the products' dtype
         prompt += (4 + product_bytes) * 2 * model.n_kv_heads * model.d_head * length
