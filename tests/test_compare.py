@@ -345,7 +345,7 @@ INCOMPARABLE: dict[str, tuple[Callable[[Path], History], Callable[[Path], Histor
     "another context over a part of the text": (
         lambda folder: write_run(folder / "a", curve([2.0])),
         lambda folder: write_run(folder / "b", curve([2.0]), model={"context_length": 16}),
-        "contexts of 32 and 16 tokens are evaluated on other text",
+        "rows of 32 and 16 tokens are evaluated on other text",
     ),
     "another part of the text": (
         lambda folder: write_run(folder / "a", curve([2.0])),

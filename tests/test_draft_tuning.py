@@ -53,8 +53,10 @@ def drafted(folder: Path, data: str = "chats.jsonl", out: str = "tune.yaml", **o
 def test_a_draft_takes_all_from_the_base_but_what_the_examples_decide(folder: Path) -> None:
     tuning = drafted(folder)
     recipe, base = load_recipe("tune.yaml"), load_recipe(folder / "base")
-    assert recipe.model.model_copy(update={"context_length": CONTEXT}) == base.model
-    assert 64 <= recipe.model.context_length < CONTEXT and recipe.model.context_length % 64 == 0
+    assert recipe.model == base.model
+    assert recipe.train.row_tokens is not None
+    assert 64 <= recipe.train.row_tokens < CONTEXT and recipe.train.row_tokens % 64 == 0
+    assert f"× {recipe.train.row_tokens} tokens" in tuning.text() and f"context     {CONTEXT} tokens" in tuning.text()
     assert recipe.tokenizer.chat_template == "alpaca", "the base has no template, and a token that ends a text"
     assert recipe.adapter is None and recipe.train.epochs == 3
     assert not tuning.findings and tuning.plan.fits

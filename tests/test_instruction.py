@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import chats
 import commands
+import gptworks
 from gptworks.chat_template import BUILT_IN
 from gptworks.checkpoint import checkpoints, load_run
 from gptworks.cli import app
@@ -22,12 +23,16 @@ from gptworks.data.conversations.packing import Examples, evaluation_rows, stack
 from gptworks.data.opened import open_prepared
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
+from gptworks.describe.plan_tables import tables
 from gptworks.errors import UserError
 from gptworks.infer import TurnSession, load
-from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.planning.run import plan
+from gptworks.planning.steps import DataSize
+from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size
 from gptworks.tokenizer import load_tokenizer
 from gptworks.training.loop import train
 from gptworks.training.objectives.next_token import next_token
+from gptworks.training.rehearsal.trace import Rehearsal, trace_step
 
 
 @pytest.fixture(scope="module")
@@ -301,3 +306,69 @@ def test_evaluate_of_conversations_does_not_blame_the_tokenizer(
     evaluate(run)
     said = capsys.readouterr().out
     assert "bits per byte    undefined: the text is conversations, of which not every byte is predicted" in said
+
+
+# --------------------------------------------------------------------------------------------- rows and the context
+
+
+@pytest.mark.parametrize("kind", ["instruction", "preference"])
+def test_short_rows_train_as_a_short_context_does_and_keep_the_long_one(folder: Path, kind: str) -> None:
+    """Same batches, losses and weights, bit for bit; only the context that the run states differs."""
+    tree = chats.tune_tree(folder, max_steps=3, precision="fp32", optimizer="adamw", warmup_steps=0, batch_size=4)
+    if kind == "preference":
+        pairs = [{"prompt": f"what of {n}?", "chosen": f"it is {n}.", "rejected": "it was not " * n} for n in range(40)]
+        chats.write_jsonl(folder / "pairs.jsonl", pairs)
+        tree["data"]["sources"] = [{"type": "preferences", "path": str(folder / "pairs.jsonl")}]
+        tree["objective"] = {"type": "preference", "allow": ["answers-cut-short"]}
+
+    def run(name: str, context: int, row: int | None) -> Path:
+        model, settings = tree["model"] | {"context_length": context}, tree["train"] | {"row_tokens": row}
+        train(parse_recipe(tree | {"model": model, "train": settings, "run_dir": str(folder / name)}))
+        return folder / name
+
+    short, long, whole = run("short", 64, None), run("long", 128, 64), run("whole", 128, None)
+    assert losses(long) == losses(short) != losses(whole)
+    ours, theirs = (load_run(one) for one in (long, short))
+    assert (ours.model.config.context_length, theirs.model.config.context_length) == (128, 64)
+    theirs_by_name = dict(theirs.model.named_parameters())
+    assert all(torch.equal(p, theirs_by_name[name]) for name, p in ours.model.named_parameters())
+    assert "4 × 64 tokens" in (long / "model-card.md").read_text()
+    if kind == "instruction":
+        assert gptworks.evaluate(long).to_json()["loss"] == gptworks.evaluate(short).to_json()["loss"]
+    with pytest.raises(UserError, match=r"train\.row_tokens"):
+        train(load_recipe(long, ["train.row_tokens=32", "train.max_steps=9"]), resume=True)
+
+
+def test_a_plan_counts_short_rows_as_a_short_context_but_for_the_rotary_tables(folder: Path) -> None:
+    tree = chats.tune_tree(folder, max_steps=3, precision="fp32", batch_size=4) | {"initialize_from": None}
+    plans = []
+    for context, row in ((64, None), (256, 64)):
+        model, settings = tree["model"] | {"context_length": context}, tree["train"] | {"row_tokens": row}
+        recipe = with_vocab_size(parse_recipe(tree | {"model": model, "train": settings}), 300)
+        plans.append(plan(recipe, DataSize(10_000, 157)))
+    short, long = plans
+    for name in ("steps", "tokens_per_step", "tokens", "flops_per_step", "total_flops"):
+        assert getattr(long, name) == getattr(short, name), name
+    assert any("4 × 64;" in cell for table in tables(long) for row in table.rows for cell in row)
+    more_bytes = 4 * long.recipe.model.d_rotary * (256 - 64)
+    assert long.peak.total_bytes - short.peak.total_bytes == more_bytes > 0
+    traced = [trace_step(Rehearsal.of(one, "cpu")).peak_bytes for one in plans]
+    assert traced[1] - traced[0] == more_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"train": {"row_tokens": 129}}, r"row_tokens=129 is not between .* and model\.context_length=128"),
+        ({"train": {"row_tokens": 2}, "model": {"n_future_tokens": 3}}, r"row_tokens=2 is not between .*tokens=3"),
+        ({"train": {"row_tokens": 64}, "objective": {"type": "next_token"}, "data": None}, "leave it out"),
+        ({"train": {"row_tokens": 0}}, "row_tokens"),
+    ],
+)
+def test_rows_that_cannot_be_are_refused(folder: Path, changes: dict[str, Any], words: str) -> None:
+    tree = chats.tune_tree(folder, max_steps=3)
+    base = chats.base_tree(folder)
+    for name, given in changes.items():
+        tree[name] = base[name] if given is None else {**tree.get(name, {}), **given}
+    with pytest.raises(UserError, match=words):
+        parse_recipe(tree)

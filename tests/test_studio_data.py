@@ -284,7 +284,7 @@ def test_what_is_too_long_is_refused_before_it_is_read(
     monkeypatch.setattr("gptworks.runs.data.MOST_CONTEXT", 100)
     prepared = open_prepared(asked(http, "about")["folder"])
     data = RunData("base", runs / "base", load_recipe(runs / "base"), prepared)
-    with pytest.raises(UserError, match=r"context_length=128: rows of up to 100 tokens are shown"):
+    with pytest.raises(UserError, match=r"has rows of 128 tokens: rows of up to 100 are shown"):
         data.rows(0, 0)
     assert len(data.document("train", 0, 0, 5, lambda: None)["tokens"]) == 5
 

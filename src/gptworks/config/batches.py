@@ -76,6 +76,11 @@ class BatchSettings(Section):
         "ascending. Windows are cut into rows of this length, so every step has equally many tokens; the rows of a "
         "step come from different windows.",
     )
+    row_tokens: Fixed[PositiveInt | None] = Field(
+        None,
+        description="Length in tokens of a row of conversations, and the most of a preference pair's. Longer ones lose "
+        "their end. Shorter rows save memory and time. Default: model.context_length.",
+    )
     micro_batch_size: Free[PositiveInt] = Field(
         default_factory=_least_batch,
         le=10_000_000,
@@ -148,6 +153,10 @@ class BatchSettings(Section):
         """Return the loss weight of each token beyond the next, when this share of the run (0 to 1) is done."""
         factor = 1 - share_done if self.future_weights_fall else 1.0
         return tuple(factor * weight for weight in self.future_weights)
+
+    def row_length(self, context_length: int) -> int:
+        """Return the length of a training row in tokens, apart from `shorter_contexts`."""
+        return min(self.row_tokens or context_length, context_length)
 
     def length_at(self, step: int, context_length: int) -> int:
         """Return the length of a row, in tokens, in optimizer step `step`, counted from 0."""

@@ -121,6 +121,7 @@ class Recipe(Section):
         self._check_adapter()
         self._check_packing()
         self._check_lengths()
+        self._check_rows()
         if self.model.tie_embeddings and self.train.rate_factors.head != 1:
             raise ValueError(
                 f"train.rate_factors.head={self.train.rate_factors.head:g} and model.tie_embeddings=true: the head is "
@@ -134,6 +135,11 @@ class Recipe(Section):
                 f"freeze at most all blocks"
             )
         return self
+
+    @property
+    def row_length(self) -> int:
+        """Length of a training row in tokens: `train.row_tokens`, by default the context."""
+        return self.train.row_length(self.model.context_length)
 
     @property
     def anneal_from(self) -> int | None:
@@ -189,6 +195,21 @@ class Recipe(Section):
             raise ValueError(
                 f"train.shorter_contexts cuts windows of text, which objective.type={self.objective.type} with these "
                 f"sources does not read: leave it out"
+            )
+
+    def _check_rows(self) -> None:
+        rows, model = self.train.row_tokens, self.model
+        if rows is None:
+            return
+        if not self.data.records or self.objective.rollouts is not None:
+            raise ValueError(
+                f"train.row_tokens={rows} is for rows of conversations or preference pairs, which objective.type="
+                f"{self.objective.type} with these sources does not read: leave it out"
+            )
+        if not model.n_future_tokens <= rows <= model.context_length:
+            raise ValueError(
+                f"train.row_tokens={rows} is not between model.n_future_tokens={model.n_future_tokens} and "
+                f"model.context_length={model.context_length}: choose a length between them, or leave it out"
             )
 
     def _check_adapter(self) -> None:

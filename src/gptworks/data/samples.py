@@ -49,7 +49,7 @@ class Samples(ABC):
         Raises:
             UserError: files are missing or changed, or there is too little text.
         """
-        self.recipe, self.context_length = recipe, recipe.model.context_length
+        self.recipe, self.context_length = recipe, recipe.row_length
         self.train_shards = TokenShards(folder, "train", verify=verify)
         self.validation_shards = TokenShards(folder, "validation", verify=verify)
         self._open()

@@ -177,7 +177,7 @@ def _batch(plan: Plan) -> str:
     rows = " × 2" if s.objective.rows_per_sample == 2 else ""
     before = "".join(f"{size:,} up to step {until:,}, " for until, size in plan.train.smaller_batches)
     lengths = "".join(f"{length:,} up to step {until:,}, " for until, length in plan.train.shorter_contexts)
-    whole = f"{before}{plan.train.batch_size:,}{rows} × {lengths}{s.model.context_length:,}"
+    whole = f"{before}{plan.train.batch_size:,}{rows} × {lengths}{s.row_length:,}"
     return f"{whole}; {s.micro_batch_size:,} at a time{ranks}"
 
 

@@ -44,7 +44,7 @@ ADAPTED: tuple[Literal["full", "int8", "int4"], ...] = ("full", "int8", "int4")
 """Formats of the base model's weights under an adapter, in the order in which they are tried."""
 
 STEPS_AN_EPOCH, LARGEST_BATCH = 30, 32
-LEAST_CONTEXT = 64
+ROW_MULTIPLE = 64
 EPOCHS = ((10_000, 1), (1_000, 2), (0, 3))
 """Pairs of a minimum number of examples, and the number of epochs for that many examples."""
 
@@ -63,8 +63,9 @@ class Tuning(Drafted):
         what = "added to those" if plan.recipe.adapter or plan.recipe.freeze else "all"
         return [
             f"trains      {plan.trained.parameters:,} parameters, {what} of {plan.recipe.initialize_from}",
-            f"steps       {plan.steps:,} of {plan.train.batch_size} × {plan.setting.model.context_length} tokens: "
+            f"steps       {plan.steps:,} of {plan.train.batch_size} × {plan.setting.row_length:,} tokens: "
             f"{plan.train.epochs:g} epochs",
+            f"context     {plan.recipe.model.context_length:,} tokens, as its base has",
             *self.time_and_memory(),
         ]
 
@@ -150,17 +151,17 @@ class _Draft:
         self.run, self.data, self.out, self.preference = run, data, out, preference
         self.base = load_recipe(run).model
         self.template = _template(run)
-        self.context, self.vocab_size = self.base.context_length, 0
+        self.row, self.vocab_size = self.base.context_length, 0
         self.batch, self.micro, self.epochs, self.steps = 1, 1, 1, 1
         self.adapted: Literal["full", "int8", "int4"] | None = None
         """Format of the base model's weights under an adapter; None: all weights are trained."""
 
     def fit_to(self, prepared: Prepared) -> None:
-        """Choose the context, the batch size and the epochs to suit the examples."""
+        """Choose the length of rows, the batch size and the epochs to suit the examples."""
         shards = TokenShards(prepared.folder, "train")
-        lengths = Examples(shards, self.context, packing=False).n_tokens
+        lengths = Examples(shards, self.row, packing=False).n_tokens
         wanted = int(np.quantile(lengths, 0.99)) - 1
-        self.context = min(self.context, max(LEAST_CONTEXT, -(-wanted // LEAST_CONTEXT) * LEAST_CONTEXT))
+        self.row = min(self.row, max(1, -(-wanted // ROW_MULTIPLE)) * ROW_MULTIPLE)
         if "added_tokens" in self.template and self.base.vocab_size >= prepared.manifest.vocab_size:
             self.vocab_size = self.base.vocab_size  # keep the base's size, which has spare rows for the added tokens
         rows = open_samples(self.recipe(prepared), prepared.folder).per_epoch
@@ -190,8 +191,6 @@ class _Draft:
     def sections(self) -> Sections:
         """Return the settings chosen so far, with their reasons, by section."""
         model: list[Row] = []
-        if self.context != self.base.context_length:
-            model.append(("context_length", self.context, "99 of 100 examples are no longer"))
         if self.vocab_size:
             model.append(("vocab_size", self.vocab_size, "the base's, which has spare rows"))
         objective: list[Row] = [("type", "instruction", "loss on the answers only")]
@@ -228,6 +227,7 @@ class _Draft:
             ("epochs", self.epochs, ""),
             ("batch_size", self.batch, f"at least {STEPS_AN_EPOCH} steps an epoch, if the data suffices"),
             *([("micro_batch_size", self.micro, "as many at a time as fit")] if self.micro != self.batch else []),
+            *([("row_tokens", self.row, "99 of 100 examples are no longer")][: self.row < self.base.context_length]),
             ("optimizer", "adamw", ""),
             ("learning_rate", rate, why),
             ("weight_decay", 0.0, ""),

@@ -143,6 +143,6 @@ def expert_kernels_bytes(setting: Setting) -> int:
     rows, two products forward and four backward. 0: the model has no experts, or does not run in bf16 on a CPU."""
     if not (setting.on_cpu and setting.precision == "bf16" and setting.model.n_experts):
         return 0
-    n_tokens = setting.micro_batch_size * setting.objective.rows_per_sample * setting.model.context_length
+    n_tokens = setting.micro_batch_size * setting.objective.rows_per_sample * setting.row_length
     n_rows = min(n_tokens, 31 + 16 * max(0, n_tokens.bit_length() - 5))  # distinct values of `expert_rows`
     return ONEDNN_KERNEL_BYTES * min(6 * n_rows, ONEDNN_KEEPS)

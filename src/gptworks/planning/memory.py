@@ -56,7 +56,7 @@ class Peak:
 
 def training_peak(setting: Setting) -> Peak:
     """Estimate the peak memory of a device in a training step after the first; on a CPU, of rank 0 in the whole run."""
-    lengths = (setting.model.context_length, *setting.shorter_lengths)
+    lengths = (setting.row_length, *setting.shorter_lengths)
     moments = [_Step(setting, length).run() for length in lengths]
     if setting.on_cpu and setting.saves:
         moments += _beginning(setting)
@@ -93,7 +93,7 @@ class _Step:
         self.parameters, self.trained = setting.of_rank
         self.shards = shards_of(self.parameters, self.model, self.trained, self.layout.n_shards)
         self.sharded = self.layout.n_shards > 1
-        n_rows = setting.micro_batch_size * setting.objective.rows_per_sample * (self.model.context_length // length)
+        n_rows = setting.micro_batch_size * setting.objective.rows_per_sample * (setting.row_length // length)
         self.shapes = Shapes(
             config=self.model,
             batch_size=n_rows,
@@ -200,7 +200,7 @@ class _Step:
         if self.setting.saves and self.setting.on_cpu:
             self.hold(CHECKPOINT, weights + average + self.held[OPTIMIZER])  # copies for the checkpoint
         self.hold(TOKENS, (3 if self.setting.several_texts else 2) * 8 * self.shapes.n_tokens)
-        self.hold(ATTENTION, rotary_tables_bytes(replace(self.shapes, length=self.model.context_length)))
+        self.hold(ATTENTION, rotary_tables_bytes(replace(self.shapes, length=self.setting.row_length)))
         if self.setting.accumulates:
             self.hold(GRADIENTS, gradients)
 

@@ -124,7 +124,7 @@ def _of_owners(s: Setting, ownership: Ownership) -> Iterator[Collective]:
 
 def _of_tensor_parallel(s: Setting, shards: Shards, sharded: bool) -> Iterator[Collective]:
     product = 4 if s.precision == "fp32" else 2
-    stream = s.micro_batch_size * s.objective.rows_per_sample * s.model.context_length * s.model.d_model * product
+    stream = s.micro_batch_size * s.objective.rows_per_sample * s.row_length * s.model.d_model * product
     again = sum(computes_again(s.checkpointing, layer) for layer in range(s.model.n_layers))
     n_bytes = (4 * s.model.n_layers + 2 * again) * stream
     yield Collective("activations", "all_reduce", "tensor", n_bytes, "exposed", n_bytes)

@@ -75,21 +75,21 @@ class Plan:
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs per token of the forward and backward pass at the full context with dense attention, and of the
-        objective's additional passes."""
+        """FLOPs per token of the forward and backward pass of full rows with dense attention, and of the objective's
+        additional passes."""
         return self.work.per_token
 
     @property
     def tokens_per_step(self) -> int:
         """Number of tokens in a step of `batch_size` samples. A preference pair has the tokens of both answers. Rows of
-        unknown length count as whole contexts."""
+        unknown length count as the longest ones."""
         return round(self.train.batch_size * self._tokens_per_sample)
 
     @property
     def _tokens_per_sample(self) -> float:
         if self.tokens_per_sample is not None:
             return self.tokens_per_sample
-        return self.setting.objective.rows_per_sample * self.setting.model.context_length
+        return self.setting.objective.rows_per_sample * self.setting.row_length
 
     @property
     def at_most(self) -> bool:
@@ -390,7 +390,7 @@ def plan(
     """
     device, model, train = device or this_cpu(), recipe.model, recipe.train
     counted = replace(data, train_tokens=None) if recipe.data.records else data  # steps count records, not windows
-    steps, reason = planned_steps(train, model.context_length, counted)
+    steps, reason = planned_steps(train, recipe.row_length, counted)
     parameters, layout = count_parameters(model), layout_of(recipe, n_ranks, device)
     return Plan(
         recipe=recipe,

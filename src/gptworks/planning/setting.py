@@ -53,6 +53,8 @@ class Setting:
     optimizer: str = "adamw"
     optimizer_state: str = "fp32"
     decays_cautiously: bool = False
+    row_tokens: int | None = None
+    """`train.row_tokens`; None: rows fill the context."""
     shorter_lengths: tuple[int, ...] = ()
     """Row lengths in `train.shorter_contexts`; early steps cut each window into rows of these lengths."""
     n_future: int = 0
@@ -100,6 +102,7 @@ class Setting:
             accumulates=train.accumulation_steps > 1,
             optimizer=train.optimizer,
             optimizer_state=train.optimizer_state,
+            row_tokens=train.row_tokens,
             shorter_lengths=tuple(length for _, length in train.shorter_contexts),
             decays_cautiously=train.cautious_weight_decay and train.weight_decay > 0,
             n_future=len(train.future_weights),
@@ -107,6 +110,11 @@ class Setting:
             adapter=adapter,
             freeze=freeze,
         )
+
+    @property
+    def row_length(self) -> int:
+        """Length of a training row in tokens, apart from `shorter_lengths`."""
+        return min(self.row_tokens or self.model.context_length, self.model.context_length)
 
     @property
     def whole(self) -> tuple[ParameterCount, Trained]:

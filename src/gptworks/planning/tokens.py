@@ -26,7 +26,7 @@ def data_size(recipe: Recipe) -> DataSize:
     rate = 1.0 if recipe.tokenizer.type == "char" else BYTES_PER_TOKEN
     tokens = int(sum(known) * (1 - recipe.data.validation.fraction) / rate)
     packed = bool(recipe.data.conversations) and recipe.objective.several_texts
-    return DataSize(tokens, max(1, tokens // recipe.model.context_length) if packed else None, estimated=True)
+    return DataSize(tokens, max(1, tokens // recipe.row_length) if packed else None, estimated=True)
 
 
 def _mixture_size(recipe: Recipe) -> DataSize:

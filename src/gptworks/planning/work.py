@@ -11,7 +11,7 @@ from gptworks.planning.trained import trained
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs per token of a training step, with rows of the full context and dense attention."""
+    """FLOPs per token of a training step, with rows of full length and dense attention."""
 
     forward: dict[str, float]
     """Forward FLOPs per token by part, such as `mlp` or `teacher`."""
@@ -32,11 +32,11 @@ def training_work(recipe: Recipe) -> Work:
     Raises:
         UserError: the vocabulary size is unknown, or a teacher's recipe cannot be read.
     """
-    length, model = recipe.model.context_length, recipe.model
+    length, model = recipe.row_length, recipe.model
     products = _products(recipe, by_expert=False)
     forward = {part: n / (length * products.parts) for part, n in products.forward.items()}
     backward = {part: n / (length * products.parts) for part, n in products.backward.items()}
-    plain = forward_flops(model).per_token_dense + forward.get("adapter", 0.0)
+    plain = forward_flops(model, length).per_token_dense + forward.get("adapter", 0.0)
     again = _computed_again(recipe, products, trained(model, recipe.adapter, recipe.freeze).n_still)
     if (teacher := teacher_config(recipe)) is not None:
         forward["teacher"] = forward_flops(teacher, length).per_token_dense
@@ -77,10 +77,10 @@ def work_of_modules(recipe: Recipe) -> dict[str, tuple[float, float]]:
     An adapter counts with its layer. `blocks.0.attention` has only the scores and weighted sums.
     """
     products = _products(recipe, by_expert=True)
-    n = recipe.model.context_length * products.parts
+    n = recipe.row_length * products.parts
     return {name: (forward / n, backward / n) for name, (forward, backward) in products.modules.items()}
 
 
 def _products(recipe: Recipe, by_expert: bool) -> Products:
     model, n_future = recipe.model, len(recipe.train.future_weights)
-    return Products(model, model.context_length, n_future, recipe.adapter, recipe.freeze, by_expert)
+    return Products(model, recipe.row_length, n_future, recipe.adapter, recipe.freeze, by_expert)

@@ -40,11 +40,11 @@ def comparability(first: History, second: History) -> Comparability:
         for key in differing
         if not key.startswith("tokenizer")
     ]
-    contexts = [run.recipe.model.context_length for run in (first, second)]
+    contexts = [run.recipe.row_length for run in (first, second)]
     windows = first.recipe.train.evaluate_sequences
     if contexts[0] != contexts[1] and windows:
         reasons.append(
-            f"with train.evaluate_sequences={windows}, contexts of {contexts[0]:,} and {contexts[1]:,} tokens are "
+            f"with train.evaluate_sequences={windows}, rows of {contexts[0]:,} and {contexts[1]:,} tokens are "
             f"evaluated on other text: set it to 0, which evaluates all of it"
         )
     if reasons:
@@ -172,7 +172,7 @@ def _step_of(recipe: Recipe) -> tuple[Any, ...]:
         recipe.train.batch_size,
         recipe.train.smaller_batches,
         recipe.train.shorter_contexts,
-        recipe.model.context_length,
+        recipe.row_length,
         recipe.objective.type,
         _measured(recipe)["tokenizer.type"],
     )

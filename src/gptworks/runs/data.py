@@ -61,10 +61,10 @@ class RunData:
         """
         if self.recipe is None:
             raise UserError(f"{self.id} is a dataset: what a model sees depends on a recipe. Give one, or a run.")
-        if self.recipe.model.context_length > MOST_CONTEXT:
+        if self.recipe.row_length > MOST_CONTEXT:
             raise UserError(
-                f"{self.id} has model.context_length={self.recipe.model.context_length}: rows of up to {MOST_CONTEXT} "
-                f"tokens are shown. Its documents can be read."
+                f"{self.id} has rows of {self.recipe.row_length} tokens: rows of up to {MOST_CONTEXT} are shown. "
+                f"Its documents can be read."
             )
         with self.checked():
             return open_samples(self.recipe, self.prepared.folder, verify=True)

@@ -82,7 +82,7 @@ class History:
     @property
     def planned_steps(self) -> int | None:
         """The planned number of steps; None if it depends on the size of the text or on the clock."""
-        return planned_steps(self.recipe.train, self.recipe.model.context_length)[0]
+        return planned_steps(self.recipe.train, self.recipe.row_length)[0]
 
     @property
     def tokens(self) -> int:

@@ -134,7 +134,7 @@ def measured_step_seconds(recipe: Recipe) -> float:
         bool(recipe.data.records) and recipe.objective.several_texts,
     )  # fmt: skip
     rate = measure_speed(step).tokens_per_second
-    return recipe.train.batch_size * recipe.model.context_length / rate
+    return recipe.train.batch_size * recipe.row_length / rate
 
 
 def _arm_recipe(path: str | Path, design: Design, folder: Path, number: int, arm: str, steps: int) -> Recipe:

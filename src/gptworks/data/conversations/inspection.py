@@ -119,7 +119,7 @@ class Inspection:
 
 def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
     """Return statistics and faults of a recipe's conversations. (`check_records` raises an error for faults.)"""
-    context = recipe.model.context_length
+    context = recipe.row_length
     shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
     columns, validation = example_columns(shards), example_columns(held_out)
     examples = Examples(shards, context, recipe.objective.packs)
@@ -193,7 +193,7 @@ class PairInspection:
 
 def inspect_pairs(recipe: Recipe, prepared: Prepared) -> PairInspection:
     """Return statistics and faults of a recipe's preference pairs. (`check_records` raises an error for faults.)"""
-    context = recipe.model.context_length
+    context = recipe.row_length
     shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
     pairs = Pairs(shards, context)
     columns = example_columns(shards)

@@ -107,7 +107,7 @@ def evaluation_rows(examples: Examples, n_rows: int = 0) -> Iterator[Rows]:
 
 def held_out_rows(shards: TokenShards, recipe: Recipe) -> Iterator[Rows]:
     """Return the validation rows of a run that learns answers; of preference pairs, only the chosen conversations."""
-    examples = Examples(shards, recipe.model.context_length, recipe.objective.packs)
+    examples = Examples(shards, recipe.row_length, recipe.objective.packs)
     if recipe.data.preferences:  # a pair is two rows, the chosen answer first
         examples.rows = examples.rows[::2]
     return evaluation_rows(examples)

@@ -65,7 +65,7 @@ class Objective:
 
     def take_data(self, recipe: Recipe, samples: Samples) -> None:
         """Set the run's data. All other methods need it, except `check` and `loss_without_data`."""
-        self.recipe, self.samples, self.context_length = recipe, samples, recipe.model.context_length
+        self.recipe, self.samples, self.context_length = recipe, samples, samples.context_length
 
     def check(self, recipe: Recipe) -> None:
         """Check inputs other than the data, such as a run or a file, before any work is done.

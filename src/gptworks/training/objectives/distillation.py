@@ -60,10 +60,11 @@ class Distillation(Objective):
         theirs = teacher_config(recipe)
         assert theirs is not None
         folder = self.settings.teacher
-        if theirs.context_length < recipe.model.context_length:
+        if theirs.context_length < recipe.row_length:
+            name = "model.context_length" if recipe.train.row_tokens is None else "train.row_tokens"
             raise UserError(
-                f"model.context_length={recipe.model.context_length} and objective.teacher={folder} reads "
-                f"{theirs.context_length}: set model.context_length to that or less."
+                f"{name}={recipe.row_length} and objective.teacher={folder} reads {theirs.context_length}: set {name} "
+                f"to that or less."
             )
         if recipe.model.vocab_size not in (0, theirs.vocab_size):
             raise UserError(

@@ -147,7 +147,7 @@ def _training(
         **({"sources": ", ".join(map(_source, recipe.data.sources))} if recipe.data.sources else {}),
         "tokens": f"{progress.tokens:,}, {progress.samples / samples_per_epoch:.2f} epochs of the training text",
         "time": f"{clock(progress.seconds)} of training, {speed:,.0f} tokens/s",
-        "batch": f"{smaller}{train.batch_size} × {lengths}{recipe.model.context_length:,} tokens{cut}",
+        "batch": f"{smaller}{train.batch_size} × {lengths}{recipe.row_length:,} tokens{cut}",
         "optimizer": f"{train.optimizer}, peak rate {train.learning_rate:g}{matrices}, "
         f"{cautious}decay {train.weight_decay:g}",
         **({"rates": ", ".join(factors)} if factors else {}),

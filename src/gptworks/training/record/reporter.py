@@ -76,7 +76,7 @@ class Reporter(Listener):
         if steps is None:
             return ""
         left = self._samples_left(progress, steps)
-        tokens = progress.tokens + left * objective.rows_per_sample * self.recipe.model.context_length
+        tokens = progress.tokens + left * objective.rows_per_sample * self.recipe.row_length
         epochs = significant((progress.samples + left) / self.objective.samples.per_epoch, 3)
         return f", {'at most ' if objective.varying_widths else ''}{tokens:,} tokens or {epochs} epochs"
 

@@ -51,9 +51,8 @@ def _with_lengths(found: Plan, pairs: AnswerPairs, steps: int) -> Plan:
     """Return the plan with its tokens per sample and its FLOPs computed from the real lengths of the pairs."""
     n_samples = min(found.train.samples_before(steps), MOST_SAMPLES)
     per_sample = pairs.tokens_read(n_samples, found.setting.micro_batch_size) / n_samples
-    model = found.recipe.model
     width = max(1, round(per_sample / found.recipe.objective.rows_per_sample))
-    shorter = found.recipe.model_copy(update={"model": model.model_copy(update={"context_length": width})})
+    shorter = found.recipe.model_copy(update={"train": found.train.model_copy(update={"row_tokens": width})})
     return replace(found, tokens_per_sample=per_sample, work=training_work(shorter))
 
 

@@ -219,7 +219,7 @@ def _steps(rehearsal: Rehearsal, parallel: _OnFakeTensors) -> RankSteps:
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
         step = rehearsal.new_step(parallel)
         held_bytes = _held_bytes(parallel)
-        tokens = torch.zeros(rows, rehearsal.model.context_length, dtype=torch.int64)
+        tokens = torch.zeros(rows, rehearsal.row_length, dtype=torch.int64)
         batch = rehearsal.batch(tokens)
         sent: list[list[Sent]] = []
         for n in (1, n_second):

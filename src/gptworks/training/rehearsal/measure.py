@@ -54,7 +54,7 @@ def measure_speed(rehearsal: Rehearsal) -> Measured:
                 break
     except RuntimeError as error:
         raise RunError(f"the measured step failed: {error}. Perhaps memory did not suffice.") from error
-    return Measured(None, None, rehearsal.train.batch_size * rehearsal.model.context_length / median(seconds))
+    return Measured(None, None, rehearsal.tokens_per_step / median(seconds))
 
 
 _JSON = TypeAdapter(Rehearsal)
@@ -75,7 +75,7 @@ def _measure(rehearsal: Rehearsal) -> Measured:
     seconds = next(_step_seconds(rehearsal))
     peak = peak_growth_bytes(device, before) or 0
     kept = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak
-    return Measured(peak, kept, rehearsal.train.batch_size * model.context_length / seconds)
+    return Measured(peak, kept, rehearsal.tokens_per_step / seconds)
 
 
 WARM_FIELDS = (
@@ -98,7 +98,7 @@ def _step_seconds(rehearsal: Rehearsal) -> Iterator[float]:
     """Run training steps; yield the seconds of each, except the first, which creates the optimizer's state."""
     model, train, device = rehearsal.model, rehearsal.train, torch.device(rehearsal.device)
     step = rehearsal.new_step()
-    tokens = torch.randint(model.vocab_size, (train.batch_size, model.context_length), device=device)
+    tokens = torch.randint(model.vocab_size, (train.batch_size, rehearsal.row_length), device=device)
     batch = rehearsal.batch(tokens)
     take(step, train, batch)
     synchronize(device)

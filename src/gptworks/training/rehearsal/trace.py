@@ -55,6 +55,15 @@ class Rehearsal:
             setting.several_texts,
         )  # fmt: skip
 
+    @property
+    def row_length(self) -> int:
+        """Length of a row in tokens."""
+        return self.train.row_length(self.model.context_length)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.batch_size * self.row_length
+
     def new_model(self) -> GPT:
         """Build a new model on torch's default device."""
         return trainable_model(self.model, self.adapter, self.freeze)
@@ -119,7 +128,7 @@ def trace_step(rehearsal: Rehearsal) -> Trace:
     live = LiveBytes()
     with FakeTensorMode(), live:
         step = rehearsal.new_step()
-        tokens = torch.zeros(train.batch_size, rehearsal.model.context_length, dtype=torch.int64, device=place)
+        tokens = torch.zeros(train.batch_size, rehearsal.row_length, dtype=torch.int64, device=place)
         for parameter in step.optimizer.parameters.values():  # create the optimizer's state, as a first step does
             parameter.grad = torch.zeros_like(parameter)
         step.apply(step.gradient_norm())

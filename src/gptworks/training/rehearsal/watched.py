@@ -257,8 +257,7 @@ def _take(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
 
 
 def _batch(rehearsal: Rehearsal) -> Batch:
-    model, train = rehearsal.model, rehearsal.train
-    tokens = torch.zeros(train.batch_size, model.context_length, dtype=torch.int64, device="cuda")
+    tokens = torch.zeros(rehearsal.train.batch_size, rehearsal.row_length, dtype=torch.int64, device="cuda")
     return rehearsal.batch(tokens)
 
 

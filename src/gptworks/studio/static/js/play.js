@@ -169,7 +169,8 @@ function Prompt({ session, busy, box, prepare }) {
       spellcheck="false"
       placeholder="The beginning of a text"
       onKeyDown=${(event) => sends(event) && !busy && (event.preventDefault(), go())}></textarea>
-    <div class="actions"><${Go} name="Generate" keys=${MAC ? "⌘ ↵" : "Ctrl ↵"} busy=${busy} go=${go} stop=${() => session.stop()} />
+    <div class="actions"><${Go} name="Generate" keys=${MAC ? "⌘ ↵" : "Ctrl ↵"} busy=${busy} go=${go}
+        stop=${() => session.stop()} />
       ${
         session.tree.get(session.columns[0].current) &&
         html`<span class="fill"></span>
