@@ -17,9 +17,10 @@ from gptworks.model.gpt import GPT
 from gptworks.model.moe import expert_rows
 from gptworks.planning.arrange import rank_setting
 from gptworks.planning.host import ONEDNN_KEEPS, ONEDNN_KERNEL_BYTES, expert_kernels_bytes
-from gptworks.planning.memory import CACHE, training_peak
+from gptworks.planning.memory import training_peak
 from gptworks.planning.params import count_parameters
 from gptworks.planning.setting import ANSWERS_AT_ONCE, Setting
+from gptworks.planning.timeline import CACHE
 from gptworks.recipe import parse_recipe
 from gptworks.training.rehearsal.trace import Rehearsal, trace_step
 from tiny import plain_model

@@ -7,8 +7,9 @@ from gptworks.planning.arrange import Refusal, arrange, planned_precision, rank_
 from gptworks.planning.devices import Device
 from gptworks.planning.host import HostMemory, host_memory
 from gptworks.planning.layout import Layout
-from gptworks.planning.memory import Peak, generation_peak, training_peak
+from gptworks.planning.memory import generation_peak, training_peak
 from gptworks.planning.setting import Setting
+from gptworks.planning.timeline import Peak
 from gptworks.units import readable
 
 LARGEST_BATCH = 4096

@@ -9,7 +9,7 @@ inside kernels, and memory that the allocator cannot use between allocations of 
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gptworks.config import computes_again
 from gptworks.config.optimizers import OPTIMIZERS
@@ -30,28 +30,26 @@ from gptworks.planning.state import (
     owned_state_bytes,
     state_in_parts_bytes,
 )
-
-WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER = "weights", "weights_average", "gradients", "optimizer_state"
-LOSS, TEMPORARY, COMMUNICATION, TOKENS = "logits_and_loss", "temporary", "communication", "tokens"
-CACHE = "keys_and_values"
-CHECKPOINT, OTHER_MODELS, STARTING = "checkpoint_being_written", "other_models", "starting_weights"
-"""Keys of `Peak.parts`, in addition to the kinds of saved tensors in `gptworks.model.cost`."""
+from gptworks.planning.timeline import (
+    AVERAGE,
+    CACHE,
+    CHECKPOINT,
+    COMMUNICATION,
+    GRADIENTS,
+    LOSS,
+    OPTIMIZER,
+    OTHER_MODELS,
+    STARTING,
+    TEMPORARY,
+    TOKENS,
+    WEIGHTS,
+    Peak,
+    Timeline,
+)
 
 RECEIVING = 2
 """Number of buffers, as large as a gathered block, that FSDP holds in a forward pass: the buffer that receives a block,
 and the previous block's, which it frees once the block is copied out."""
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The moment at which most memory is in use, and the bytes in use by part."""
-
-    moment: str
-    parts: dict[str, int]
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.parts.values())
 
 
 def training_peak(setting: Setting) -> Peak:
@@ -84,10 +82,11 @@ def _beginning(setting: Setting) -> list[Peak]:
     return moments
 
 
-class _Step:
-    """Follows the memory in use through one micro-batch and the optimizer's update, and records the peak."""
+class _Step(Timeline):
+    """Follows the memory in use through one micro-batch and the optimizer's update."""
 
     def __init__(self, setting: Setting, length: int) -> None:
+        super().__init__()
         self.setting, self.layout = setting, setting.layout
         self.model = setting.rank_model
         self.parameters, self.trained = setting.of_rank
@@ -122,10 +121,6 @@ class _Step:
         entry = GPT.entry_cost(self.shapes) if self.trained.embedding else []
         self.entry = [stage for stage in entry if not stage.module or f"{stage.module}.weight" in self.trained.outside]
         self.final_norm, *self.future = GPT.exit_cost(self.shapes, setting.n_future)
-        self.held: Counter[str] = Counter()  # bytes in use by part
-        self.total_bytes = 0
-        self.peak = Peak("start", {})
-        self.peak_bytes = 0
 
     def _layer_cost(self, layer: int) -> LayerCost:
         cost, no_copies = GPT.layer_cost(self.shapes, layer), self.no_copies or self.packed
@@ -135,23 +130,6 @@ class _Step:
 
     def _cost(self, use: int) -> LayerCost:
         return self.costs[self.kinds[self.uses[use]]]
-
-    def hold(self, part: str, n_bytes: int) -> None:
-        """Add `n_bytes` to the bytes held by `part`; a negative number frees them."""
-        self.held[part] += n_bytes
-        self.total_bytes += n_bytes
-
-    def hold_saved(self, stage: Stage, sign: int = 1) -> None:
-        """Hold the tensors that an operation saves; `sign=-1` frees them."""
-        for part, n_bytes in stage.saved.items():
-            self.hold(part, sign * n_bytes)
-
-    def mark(self, moment: str, momentary: int = 0, part: str = TEMPORARY) -> None:
-        """Record a new peak if the bytes in use, with `momentary` more for `part`, exceed the peak so far."""
-        if self.total_bytes + momentary > self.peak_bytes:
-            self.peak_bytes = self.total_bytes + momentary
-            parts = self.held + Counter({part: momentary})
-            self.peak = Peak(moment, {name: n_bytes for name, n_bytes in parts.items() if n_bytes})
 
     def run(self) -> Peak:
         self._start()

@@ -12,12 +12,13 @@ from gptworks.planning.devices import UTILIZATION, Device, this_cpu
 from gptworks.planning.fit import Alternative, Need, alternatives, largest_micro_batch, need
 from gptworks.planning.host import HostMemory, checkpoint_bytes
 from gptworks.planning.inference import InferenceMemory, inference_memory
-from gptworks.planning.memory import Peak, training_peak
+from gptworks.planning.memory import training_peak
 from gptworks.planning.network import StepTime, collectives, machines, sent_bytes, step_time
 from gptworks.planning.params import ParameterCount, count_parameters
 from gptworks.planning.setting import ANSWERS_AT_ONCE, Setting
 from gptworks.planning.state import held_weights_bytes, trained_state_bytes
 from gptworks.planning.steps import UNKNOWN_SIZE, DataSize, planned_steps
+from gptworks.planning.timeline import Peak
 from gptworks.planning.trained import Trained
 from gptworks.planning.work import Work, training_work
 
