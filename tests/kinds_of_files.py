@@ -299,8 +299,8 @@ KINDS = {
     ".jsonl": KindOfFile(jsonl, is_broken="not JSON", broken_bytes=b"{oh no}\n[1]\n"),
     ".json": KindOfFile(json_list, is_broken="not JSON", broken_bytes=b'[{"text": oh no}]'),
     ".parquet": KindOfFile(parquet, (), "is not a parquet file"),
-    ".zip": KindOfFile(zipped, is_broken="not a ZIP", foreign_is_read=False),
-    ".tar.gz": KindOfFile(tarred, foreign_is_read=False), ".wet": KindOfFile(wet, (), "broken after 0", b"no crawl\n"),
+    ".zip": KindOfFile(zipped, is_broken="not a ZIP"), ".tar.gz": KindOfFile(tarred),
+    ".wet": KindOfFile(wet, (), "broken after 0", b"no crawl\n"),
     ".html": KindOfFile(html, ("cp1252",), "no text", _GARBAGE, limited=True),
     ".pdf": KindOfFile(pdf, (), broken_bytes=b"%PDF-1.4 and no more", limited=True),
     **{
@@ -330,7 +330,7 @@ def write_folder(folder: Path) -> dict[str, str]:
         good = kind.write(PARAGRAPHS)
         put(f"good{ending}", good)
         for encoding in kind.encodings:
-            why = "" if kind.foreign_is_read else "not UTF-8|binary|broken"
+            why = "" if kind.foreign_is_read else "broken"
             put(f"foreign-{encoding}{ending}", kind.write(PARAGRAPHS, encoding), why)
         put(
             f"broken{ending}",

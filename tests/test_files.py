@@ -78,6 +78,7 @@ LISTED = {
     ("data/search.py", "_opened", "mmap.mmap"): STREAM,
     ("data/sources/archives.py", "_tar_members", "tarfile.open"): STREAM,
     ("data/sources/archives.py", "_zip", "zipfile.ZipFile"): STREAM,
+    ("data/sources/extraction.py", "_epub", "zipfile.ZipFile"): "in a confined process, bytes that were read",
     ("data/sources/records.py", "_parquet_file", "pq.ParquetFile"): "a file that the user named, which is regular",
     ("data/sources/opening.py", "", "gzip.GzipFile"): STREAM,
     ("device.py", "BusyCores._counts", ".read_text"): SYSTEM,

@@ -29,6 +29,11 @@ def clean(text: str) -> str:
     return text.translate(_ON_TERMINALS)
 
 
+def one_line(text: str) -> str:
+    """Replace each character that is not printable by U+FFFD, line breaks too: a file's name may hold them."""
+    return "".join(character if character.isprintable() else "\ufffd" for character in text)
+
+
 class _Guarded:
     """A stream that cleans text written to it. It has no `buffer`, because bytes written there would not be cleaned."""
 

@@ -66,7 +66,7 @@ def init(
         figures = {"minutes": drafted.minutes, "epochs": drafted.epochs, "plan": plan_json(drafted.plan)}
         print_json({"recipe": str(out), "files": [asdict(item) for item in found.items], **figures})
         return
-    for line in (*found.lines(), *drafted.lines()):
+    for line in (*found.lines(), "", *drafted.lines()):
         typer.echo(line)
     typer.echo(f"next        gptworks train {shlex.quote(str(out))}")
 

@@ -256,7 +256,8 @@ class Search:
 
     def _data(self) -> list[Row]:
         n = self.texts.n_documents
-        by = "tail" if n is not None and n < MANY_DOCUMENTS else "document"
+        is_uneven = self.texts.largest_document_bytes > self.fraction * self.texts.n_bytes
+        by = "tail" if is_uneven or (n is not None and n < MANY_DOCUMENTS) else "document"
         why = {"tail": "the end of each document is held out", "document": "documents are held out, none in part"}
         return [
             ("sources", self.texts.sources, ""),

@@ -12,6 +12,7 @@ from gptworks.config import FilesSource
 from gptworks.data.sources.anything import KINDS, Files, Item, reasons
 from gptworks.data.sources.opening import COMPRESSIONS
 from gptworks.errors import UserError, shortened
+from gptworks.terminal import one_line
 from gptworks.units import readable
 
 LEAST_BYTES = 1 << 15
@@ -78,6 +79,11 @@ class Texts:
         return Counter(item.kind for item in self.items if item.why)
 
     @property
+    def largest_document_bytes(self) -> int:
+        """Bytes of the largest file that is one document."""
+        return max((item.n_bytes for item in self.items if item.n_documents == 1), default=0)
+
+    @property
     def n_documents(self) -> int | None:
         """Number of documents; None if it is not known."""
         numbers = [item.n_documents for item in self.items]
@@ -108,7 +114,7 @@ class Texts:
         found = []
         for item in draw.choices(read, [item.n_bytes for item in read], k=n):
             parts = next(self._source.excerpts(item, [draw.randrange(item.n_bytes)], PASSAGE_BYTES), [])
-            found.append(Passage(_printable(item.file), parts[0] if parts else ""))
+            found.append(Passage(one_line(item.file), parts[0] if parts else ""))
         return [passage for passage in found if passage.text]
 
     def table(self) -> list[Kind]:
@@ -121,13 +127,13 @@ class Texts:
             first = {item.why or item.lacks: item.file for item in reversed(items)}
             kinds.append(
                 Kind(
-                    _printable(name),
+                    one_line(name),
                     sum(not item.why for item in items),
                     sum(bool(item.why) for item in items),
                     sum(item.n_bytes for item in items),
-                    [_printable(f"{count:,} {note}") for note, count in notes.most_common()],
+                    [one_line(f"{count:,} {note}") for note, count in notes.most_common()],
                     [
-                        _printable(f"{first[one]}{f' and {count - 1:,} more' * (count > 1)}: {shortened(one, 160)}")
+                        one_line(f"{first[one]}{f' and {count - 1:,} more' * (count > 1)}: {shortened(one, 160)}")
                         for one, count in why.most_common()
                     ],
                 )
@@ -184,13 +190,8 @@ _KINDS = (
 )
 
 
-def _printable(line: str) -> str:
-    """Return a line with U+FFFD for each control character: a name of a file may hold one, even a line break."""
-    return "".join(character if character.isprintable() else "\ufffd" for character in line)
-
-
 def listed(endings: Counter[str]) -> str:
     """Return the numbers of files by ending as text, such as `214 .txt, 3 .md`."""
     words = [f"{n:,} {ending or 'without an ending'}" for ending, n in endings.most_common(_LISTED)]
     more = len(endings) - _LISTED
-    return _printable(", ".join(words)) + (f" and {more} kinds more" if more > 0 else "") or "no files"
+    return one_line(", ".join(words)) + (f" and {more} kinds more" if more > 0 else "") or "no files"

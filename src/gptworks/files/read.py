@@ -29,6 +29,8 @@ _MOST_LINKS = 40
 PIPE_SECONDS = 1.0
 """Longest wait for the writer of a pipe, since a shell opens both ends before it starts a command."""
 _CHUNK_BYTES = 1 << 16
+_LFS, _MOST_POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
+"""The beginning of a file that Git LFS has in place of a large file, and the bytes that it has at most."""
 
 
 def open_regular(path: Path, *, inside: Path | None = None, max_bytes: int | None = None) -> BufferedReader:
@@ -39,16 +41,22 @@ def open_regular(path: Path, *, inside: Path | None = None, max_bytes: int | Non
         max_bytes: largest size; None: any.
 
     Raises:
-        UserError: the path is a folder, FIFO, socket or device, a link that leads outside, or too large.
+        UserError: the path is a folder, FIFO, socket or device, a link that leads outside, too large, or a pointer of
+            Git LFS.
         OSError: the file cannot be opened; FileNotFoundError if it does not exist.
     """
     descriptor = _open_anywhere(path) if inside is None else _open_inside(path, inside)
     try:
-        check_kind(path, os.fstat(descriptor), max_bytes)
+        found = os.fstat(descriptor)
+        check_kind(path, found, max_bytes)
     except BaseException:
         os.close(descriptor)
         raise
-    return os.fdopen(descriptor, "rb")
+    file = os.fdopen(descriptor, "rb")
+    if len(_LFS) < found.st_size < _MOST_POINTER_BYTES and file.peek(len(_LFS)).startswith(_LFS):
+        file.close()
+        raise UserError(f"{path} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder.")
+    return file
 
 
 def check_regular(path: Path, max_bytes: int | None = None, *, inside: Path | None = None) -> None:

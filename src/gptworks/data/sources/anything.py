@@ -40,6 +40,7 @@ from gptworks.data.sources.sums import contents
 from gptworks.errors import UserError
 from gptworks.files import open_regular, stamp
 from gptworks.machine import usable_cpus
+from gptworks.terminal import one_line
 
 PROSE = (".txt", ".md", ".text", ".rst", ".tex", ".org", ".adoc", ".markdown", ".log", "")
 CODE = tuple({ending.lower(): None for endings in LANGUAGES.values() for ending in endings})
@@ -55,7 +56,6 @@ _READING_VERSION = 1
 """Raise this number when the same files give another text."""
 _LOOKED_AT_RECORDS, _LISTED = 20, 20
 HIDDEN = "hidden"
-_LFS = b"version https://git-lfs.github.com/spec/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +178,9 @@ class Files(Source):
             return "not a kind that is read; if it is text, rename it to .txt"
         try:
             with open_regular(path, inside=folder) as stream:
-                head = stream.read(len(_LFS))
+                return "" if stream.read(1) else "it is empty"
         except (UserError, OSError) as error:
             return _reason(error, path)
-        if head == _LFS:
-            return "a pointer of Git LFS, not the file: run `git lfs pull`"
-        return "" if head else "it is empty"
 
     def _units_or_none(self, file: Path) -> Iterable[Unit]:
         try:
@@ -318,8 +315,9 @@ def _reason(error: UserError | OSError, file: Path) -> str:
 
 
 def reasons(items: Iterable[Item]) -> list[str]:
-    """Return each file that is skipped, or of which parts are left out, with the reason."""
-    return [f"{item.file}: {item.why or item.lacks}" for item in items if item.why or item.lacks]
+    """Return each file that is skipped, or of which parts are left out, with the reason; hidden files are not named."""
+    named = (item for item in items if (item.why or item.lacks) and item.why != HIDDEN)
+    return [one_line(f"{item.file}: {item.why or item.lacks}") for item in named]
 
 
 def _summary(left_out: list[str], n_files: int) -> str:
@@ -403,5 +401,5 @@ def _archive(file: Path, _: object) -> Archive:
     names = Archive(forms[0]).names(file)
     for form in forms:
         if any(map(Archive(form).wants, names)):
-            return Archive(form)
+            return Archive(form, lenient=True)
     raise UserError(f"none of its {len(names):,} members is text or records: unpack it to read other kinds")

@@ -17,8 +17,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 from gptworks.config.sources import ArchiveSource
-from gptworks.data.sources.base import Piece, Source, Unit, document, grouped
+from gptworks.data.sources.base import Piece, Source, Unit, document, grouped, text_document
 from gptworks.data.sources.delimited import read_table
+from gptworks.data.sources.encodings import decoded
 from gptworks.data.sources.opening import about_unpacked_size, check_ratio, compression, open_file, plain_name, unpacked
 from gptworks.data.sources.records import MOST_LINE_BYTES, Skip, read_jsonl, record_document, refuse
 from gptworks.errors import UserError
@@ -50,6 +51,14 @@ class Archive(Source):
     settings: ArchiveSource
     endings = (".zip", ".tar")
 
+    def __init__(self, settings: ArchiveSource, lenient: bool = False) -> None:
+        """
+        Args:
+            lenient: read texts in any encoding, and report the members that are not read to `skip`.
+        """
+        super().__init__(settings)
+        self.lenient = lenient
+
     def units_of(self, file: Path) -> Iterable[Unit]:
         """Group the members of a ZIP archive into units. A tar archive is one unit, since it is read from the start."""
         if _is_tar(file):
@@ -63,12 +72,14 @@ class Archive(Source):
     def read_unit(self, unit: Unit, skip: Skip = refuse) -> Iterator[Piece]:
         members = _tar_members(unit.file) if _is_tar(unit.file) else _zip_members(unit.file, unit.start, unit.end)
         seen: Counter[str] = Counter()
+        others: Counter[str] = Counter()
         n_read = 0
         for member in members:
             name = Path(f"{unit.file}:{member.name}")
             _check_path(unit.file, member.name)
             seen[PurePosixPath(member.name).suffix or "(none)"] += 1
             if not self.wants(member.name):
+                others[PurePosixPath(member.name).suffix or "(none)"] += 1
                 continue
             n_read += 1
             try:
@@ -77,7 +88,11 @@ class Archive(Source):
                 yield from self._read_member(name, member, skip)
             except UserError as error:
                 skip(error)
-        if not n_read and unit.end is None:
+        if self.lenient:
+            if others:
+                kinds = ", ".join(f"{ending} ({count})" for ending, count in others.most_common(5))
+                skip(UserError(f"members of other kinds: {kinds}"))
+        elif not n_read and unit.end is None:
             found = ", ".join(f"{ending} ({count})" for ending, count in seen.most_common(5))
             if not found:
                 raise UserError(f"{unit.file}: this archive is empty. Get it again, or leave it out.")
@@ -120,20 +135,26 @@ class Archive(Source):
 
     def _read_opened(self, name: Path, stream: BinaryIO, size_bytes: int, skip: Skip) -> Iterator[Piece]:
         opened = unpacked(stream, name)
+        if self.settings.format == "text" and self.lenient and size_bytes <= MOST_LINE_BYTES:
+            yield from text_document(decoded(_read_all(opened, name), name))
+            return
         if self.settings.format == "text":
             if compression(name.name):  # the unpacked size is known only after unpacking
-                opened = io.BytesIO(opened.read(MOST_LINE_BYTES + 1))
-                size_bytes = len(opened.getbuffer())
-                if size_bytes > MOST_LINE_BYTES:
-                    raise UserError(
-                        f"{name}: a compressed text in an archive may have {MOST_LINE_BYTES:,} bytes. Unpack it."
-                    )
+                data = _read_all(opened, name)
+                opened, size_bytes = io.BytesIO(data), len(data)
             yield from document(opened, name, n_bytes=size_bytes)
             return
         jsonl = self.settings.format == "jsonl"
         read: Callable[..., Iterator[tuple[object, Mapping[str, Any]]]] = read_jsonl if jsonl else read_table
         for where, record in read(name, opened=opened, skip=skip):
             yield from record_document(where, record, self.settings.field)
+
+
+def _read_all(stream: BinaryIO, name: Path) -> bytes:
+    data = stream.read(MOST_LINE_BYTES + 1)
+    if len(data) > MOST_LINE_BYTES:
+        raise UserError(f"{name}: a compressed text in an archive may have {MOST_LINE_BYTES:,} bytes. Unpack it.")
+    return data
 
 
 def _is_tar(file: Path) -> bool:

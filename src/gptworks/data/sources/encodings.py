@@ -4,6 +4,7 @@ finds."""
 import codecs
 import io
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -50,19 +51,37 @@ def find_encoding(file: Path) -> Encoding:
 
 @lru_cache(maxsize=1 << 16)
 def _find_encoding(file: Path, _: Any) -> Encoding:
-    with open_file(file) as stream:
+    return _found(file, lambda: open_file(file))
+
+
+def decoded(data: bytes, name: Path) -> str:
+    """Return the text that bytes in any encoding are.
+
+    Raises:
+        UserError: as `find_encoding`; `name` is named.
+    """
+    encoding = _found(name, lambda: io.BytesIO(data)).name
+    return data.decode(encoding).removeprefix("\ufeff")
+
+
+Open = Callable[[], BinaryIO]
+"""A function that opens a file from its beginning."""
+
+
+def _found(file: Path, opened: Open) -> Encoding:
+    with opened() as stream:
         head = stream.read(_CHUNK_BYTES)
     if name := next((name for mark, name in _MARKS if head.startswith(mark)), None):
-        return _checked(file, name, guessed=False)
+        return _checked(file, opened, name, is_guessed=False)
     if b"\0" in head and (name := _wide(head)):
-        return _checked(file, name, guessed=True)
-    wrong_at = _first_wrong(file)
+        return _checked(file, opened, name, is_guessed=True)
+    wrong_at = _first_wrong(opened)
     if wrong_at is None:
-        return _checked(file, UTF_8, guessed=False)
-    guess = guessed(_bytes_around(file, wrong_at))
+        return _checked(file, opened, UTF_8, is_guessed=False)
+    guess = guessed(_bytes_around(opened, wrong_at))
     if guess is None:
         raise UserError(f"{file} is not text: its bytes fit no encoding. Leave it out, or convert it to UTF-8.")
-    return _checked(file, guess, guessed=True)
+    return _checked(file, opened, guess, is_guessed=True)
 
 
 def guessed(data: bytes) -> str | None:
@@ -97,7 +116,10 @@ def open_text(file: Path, encoding: str) -> BinaryIO:
     Raises:
         UserError: while bytes are read, they prove not to be text in this encoding.
     """
-    stream = open_file(file)
+    return _as_utf_8(open_file(file), encoding, file)
+
+
+def _as_utf_8(stream: BinaryIO, encoding: str, file: Path) -> BinaryIO:
     return stream if encoding == UTF_8 else io.BufferedReader(_Decoded(stream, encoding, file), _CHUNK_BYTES)
 
 
@@ -136,32 +158,32 @@ class _Decoded(io.RawIOBase):
         super().close()
 
 
-def _checked(file: Path, name: str, guessed: bool) -> Encoding:
+def _checked(file: Path, opened: Open, name: str, is_guessed: bool) -> Encoding:
     """Return the encoding with the text's size, after all of the text was decoded.
 
     Raises:
         UserError: the file is not text in this encoding.
     """
     n_bytes = 0
-    with open_text(file, name) as stream:
+    with _as_utf_8(opened(), name, file) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
-            if found := (_CONTROLS if guessed else _NUL).search(chunk):
+            if found := (_CONTROLS if is_guessed else _NUL).search(chunk):
                 raise UserError(
                     f"{file} is binary, not text: 0x{found[0].hex()} at byte {n_bytes + found.start()}. Leave it out, "
                     f"or convert it to UTF-8."
                 )
             n_bytes += len(chunk)
-    if name == UTF_8 and (at_wrong := _first_wrong(file)) is not None:
+    if name == UTF_8 and (at_wrong := _first_wrong(opened)) is not None:
         raise UserError(
             f"{file} begins with the byte order mark of UTF-8, and byte {at_wrong} is not UTF-8. Convert it to UTF-8."
         )
-    return Encoding(name, guessed, n_bytes)
+    return Encoding(name, is_guessed, n_bytes)
 
 
-def _first_wrong(file: Path) -> int | None:
+def _first_wrong(opened: Open) -> int | None:
     """Return the offset of the first byte that is not UTF-8; None if there is none."""
     decoder, n_bytes, chunk = codecs.getincrementaldecoder(UTF_8)(), 0, b"-"
-    with open_file(file) as stream:
+    with opened() as stream:
         while chunk:
             held = len(decoder.getstate()[0])
             chunk = stream.read(_CHUNK_BYTES)
@@ -177,8 +199,8 @@ _NUL, _CONTROLS = re.compile(rb"\0"), re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]"
 """Characters that UTF-8 text does not have, and that text in a guessed encoding does not have."""
 
 
-def _bytes_around(file: Path, at: int) -> bytes:
-    with open_file(file) as stream:
+def _bytes_around(opened: Open, at: int) -> bytes:
+    with opened() as stream:
         left = at - _CHUNK_BYTES
         while left > 0:
             left -= len(stream.read(min(left, _CHUNK_BYTES)))

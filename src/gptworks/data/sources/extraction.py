@@ -143,9 +143,9 @@ def _answer(question: dict[str, Any]) -> str | dict[str, str]:
         text = _TAKEN[kind](data)
     except (UserError, MemoryError):
         raise
-    except ImportError as error:
-        return {"missing": " ".join(str(error).split())[:300]}
     except Exception as error:  # libraries raise many types of errors for a broken document
+        if isinstance(error, ImportError) or type(error).__name__ == "DependencyError":  # all2md's, no ImportError
+            return {"missing": " ".join(str(error).split())[:300]}
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"a broken {kind.upper()} file ({reason}). Get it again.") from None
     if len(text) > MOST_TEXT_CHARACTERS:
