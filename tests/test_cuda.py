@@ -180,6 +180,34 @@ def test_logits_are_those_of_the_cpu(kind: str) -> None:
     torch.testing.assert_close(logits_of(weights.to(CUDA)), wanted, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in ("experts", "dynamic rope")])
+def test_graphs_decode_as_single_kernels_do(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = model(MODELS[kind]).to(CUDA)
+    backend = TorchBackend(weights, 5, 64)
+    assert backend._graphs is not None
+    monkeypatch.setattr("gptworks.infer.backends.backend.captures_graphs", lambda _: False)
+    other = TorchBackend(weights, 5, 64)
+    assert other._graphs is None
+    given = torch.randint(512, (5, 40), generator=torch.Generator().manual_seed(2)).tolist()
+    for slot in range(5):
+        for one in (backend, other):
+            one.compute([Chunk(slot, 0, given[slot][: 10 + slot])], True)
+    for step in range(12):
+        slots = [slot for slot in range(5) if (step + slot) % 4]  # three or four texts
+        if step == 6:
+            with torch.inference_mode():
+                weights.norm.weight.data = 2 * weights.norm.weight  # other weights
+        if step == 8:
+            backend.grow(6, 64, [30] * 5)
+        chunks = [Chunk(slot, 10 + slot + step, [given[slot][10 + slot + step]]) for slot in slots]
+        skipped = [Chunk(slot, 10 + slot + step, [given[slot][10 + slot + step]]) for slot in {*range(5)} - {*slots}]
+        found, wanted = (torch.cat(one.compute(chunks, True)) for one in (backend, other))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        for one in (backend, other):
+            one.compute(skipped, True)
+    assert len(backend._graphs._graphs) >= 2
+
+
 @pytest.mark.parametrize("packed", ["bf16", "int8", "int4"])
 def test_packed_weights_give_the_cpus_logits(packed: str) -> None:
     wanted = logits_of(quantize_model(model({}), packed))

@@ -200,14 +200,20 @@ class MLP(nn.Module):
         return down(self.dropout(inner))
 
     @staticmethod
-    def cost(s: Shapes, d_ff: int, arrives: int, n_tokens: float, expert: bool = False) -> Iterator[Stage]:
+    def cost(
+        s: Shapes, d_ff: int, arrives: int, n_tokens: float, expert: bool = False, n_grouped: int = 0
+    ) -> Iterator[Stage]:
         """Yield the memory of each operation of the MLP on `n_tokens` tokens; the gradient of its result has `arrives`
-        bytes. For an `expert`, input and gradient cost nothing: they are slices of tensors that `MoE.cost` counts."""
+        bytes. For an `expert`, input and gradient cost nothing: they are slices of tensors that `MoE.cost` counts.
+
+        n_grouped: number of experts computed by grouped products, for which `n_tokens` are the tokens of all. For each
+            product, their matrices are copied into one tensor, which is freed before their gradient, as large, exists.
+        """
         c, p = s.config, s.product_bytes
         inner, outer = round(n_tokens * d_ff * p), round(n_tokens * c.d_model * p)
-        matrix, biases = c.d_model * d_ff, c.mlp_bias
+        matrix, biases = max(1, n_grouped) * c.d_model * d_ff, max(1, n_grouped) * c.mlp_bias
         source = {} if expert else {RESIDUAL: outer}
-        copy = s.copies(matrix)
+        copy = {} if n_grouped else s.copies(matrix)
         share = c.n_experts_per_token / c.n_experts if c.n_experts else 1.0
         into = Stage("up", copy, inner, outer, matrices=matrix, vectors=biases * d_ff, readers=("up",), share=share)
         if c.gated:

@@ -82,7 +82,9 @@ class MoE(nn.Module):
         experts = torch.arange(len(self.experts), device=order.device)
         ends = torch.searchsorted(expert, experts, right=True, out_int32=True)  # [E], the row after an expert's last
 
-        own = F.one_hot(expert, len(self.experts)).to(tokens.dtype)  # [N·K, E]
+        first: Any = self.experts[0]
+        biased = first.up.bias is not None
+        own = F.one_hot(expert, len(self.experts)).to(tokens.dtype) if biased else None  # [N·K, E]
 
         def layer(name: str) -> Layer:
             layers = [getattr(mlp, name) for mlp in self.experts]
@@ -90,13 +92,12 @@ class MoE(nn.Module):
             def product(x: Tensor) -> Tensor:
                 x = x.to(tokens.dtype)  # under autocast, a square is float32
                 y: Tensor = _GroupedProduct.apply(x, ends, *(one.weight for one in layers))  # type: ignore[no-untyped-call]
-                if layers[0].bias is None:
+                if own is None:
                     return y
                 return y + own @ torch.stack([one.bias.to(x.dtype) for one in layers])  # sums gradients in float32
 
             return product
 
-        first: Any = self.experts[0]
         gate = None if first.gate is None else layer("gate")
         x = send(tokens, order // chosen.size(1), places)
         return first.through(x, layer("up"), gate, layer("down")), places
@@ -132,8 +133,13 @@ class MoE(nn.Module):
             scratch=scratch,
             readers=("gate", "up"),
         )
-        for e in range(c.n_experts):
-            stages = list(MLP.cost(s, c.d_ff, 0, share, expert=True))
+        enough = s.n_tokens * c.n_experts_per_token >= GROUPED_ROWS * c.n_experts
+        if not s.on_cpu and s.autocast and enough and c.d_model % 8 == c.d_ff % 8 == 0:  # see `takes_groups`
+            parts = [MLP.cost(s, c.d_ff, 0, s.n_tokens * c.n_experts_per_token, expert=True, n_grouped=c.n_experts)]
+        else:
+            parts = [MLP.cost(s, c.d_ff, 0, share, expert=True) for _ in range(c.n_experts)]
+        for e, part in enumerate(parts):
+            stages = list(part)
             if e == 0:  # the first expert's backward pass comes last and frees the gradient of all results
                 stages[-1] = replace(stages[-1], arrives=gathered)
             yield from stages

@@ -168,7 +168,7 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, scores: Scor
     q: [1, H, N, D]; k, v: [1, G, N, D], which are first stored in the cache. Returns [1, H, N, D].
     """
     parts, keys, values = cache.rows.parts, cache.keys, cache.values
-    if _one_product(q, len(parts)):
+    if cache.rows.n_keys is not None or _one_product(q, len(parts)):
         return _attend_slots_at_once(q, k, v, cache, scores)
     out, first = [], 0
     for slot, start, n_new in parts:
@@ -188,7 +188,7 @@ def _attend_slots_at_once(q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, sco
     """`attend_slots` for one token per text, in one call: on accelerators, launching many small kernels takes long."""
     slots, last = cache.rows.slots, cache.rows.positions  # [N] each
     cache.keys[slots, :, last], cache.values[slots, :, last] = k[0].transpose(0, 1), v[0].transpose(0, 1)
-    longest = max(start for _, start, _ in cache.rows.parts) + 1
+    longest = cache.rows.n_keys or max(start for _, start, _ in cache.rows.parts) + 1
     key = torch.arange(longest, device=q.device)
     visible = key <= last[:, None]  # [N, S]
     if scores.window is not None:

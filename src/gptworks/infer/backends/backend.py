@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gptworks.infer.backends.cache import SlotCache
+from gptworks.infer.backends.graphs import DecodingGraphs, captures_graphs
 from gptworks.model.cache import on_device
 from gptworks.model.gpt import GPT, eval_mode
 
@@ -114,8 +115,14 @@ class TorchBackend(Backend):
         self.model = model
         self.description = f"torch on {model.device}"
         self.cache = SlotCache(model.config, n_slots, capacity, dtype=dtype or model.dtype, device=model.device)
+        self._graphs = DecodingGraphs(model, self.cache) if captures_graphs(model) else None
         scaling = model.config.rope_scaling
         self._by_room = scaling is not None and scaling.by_length
+
+    def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
+        super().grow(n_slots, capacity, held)
+        if self._graphs is not None:
+            self._graphs = DecodingGraphs(self.model, self.cache)
 
     def compute(self, chunks: Sequence[Chunk], on_cuda: bool = False) -> list[Tensor]:
         results: dict[int, Tensor] = {}
@@ -139,6 +146,13 @@ class TorchBackend(Backend):
     def _compute(self, chunks: list[Chunk], stays: bool) -> list[Tensor]:
         """Compute chunks together; the logits of each, on the model's device if it `stays` there, else on the CPU."""
         device = self.model.device
+        if self._graphs is not None and all(len(chunk.tokens) == chunk.n_logits == 1 for chunk in chunks):
+            with eval_mode(self.model), torch.inference_mode():
+                rows, logits = self._graphs.compute(chunks)
+                logits = logits if stays else logits.cpu()
+            if self.features is not None:
+                self._keep(chunks, rows)
+            return list(torch.split(logits, 1))
         tokens = on_device([[token for chunk in chunks for token in chunk.tokens]], device)  # 1 N
         parts = [(chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks]
         wanted: list[int] = []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gptworks.config import ModelConfig
 from gptworks.infer.backends.large_pages import rooms_in_large_pages
-from gptworks.model.cache import SlotRows
+from gptworks.model.cache import SlotRows, on_device
 
 _MOST_SLOT_BYTES = 1 << 19
 """A slot's keys (or values) of one layer are in large pages of 2 MiB if they have at most this many bytes."""
@@ -166,5 +166,17 @@ class SlotCache:
         longest = max(start + n_new for _, start, n_new in parts)
         if longest > self.capacity:
             raise ValueError(f"{longest} tokens do not fit in a slot of {self.capacity}")
+        flat = [(slot, start + i) for slot, start, n_new in parts for i in range(n_new)]
+        slots, positions = on_device(list(zip(*flat, strict=True)), self.device)
         layers = zip(self.keys, self.values, strict=True)
-        return SlotRows(parts, room or self.capacity, layers, self.tokens, self.device)
+        return SlotRows(parts, slots, positions, room or self.capacity, layers, self.tokens)
+
+    def decoding_rows(self, slots: Tensor, positions: Tensor, n_keys: int) -> "SlotRows":
+        """Return the cache positions for one new token of each of N texts, from tensors whose values may change.
+
+        Args:
+            slots, positions: each token's slot, and its position in its text, int64 [N] on the cache's device.
+            n_keys: number of keys that attention reads of each slot, more than every position.
+        """
+        layers = zip(self.keys, self.values, strict=True)
+        return SlotRows((), slots, positions, self.capacity, layers, self.tokens, n_keys)

@@ -1,0 +1,100 @@
+"""CUDA graphs of decoding: all of a step's kernels are launched together, which takes less time than one by one.
+
+A graph computes one token of each of a number of texts with fixed shapes: the number of texts is rounded up (the last
+text is computed several times), and attention reads a rounded-up number of keys, of which later ones are masked.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gptworks.infer.backends.cache import SlotCache
+from gptworks.model.gpt import GPT
+
+if TYPE_CHECKING:
+    from gptworks.infer.backends.backend import Chunk
+
+LEAST_KEYS = 256
+"""Least number of keys that a graph's attention reads; larger numbers are powers of two, or the capacity."""
+
+
+class DecodingGraphs:
+    """Computes decoding steps of a model on CUDA by graphs, which are captured at the first step of each shape."""
+
+    def __init__(self, model: GPT, cache: SlotCache) -> None:
+        self._model, self._cache = model, cache
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._weights = _addresses(model)
+
+    def compute(self, chunks: Sequence["Chunk"]) -> tuple[Tensor, Tensor]:
+        """Return features [N, C] and logits, float32 [N, V], of one token of each of N texts, and extend their slots.
+
+        Call this in inference mode, with the model in evaluation mode.
+        """
+        if self._weights != (weights := _addresses(self._model)):
+            self._graphs, self._weights = {}, weights
+        longest = max(chunk.start for chunk in chunks) + 1
+        n_texts = _power_of_two(len(chunks))
+        n_keys = min(self._cache.capacity, max(LEAST_KEYS, _power_of_two(longest)))
+        numbers = [(chunk.tokens[0], chunk.slot, chunk.start) for chunk in chunks]
+        numbers += numbers[-1:] * (n_texts - len(chunks))  # writes the same keys and values again
+        given = torch.tensor(numbers).T.contiguous()
+        graph = self._graphs.get((n_texts, n_keys))
+        if graph is None:
+            shared = next(iter(self._graphs.values()), None)
+            graph = self._graphs[n_texts, n_keys] = _Graph(self._model, self._cache, given, n_keys, shared)
+        features, logits = graph.replay(given)
+        return features[: len(chunks)].clone(), logits[: len(chunks)].clone()  # the next replay overwrites them
+
+
+class _Graph:
+    def __init__(self, model: GPT, cache: SlotCache, given: Tensor, n_keys: int, shared: "_Graph | None") -> None:
+        """Capture a step. `given`: token, slot and position of each text, int64 [3, N]. `shared`: a graph whose memory
+        is used again."""
+        self._given = given.to(model.device)
+
+        def step() -> tuple[Tensor, Tensor]:
+            rows = cache.decoding_rows(self._given[1], self._given[2], n_keys)
+            features = model.features(self._given[:1], rows)[0]
+            return features, model.logits(features).float()
+
+        stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(model.device))
+        with torch.cuda.stream(stream):
+            step()  # libraries allocate their memory before the capture
+        torch.cuda.current_stream(model.device).wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        pool = None if shared is None else shared._graph.pool()
+        with torch.cuda.graph(self._graph, pool, stream, "thread_local"):
+            self._results = step()
+
+    def replay(self, given: Tensor) -> tuple[Tensor, Tensor]:
+        self._given.copy_(given, non_blocking=True)
+        self._graph.replay()
+        return self._results
+
+
+def captures_graphs(model: GPT) -> bool:
+    """Whether graphs can compute a model's decoding. Experts are computed by counts on the host, rotary scaling by
+    length depends on each text's length, FSDP gathers weights, and compiled blocks have their own ways to run."""
+    config, scaling = model.config, model.config.rope_scaling
+    return (
+        model.device.type == "cuda"
+        and not config.n_experts
+        and not (scaling is not None and scaling.by_length)
+        and all(type(parameter.data) is Tensor for parameter in model.parameters())
+        and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        and not any(block._compiled_call_impl for block in model.blocks)
+    )
+
+
+def _addresses(model: GPT) -> tuple[int, ...]:
+    """Addresses of some of the weights, which differ once a model has been given others."""
+    return tuple(x.data_ptr() for x in (model.head_weight, model.token_embedding.weight, *model.norm.parameters()))
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
