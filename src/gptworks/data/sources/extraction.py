@@ -109,7 +109,7 @@ def _asked(question: dict[str, Any]) -> tuple[str, str]:
     try:
         reply = _children().ask(question)
         if isinstance(reply, dict):
-            raise not_installed("a package", "sources", f"taking the text out ({reply['missing']})")
+            raise not_installed(PACKAGES[question["kind"]], "sources", f"taking the text out ({reply['missing']})")
         return reply, ""
     except Refused as error:
         return "", str(error)
