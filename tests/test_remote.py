@@ -350,6 +350,11 @@ def test_the_store_never_has_half_a_checkpoint(
             for name, entry in manifest["files"].items():
                 assert store.size(f"{URL}/{folder}/{name}") == entry["bytes"]
             assert "metrics.jsonl" in there(store)
+        small = {name for name in there(store) if not name.startswith("checkpoints/")}
+        assert "recipe.yaml" in small or not small, "without it, the folder is not a run's"
+        if "tokenizer/sums.json" in small:
+            sums = json.loads(store.cat_file(f"{URL}/tokenizer/sums.json"))
+            assert {f"tokenizer/{name}" for name in sums["files"]} <= small
         assert found or not seen or not seen[-1], "the last checkpoint was deleted before the next was there"
         seen.append(found)
 
@@ -364,10 +369,10 @@ def test_the_store_never_has_half_a_checkpoint(
             return result
 
         monkeypatch.setattr(type(store), name, watched)
-    uploads.finish(False)
+    uploads._upload(True)
     shutil.move(mirror / "checkpoints/step-000010", mirror / "checkpoints/step-000012")
     shutil.rmtree(mirror / "checkpoints/step-000008")
-    uploads.finish(False)
+    uploads._upload(True)
     assert {one.rpartition("/")[2] for one in seen[-1]} >= {"step-000012"}
     assert not {one.rpartition("/")[2] for one in seen[-1]} & {"step-000008", "step-000010"}
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gptworks.errors import RunError, UserError
-from gptworks.files import copy_file, read_regular
+from gptworks.files import SUMS_FILE, copy_file, read_regular
 from gptworks.files.mirror import CHECKPOINTS, SEAL
 from gptworks.files.remote import Remote
 
@@ -225,16 +225,18 @@ class Uploads:
         return sorted(names, key=lambda name: (_order(name), name), reverse=True)
 
     def _small(self) -> list[str]:
-        """Return the names of all other files, except hidden ones."""
-        found = []
+        """Return the names of all other files, except hidden ones, in the order in which they are uploaded."""
+        found: list[Path] = []
         for parent, folders, files in os.walk(self._mirror):
             above = Path(parent).relative_to(self._mirror)
             folders[:] = [
                 each for each in folders if not each.startswith(".") and (above / each).as_posix() != CHECKPOINTS
             ]
             paths = [above / each for each in files if not each.startswith(".")]
-            found += [path.as_posix() for path in paths if not (self._mirror / path).is_symlink()]
-        return sorted(found)
+            found += [path for path in paths if not (self._mirror / path).is_symlink()]
+        # A folder with other files and without its recipe is not a run's; sums state that the files next to them exist.
+        order = sorted(found, key=lambda path: (path.name != "recipe.yaml", path.parent, path.name == SUMS_FILE, path))
+        return [path.as_posix() for path in order]
 
 
 def _order(folder: str) -> str:
