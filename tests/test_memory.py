@@ -375,6 +375,49 @@ def test_grouped_queries_under_a_mask_on_cuda(
     assert stage.leaves + stage.scratch == pytest.approx(live.peak_bytes - before_bytes, rel=0.02)
 
 
+class MathKernel:
+    """torch's functions with attention as plain products, which MPS uses wherever gradients are needed."""
+
+    pad, dropout = staticmethod(torch.nn.functional.pad), staticmethod(torch.nn.functional.dropout)
+
+    @staticmethod
+    def scaled_dot_product_attention(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None, **options: Any
+    ) -> Tensor:
+        kernel = torch.ops.aten._scaled_dot_product_attention_math
+        return kernel(q, k, v, mask, scale=scale, **options)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("n_kv_heads", [4, 2])
+@pytest.mark.parametrize(("length", "window"), [(256, None), (256, 200), (1024, 128)])
+def test_attention_on_mps_keeps_the_weights_of_all_pairs(
+    length: int, window: int | None, n_kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks the tensors that autograd saves for attention and the peak of its backward pass, on the meta device."""
+    monkeypatch.setattr(scores, "F", MathKernel)
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+        return x
+
+    leaves = [torch.empty(2, heads, length, 64, device="meta") for heads in (4, n_kv_heads, n_kv_heads)]
+    with LiveBytes(counts_meta=True) as live:
+        q, k, v = (leaf.requires_grad_() * 1 for leaf in leaves)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = scores.attend(q, k, v, scores.Scores(window=window))
+        gradient = torch.empty_like(out)
+        before_bytes = live.peak_bytes = live.now_bytes
+        out.backward(gradient)  # type: ignore[no-untyped-call]
+    model = plain_model(
+        vocab_size=9, context_length=length, n_layers=1, d_model=256, n_heads=4, n_kv_heads=n_kv_heads, window=window,
+        window_pattern=("full",) if window is None else ("window",),
+    )  # fmt: skip
+    stage = scores.scores_cost(Shapes(model, 2, length, 4, on_cpu=False, has_fused=False), window)
+    assert sum(stage.saved.values()) == pytest.approx(sum(kept.values()), rel=0.05)
+    assert stage.leaves + stage.scratch == pytest.approx(live.peak_bytes - before_bytes, rel=0.1)
+
+
 # what must hold of any sum ----------------------------------------------------------------------------------
 
 SETTING = Setting(preset("gpt2"), micro_batch_size=4, on_cpu=False, precision="bf16")

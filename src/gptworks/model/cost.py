@@ -93,6 +93,9 @@ class Shapes:
     """Whether a row holds several texts; an attention bias or the texts' bounds then replace masks."""
     has_flash: bool = False
     """Whether torch has flash attention for the device; see `gptworks.kernels.dispatch.has_flash`."""
+    has_fused: bool = True
+    """Whether torch has any fused attention for training on the accelerator. False on MPS, where autograd saves the
+    weights of all pairs of tokens (pytorch/pytorch#182746)."""
 
     @property
     def n_tokens(self) -> int:

@@ -277,11 +277,13 @@ def is_grouped(s: Shapes) -> bool:
 def is_plain(s: Shapes, window: int | None) -> bool:
     """Whether torch computes attention as plain products with all weights in float32, for lack of a fused kernel.
 
-    It does so for grouped queries in float32 on an accelerator, unless a mask requires repeated keys; and on a CPU with
-    dropout.
+    It does so for grouped queries in float32 on an accelerator, unless a mask requires repeated keys; always on MPS;
+    and on a CPU with dropout.
     """
     if s.on_cpu:
         return s.config.dropout_attention > 0
+    if not s.has_fused:
+        return True
     return is_grouped(s) and not s.autocast and not is_masked(s, window)
 
 
@@ -355,12 +357,17 @@ def scores_cost(s: Shapes, window: int | None) -> Stage:
     if is_plain(s, window):
         weights = 4 * heads * pairs
         dropped = heads * pairs * 4 + weights if c.dropout_attention else 0  # factors, and weights after dropout
+        kept, scaled = 3, 0
+        if not s.has_fused and window is not None and s.length >= 2 * window:  # keys and values are stored twice
+            kept = 5
+        elif not s.has_fused and not is_grouped(s):  # the gradient of the scaled queries
+            scaled = q
         return Stage(
             "attention",
-            {ATTENTION: 3 * round(s.floats(c.n_heads * c.d_head) * padded), WEIGHTS_KEPT: weights, DROPOUT: dropped},
+            {ATTENTION: kept * round(s.floats(c.n_heads * c.d_head) * padded), WEIGHTS_KEPT: weights, DROPOUT: dropped},
             arrives=q,
             leaves=leaves,
-            scratch=(1 if dropped else 2) * weights - leaves,  # the leaving gradient does not exist yet
+            scratch=(1 if dropped else 2) * weights + scaled - leaves,  # the leaving gradient does not exist yet
         )
     masked = window is not None and window < s.length
     mask = (s.batch_size if keys_seen < s.length else 1) * pairs * s.product_bytes if masked else 0

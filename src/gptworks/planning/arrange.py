@@ -213,15 +213,15 @@ def planned_precision(name: str, device: Device) -> str:
     return "bf16" if device.has_bf16 else "fp16" if device.kind == "cuda" else "fp32"
 
 
-def device_setting(recipe: Recipe, device: Device, layout: Layout) -> Setting:
-    """Return `rank_setting` in the precision that `train.precision` selects on this device."""
-    precision = planned_precision(recipe.train.precision, device)
-    return rank_setting(recipe, precision, device.on_cpu, layout, device.has_flash)
+def device_setting(recipe: Recipe, device: Device, layout: Layout, precision: str | None = None) -> Setting:
+    """Return `rank_setting` with the device's attention; precision None: the one that `train.precision` selects on the
+    device."""
+    precision = precision or planned_precision(recipe.train.precision, device)
+    setting = rank_setting(recipe, precision, device.on_cpu, layout)
+    return replace(setting, has_flash=device.has_flash, has_fused=device.has_fused)
 
 
-def rank_setting(
-    recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = ONE_DEVICE, has_flash: bool = False
-) -> Setting:
+def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = ONE_DEVICE) -> Setting:
     """Return the properties of one rank's training step, with checkpoints being written.
 
     If the vocabulary is unknown, one token is assumed, so estimates from the result are lower bounds.
@@ -247,7 +247,6 @@ def rank_setting(
         text_tokens=model.context_length if objective.rollouts else longest_prompt + train.sample_tokens,
         objective=objective,
         several_texts=bool(recipe.data.conversations) and objective.several_texts,
-        has_flash=has_flash,
         other_models_bytes=other_models_bytes(recipe),
         teacher_width=teacher.d_model if (teacher := teacher_config(recipe)) is not None else 0,
     )

@@ -47,6 +47,11 @@ class Device:
         bf16, or higher; `gptworks.kernels.dispatch.has_flash` asks torch."""
         return self.kind == "cuda" and self.has_bf16 and not self.name.startswith("AMD")
 
+    @property
+    def has_fused(self) -> bool:
+        """Whether torch has fused attention for training on the device; see `gptworks.model.cost.Shapes`."""
+        return self.kind != "mps"
+
     def flops(self, precision: str) -> float | None:
         """Return the FLOP/s of matrix products in fp32, bf16 or fp16; None if unknown."""
         return self.float_flops if precision == "fp32" else self.half_flops

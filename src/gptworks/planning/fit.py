@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from gptworks.config import Recipe
-from gptworks.planning.arrange import Refusal, arrange, planned_precision, rank_setting
+from gptworks.planning.arrange import Refusal, arrange, device_setting, planned_precision
 from gptworks.planning.devices import Device
 from gptworks.planning.host import HostMemory, host_memory
 from gptworks.planning.layout import Layout
@@ -115,7 +115,7 @@ def alternatives(recipe: Recipe, n_ranks: int, device: Device) -> list[Alternati
     for precision in dict.fromkeys(("fp32", "bf16" if device.has_bf16 or device.on_cpu else own)):
         for checkpointing in ("none", "block"):
             for layout in _layouts(recipe, n, precision, device):
-                setting = rank_setting(recipe, precision, device.on_cpu, layout, device.has_flash)
+                setting = device_setting(recipe, device, layout, precision)
                 setting = replace(setting, checkpointing=checkpointing, micro_batch_size=size)
                 found.append(Alternative(setting, training_peak(setting).total_bytes))
     return found

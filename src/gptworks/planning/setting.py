@@ -78,6 +78,8 @@ class Setting:
     """Whether a row may hold several texts, which flash attention or a bias on the attention scores separates."""
     has_flash: bool = False
     """Whether torch has flash attention for the device."""
+    has_fused: bool = True
+    """Whether torch has fused attention for training on an accelerator; see `gptworks.model.cost.Shapes`."""
     other_models_bytes: int = 0
     """Bytes of the objective's second model, a teacher or the starting model: its weights and rotary tables."""
     teacher_width: int = 0

@@ -21,7 +21,7 @@ from gptworks.device import (
 from gptworks.errors import UserError
 from gptworks.kernels.library import torch_trains_because
 from gptworks.planning.advice import Change, changes_that_fit
-from gptworks.planning.arrange import layout_of, rank_setting, refusal
+from gptworks.planning.arrange import device_setting, layout_of, refusal
 from gptworks.planning.fit import Need, layout_words, need
 from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.recipe import with_vocab_size
@@ -155,7 +155,7 @@ def check_memory(
         UserError: device or host memory is too small and `force` is false; the message suggests a change that fits.
     """
     place = this_device(device, n_local_ranks, layout.world_size)
-    needed = need(rank_setting(recipe, precision.name, place.on_cpu, layout, place.has_flash), place)
+    needed = need(device_setting(recipe, place, layout, precision.name), place)
     if force or needed.fits:
         return needed
     advice = "".join(f" {_advised(change)}." for change in changes_that_fit(recipe, layout.world_size, place)[:1])
