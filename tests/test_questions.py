@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gptworks.cli import app
+from gptworks.planning.device_table import find_device
 
 TRAINING: list[tuple[str, bool, float | None]] = [
     # command (a preset with 20 tokens per parameter); whether it fits; the device's dense TFLOP/s, from its datasheet
@@ -128,6 +129,8 @@ def test_what_makes_it_fit_on_what_i_have(command: str, change: str) -> None:
     assert change in " ".join(each["words"] for each in changes if each["world_size"] == 1)
     numbers = [each["world_size"] for each in changes]
     assert numbers == sorted(numbers), "more devices come last"
+    other = find_device(ask(command)["fit"]["smallest_device"])
+    assert other.memory_bytes >= ask(command)["memory"]["peak_bytes"] > ask(command)["device"]["memory_bytes"]
 
 
 @pytest.mark.parametrize(("command", "devices"), PRICES)

@@ -10,6 +10,7 @@ from gptworks.describe.sheet import WORDS, parameters_json
 from gptworks.pages.tables import Table
 from gptworks.planning.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
 from gptworks.planning.budget import Affordable
+from gptworks.planning.device_table import DEVICES
 from gptworks.planning.devices import Device
 from gptworks.planning.fit import layout_words
 from gptworks.planning.host import PROCESS_BYTES, expert_kernels_bytes
@@ -63,6 +64,15 @@ def tables(
     yield _memory(plan)
     if plan.changes:
         rows = [(readable(change.peak_bytes, "B"), change.words, change.costs) for change in plan.changes]
+        if (other := plan.smallest_device) is not None:
+            memory = readable(DEVICES[other].memory_bytes, "B")
+            rows.append(
+                (
+                    readable(plan.peak.total_bytes, "B"),
+                    f"--device {other}",
+                    f"a device of {memory}, which holds the run as it is",
+                )
+            )
         title = "would fit, cheapest first" if plan.changes[0].fits else "not even this fits"
         if title.startswith("not") and plan.changes[0].peak_bytes <= plan.device.memory_bytes:
             title += ": the host's memory"
@@ -354,7 +364,7 @@ def plan_json(plan: Plan, affordable: Affordable | None = None) -> dict[str, Any
         "host_memory": None
         if plan.host is None
         else _named(plan.host, "moment", "n_ranks", "rank_bytes", "copied_bytes", "total_bytes", "limit_bytes"),
-        "fit": _named(plan, "fits", "largest_micro_batch_size")
+        "fit": _named(plan, "fits", "largest_micro_batch_size", "smallest_device")
         | {
             "changes": [
                 _named(change, "words", "costs", "peak_bytes", "fits", "ranks_per_node")

@@ -8,6 +8,7 @@ from gptworks.config import Recipe, TrainConfig
 from gptworks.planning.advice import Apply, Change, changes_that_fit
 from gptworks.planning.arrange import device_setting, layout_of
 from gptworks.planning.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
+from gptworks.planning.device_table import DEVICES
 from gptworks.planning.devices import UTILIZATION, Device, this_cpu
 from gptworks.planning.fit import Alternative, Need, alternatives, largest_micro_batch, need
 from gptworks.planning.host import HostMemory, checkpoint_bytes
@@ -215,6 +216,19 @@ class Plan:
         """Changes with which the run would fit, the cheapest first; empty if the run fits as it is."""
         ranks = self.setting.layout.world_size
         return [] if self.fits else changes_that_fit(self.recipe, ranks, self.device, self.apply)
+
+    @property
+    def smallest_device(self) -> str | None:
+        """Name of the known device of this kind with the least memory that holds the run as it is; None if the run fits
+        on its own device, or on none."""
+        own = self.device
+        alike = {
+            name: device.memory_bytes
+            for name, device in DEVICES.items()
+            if (device.kind, device.has_bf16, device.has_flash) == (own.kind, own.has_bf16, own.has_flash)
+            and device.memory_bytes >= self.peak.total_bytes
+        }
+        return min(alike, key=alike.__getitem__) if alike and not self.need.fits_device else None
 
     @cached_property
     def alternatives(self) -> list[Alternative]:
