@@ -1,6 +1,6 @@
-"""Kills of one rank and of all ranks, in steps, evaluations, saves and uploads: each resume starts from a complete
-checkpoint, on the same or another number of ranks, and changes no bit. On a disk, which outlives the kills, and in an
-S3 server that fails, where each resume is on an empty machine. `make test-kills KILLS=100 SEED=1`"""
+"""Kills of one rank and of all ranks, in starts, steps, evaluations, saves and uploads: each resume begins at a
+complete checkpoint, on the same or another number of ranks, and changes no bit. On a disk, which outlives the kills,
+and in an S3 server that fails, where each resume is on an empty machine. `make test-kills KILLS=100 SEED=1`"""
 
 import os
 import random
@@ -57,6 +57,8 @@ CHAINS = {
 }
 
 
+FIRST_REQUESTS = 25
+"""Requests to a store in which a run claims it and reads what it holds, about."""
 IN_STORE = ("ddp-2", "ddp-1-2-4-soap", "fsdp-2", "fsdp-1-2-4")
 """The chains that are killed in a store too."""
 
@@ -89,6 +91,10 @@ class Disk:
             (int(path.parent.name[5:]) for path in self.folder.glob("checkpoints/step-*/manifest.json")), default=0
         )
 
+    def has_begun(self) -> bool:
+        """Whether a start has come to the moment at which it is killed, if it is killed before its first step."""
+        raise NotImplementedError
+
     def another_machine(self) -> None:
         """Continue where a new machine would: with the same folder."""
 
@@ -96,14 +102,15 @@ class Disk:
 class Store(Disk):
     """A run folder in an S3 server where one request in ten fails. Each machine's files are gone after the kill."""
 
-    phases = (*Disk.phases, "upload")
+    phases = (*Disk.phases, "upload", "start")
     steps_per_kill = 12  # an upload takes longer than a save
 
     def __init__(self, s3: FaultyProxy, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(URL)
         self._s3, self._cache, self._patch, self._machines = s3, folder / "cache", monkeypatch, 0
         s3.choose = random_faults(SEED, 0.1, ALL_FAULTS)
-        monkeypatch.setenv("GPTWORKS_CACHE", str(self._cache))
+        self._chance = random.Random(SEED)
+        self.another_machine()
 
     def phase(self) -> str:
         if any(method in ("PUT", "POST") and "/checkpoints/" in path for method, path in [*self._s3.in_flight]):
@@ -120,6 +127,10 @@ class Store(Disk):
         self._machines += 1
         self._cache = self._cache.with_name(f"cache-{self._machines}")
         self._patch.setenv("GPTWORKS_CACHE", str(self._cache))
+        self._killed_after = self._s3.faults.total() + self._chance.randint(1, FIRST_REQUESTS)
+
+    def has_begun(self) -> bool:
+        return self._s3.faults.total() >= self._killed_after
 
 
 def begun(n_ranks: int, recipe: Path, run_dir: str | Path, *settings: str) -> AbstractContextManager[list[Process]]:
@@ -143,7 +154,7 @@ def finish(n_ranks: int, recipe: Path, run_dir: str | Path, *settings: str) -> s
 
 def wait_for(processes: list[Process], place: Disk, saved: int, step: int, wanted: str) -> None:
     """Wait until the place has a checkpoint of this step, and then the run is in the wanted phase, at any time after
-    another step."""
+    another step; a start is waited for from its first request on."""
     deadline = time.monotonic() + 600
 
     def wait_until(condition: Callable[[], bool], look_seconds: float) -> None:
@@ -152,6 +163,9 @@ def wait_for(processes: list[Process], place: Disk, saved: int, step: int, wante
             assert time.monotonic() < deadline, "the run does not move"
             time.sleep(look_seconds)
 
+    if wanted == "start":
+        wait_until(place.has_begun, 0.002)
+        return
     wait_until(lambda: place.saved() >= saved, 0.05)
     wait_until(lambda: last_step(place.folder) >= step and place.phase() == wanted, 0.005)
 
@@ -215,9 +229,12 @@ def assert_kills_change_nothing(chain: str, n_kills: int, place: Disk, tmp_path:
             wait_for(processes, place, saved, after, wanted)
             time.sleep(chance.random() * 0.03)
             at, output = kill(processes, victims, chance.random(), place)
-        assert start_said in output, f"kill {n}: {output}"
+        if wanted == "start":
+            at = wanted
+        else:
+            assert start_said in output, f"kill {n}: {output}"
 
-        reached = last_step(place.folder)
+        reached = max(reached, last_step(place.folder))
         place.another_machine()
         assert place.saved() >= resumed_at, "a checkpoint to continue from was lost"
         for checkpoint in checkpoints(place.folder)[:1]:
