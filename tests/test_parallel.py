@@ -115,6 +115,43 @@ def wait_for_step(launcher: Process, run_dir: Path, step: int) -> None:
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks' processes in /proc")
 
+
+BUILDS_ON_NODES = """
+import os, sys
+os.makedirs(node := f"node-{0 if os.environ['RANK'] == '0' else 1}", exist_ok=True)
+os.chdir(node)
+
+from gptworks.cli import main
+from gptworks.data import prepare
+
+write_dataset = prepare.write_dataset
+
+def counted(*arguments):
+    with open("builds", "a") as file:
+        file.write(os.environ["RANK"])
+    write_dataset(*arguments)
+
+prepare.write_dataset = counted
+main()
+"""
+"""Trains on one of two nodes, each with a disk of its own for prepared data; writes which rank built the data."""
+
+
+@pytest.mark.ranks
+def test_data_on_the_nodes_own_disks_are_built_once_on_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has the first node, ranks 1 and 2 the second."""
+    monkeypatch.chdir(tmp_path)
+    Path("rank.py").write_text(BUILDS_ON_NODES)
+    recipe = tiny.write_recipe(
+        tmp_path, optimizer="adamw", max_steps=1, warmup_steps=0, batch_size=6, micro_batch_size=2
+    )
+    ranks_of(3, "train", recipe, "data.cache_dir=data", program=tmp_path / "rank.py")
+    assert Path("node-0/builds").read_text() == "0"
+    assert Path("node-1/builds").read_text() in ("1", "2")
+    built = [[one.name for one in Path(f"node-{n}/data").glob("shards-*")] for n in (0, 1)]
+    assert len(built[0]) == 1 and built[0] == built[1]
+
+
 # ------------------------------------------------------------------------------------------------- gradients
 
 MODELS: dict[str, dict[str, Any]] = {
