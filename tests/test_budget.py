@@ -81,6 +81,8 @@ def test_each_architecture_can_be_made_smaller() -> None:
         ({"price": -1}, "--price -1 is not above 0"),
         ({"hours": float("nan")}, "--hours nan is not above 0"),
         ({"hours": 1e-9}, "too few for a step"),
+        ({"hours": 1e308}, "are more than 1,000,000"),
+        ({"budget": 1e300, "price": 1e-300}, "are more than 1,000,000"),
         ({"hours": 1, "device": "8 GB"}, "speed of GPU, which is unknown"),
     ],
 )

@@ -62,7 +62,22 @@ def test_the_nearest_names_are_suggested_for_an_unknown_one(wrong: str, near: st
     assert "--device '8 GB'" in str(caught.value)
 
 
-@pytest.mark.parametrize("unknown", ["banana", "gtx 1080", "", "40", "gpu", "999 999"])
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        "banana",
+        "gtx 1080",
+        "",
+        "40",
+        "gpu",
+        "999 999",
+        "0 GB",
+        "9" * 5000,
+        "9" * 400 + " GB",
+        "²gb",
+        "\u0663gb",
+    ],
+)
 def test_nothing_is_suggested_for_a_name_that_resembles_none(unknown: str) -> None:
     with pytest.raises(UserError, match=r"`gptworks devices` lists") as caught:
         find_device(unknown)
@@ -87,6 +102,8 @@ def test_a_memory_without_a_name_is_a_gpu_whose_rates_are_unknown() -> None:
             *2 * [None],
         )
     assert find_device("24 GiB").memory_bytes == 24 * 2**30
+    with pytest.raises(UserError, match="no device is called `-8 GB`"):
+        find_device("-8 GB")
 
 
 def test_figures_given_replace_those_of_a_named_device() -> None:

@@ -14,6 +14,8 @@ from gptworks.planning.run import plan as plan_recipe
 MOST_GROUPS = 512
 """Largest number of key/value heads of a model to try."""
 
+MOST_HOURS = 1_000_000
+
 WIDTH_MULTIPLE = 64
 """The width and the MLP's width of a model to try are multiples of this, as matrix products prefer."""
 
@@ -56,8 +58,10 @@ def affordable(plan: Plan, hours: float) -> Affordable:
     """Return what `hours` of the plan's devices suffice for.
 
     Raises:
-        UserError: the plan does not know the device's speed, or the time is too short for a step.
+        UserError: the plan does not know the device's speed, or the time is too short for a step or over a century.
     """
+    if hours > MOST_HOURS:
+        raise UserError(f"{hours:g} hours are more than {MOST_HOURS:,}: give fewer, or a smaller budget.")
     rate, seconds = plan.tokens_per_second, 3600 * hours
     if rate is None:
         raise UserError(

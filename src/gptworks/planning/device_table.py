@@ -8,7 +8,7 @@ import difflib
 import re
 from typing import Any
 
-from gptworks.errors import UserError
+from gptworks.errors import UserError, shortened
 from gptworks.planning.devices import Device, custom_device
 
 
@@ -242,10 +242,13 @@ _IGNORED = frozenset({
     "hbm3", "hbm3e", "gddr6", "gddr6x", "gddr7",
 })  # fmt: skip
 """Words of names that distinguish no device from another."""
-_SIZE = re.compile(r"(?<![a-z\d.])(\d+(?:\.\d+)?)\s*-?(gb|gib|g)\b")
+_SIZE = re.compile(r"(?<![a-z\d.])(\d{1,6}(?:\.\d{1,3})?)\s*-?(gb|gib|g)\b", re.ASCII)
 _GLUED = re.compile(
     r"^(rtx|rx|gtx)?(\d{3,4})(ti|super|xtx|xt|laptop|mobile)?(super)?(laptop|mobile)?$|^(m\d)(pro|max|ultra)$"
 )
+LEAST_GIGABYTES = 0.1
+"""Least memory of a GPU that has only its memory for a name."""
+
 _CUTOFF = 0.75
 """Similarity from which an unknown name is taken for a misspelling."""
 
@@ -258,23 +261,25 @@ def find_device(name: str) -> Device:
         UserError: no device has this name, or none with this memory; the nearest ones are named.
     """
     sizes, words = _read(name)
-    if len(sizes) == 1 and not words:
+    if len(sizes) == 1 and not words and sizes[0] >= LEAST_GIGABYTES and "-" not in name:
         return custom_device(sizes[0] if "gib" in name.lower() else sizes[0] * 1e9 / 2**30, None, None)
     found = _with_words(words)
-    numbers = [word for word in words if word.isdigit() and len(word) < 4]
+    numbers = [word for word in words if word.isdecimal() and word.isascii() and len(word) < 4]
     if not found and len(numbers) == 1 and not sizes:  # `m2 max 64`: no name has this number, so it is the memory
         sizes, found = [float(numbers[0])], _with_words(words - {numbers[0]})
     if sizes:
         of_size = [key for key in found if _sold_gigabytes(key) in sizes]
         if found and not of_size:
             sold = " or ".join(dict.fromkeys(f"{_sold_gigabytes(key):g}" for key in found))
-            raise UserError(f"no `{name}` is sold: {_models(found)} has {sold} GB. Give one of these sizes, or none.")
+            raise UserError(
+                f"no `{shortened(name)}` is sold: {_models(found)} has {sold} GB. Give one of these sizes, or none."
+            )
         found = of_size
     if found and len({_words(key) for key in found}) == 1:
         return DEVICES[found[0]]
     raise UserError(
-        f"no device is called `{name}`{_hint(name, words, found)} `gptworks devices` lists the known ones; or give the "
-        f"memory: --device '8 GB', or --memory-gib, --flops and --bandwidth."
+        f"no device is called `{shortened(name)}`{_hint(name, words, found)} `gptworks devices` lists the known ones; "
+        f"or give the memory: --device '8 GB', or --memory-gib, --flops and --bandwidth."
     )
 
 
