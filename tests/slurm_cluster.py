@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
@@ -35,11 +35,13 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=1,sched_interval=1,sched_min_interval=0
 ReturnToService=2
 KillWait=30
+MessageTimeout=100
+BatchStartTimeout=600
 MailProg=/bin/true
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
-PartitionName=low Nodes={host} Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=120
+PartitionName=low Nodes={host} Default=YES State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=600
 PartitionName=high Nodes={host} State=UP PriorityTier=10 PreemptMode=OFF
 """
 
@@ -87,10 +89,10 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
             "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket",
             f"--pid-file={folder}/munged.pid", f"--log-file={folder}/munged.log", f"--seed-file={folder}/munged.seed",
         )  # fmt: skip
-        until((folder / "munge.socket").exists, 10)
+        until((folder / "munge.socket").exists)
         start("slurmctld", "-D")
         start("slurmd", "-D", "-N", host)
-        until(lambda: "idle" in slurm(environment, "sinfo", "--noheader", "--format=%t"), 60)
+        until(lambda: "idle" in slurm(environment, "sinfo", "--noheader", "--format=%t"))
         yield environment
     finally:
         subprocess.run(["scancel", "--user=root"], env=environment, capture_output=True, check=False)
@@ -105,13 +107,13 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
 
 def slurm(environment: dict[str, str], *words: str) -> str:
     """What one of Slurm's commands prints; its error if it fails."""
-    result = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=600)
     return result.stdout if result.returncode == 0 else result.stderr
 
 
-def until(condition: object, seconds: float) -> None:
-    """Wait until a function returns true."""
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, f"not within {seconds} s"
+def until(condition: Callable[[], object]) -> None:
+    """Wait until a function returns true, for as long as a busy machine may take."""
+    deadline = time.monotonic() + 900
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
         time.sleep(0.1)

@@ -283,6 +283,22 @@ def test_the_end_of_a_session_is_its_last_write(store: Any, quick: None, monkeyp
     assert last is not None and last["ended"] is True
 
 
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_store_that_does_not_keep_two_runs_apart_is_reported(
+    ignores: bool, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ignores:
+        real = type(store).pipe_file
+        monkeypatch.setattr(
+            type(store), "pipe_file", lambda store, path, value, mode="overwrite": real(store, path, value)
+        )
+    said: list[str] = []
+    one = session("here", said.append)
+    one.claim(mirror_of(URL))
+    one.end(mirror_of(URL), True)
+    assert ("does not keep apart two runs" in "".join(said)) == ignores
+
+
 def test_a_claim_that_fails_later_frees_the_store(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(RunError, match="the disk is full"):
         patch.setattr(remote_run, "refresh", lambda *_: (_ for _ in ()).throw(RunError("the disk is full")))

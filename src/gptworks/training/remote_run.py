@@ -127,12 +127,19 @@ class Session:
         name = self._name(self._number)
         if last is not None and is_last_here(mirror, last):  # so that a crash between here and the end changes nothing
             self._keep(mirror, False, token=written_by(last), claims=self._own["token"])
+        text = json.dumps(self._own).encode()
         try:
-            remote.put(name, json.dumps(self._own).encode(), new=True)
+            remote.put(name, text, new=True)
         except FileExistsError:
             now = last_session(remote, remote.entries()) or {}
             if now.get("token") != self._own["token"]:  # otherwise a try that seemed to fail has made it
                 raise UserError(self._in_use(now)) from None
+        with contextlib.suppress(FileExistsError):
+            remote.put(name, text, new=True)
+            self._report(
+                f"{remote.url}: the store overwrites an object where it should refuse to (If-None-Match is ignored). "
+                f"It does not keep apart two runs that start at the same time: start only one."
+            )
         self._beats.start()
         try:
             for old in entries:
