@@ -62,6 +62,11 @@ class ObjectiveSettings(Section):
         return self.several_texts
 
     @property
+    def joins(self) -> bool:
+        """Whether the conversations of a training row become turns of one conversation."""
+        return False
+
+    @property
     def teacher_run(self) -> Path | None:
         """Run folder of the teacher, a second model that reads each batch; None if the objective has no teacher."""
         return None
@@ -102,15 +107,20 @@ class InstructionObjective(ObjectiveSettings):
     trains_future_heads = True
 
     type: Measured[Literal["instruction"]]
-    packing: Fixed[bool] = Field(
+    packing: Fixed[bool | Literal["turns"]] = Field(
         True,
-        description="Put several examples into a row; none attends to another, and positions restart with each. false: "
-        "one example per row, padded to the context.",
+        description="true: put several examples into a row; none attends to another, and positions restart with each. "
+        "turns: join them as turns of one conversation, others in each epoch, so that the model learns to answer later "
+        "in a chat too. false: one example per row, padded to the context.",
     )
 
     @property
     def packs(self) -> bool:
-        return self.packing
+        return bool(self.packing)
+
+    @property
+    def joins(self) -> bool:
+        return self.packing == "turns"
 
 
 class _PairsObjective(ObjectiveSettings):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gptworks.config import Recipe
 from gptworks.data.batches import Batches, evaluation_windows, weights_over_run
+from gptworks.data.conversations.joining import training_examples
 from gptworks.data.conversations.packing import Examples, Pairs, evaluation_rows, laid_out, stack
 from gptworks.data.permutation import Int64s, shuffled
 from gptworks.data.rows import Piece, Row, pieces_of
@@ -131,18 +132,18 @@ class Conversations(Samples):
     """Samples that are rows of conversations. A row holds several if the objective packs them."""
 
     def _open(self) -> None:
-        self._train, self._held_out = (
-            Examples(shards, self.context_length, self.recipe.objective.packs)
-            for shards in (self.train_shards, self.validation_shards)
-        )
+        self._train = training_examples(self.train_shards, self.recipe)
+        self._held_out = Examples(self.validation_shards, self.context_length, self.recipe.objective.packs)
         self.per_epoch, self.n_validation = len(self._train.rows), len(self._held_out.rows)
 
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
         """Return inputs, targets, positions and starts; see `gptworks.data.conversations.packing.Rows`."""
-        return stack([self._train.row(row) for row in self._shuffled(position + micro_step * size, size).tolist()])
+        first = position + micro_step * size
+        rows = self._shuffled(first, size).tolist()
+        return stack([self._train.row(row, (first + i) // self.per_epoch) for i, row in enumerate(rows)])
 
     def rows(self, number: int, epoch: int = 0) -> list[Row]:
-        return [self._train.shown(number)]
+        return [self._train.shown(number, epoch)]
 
     def held_out(self, n_sequences: int) -> Iterator[Batch]:
         return evaluation_rows(self._held_out, n_sequences)

@@ -13,6 +13,7 @@ from gptworks.chat_template import TEMPLATE_FILE
 from gptworks.config import Recipe
 from gptworks.config.defaults import ADAPTER_TIMES, HIGHEST_TUNING_RATE, TUNING_RATE_TIMES_WIDTH, tuning_rate
 from gptworks.data.conversations.inspection import Finding, inspect_records
+from gptworks.data.conversations.joining import find_joint
 from gptworks.data.conversations.packing import Examples
 from gptworks.data.opened import Prepared
 from gptworks.data.prepare import prepare
@@ -44,7 +45,8 @@ ADAPTED: tuple[Literal["full", "int8", "int4"], ...] = ("full", "int8", "int4")
 """Formats of the base model's weights under an adapter, in the order in which they are tried."""
 
 STEPS_AN_EPOCH, LARGEST_BATCH = 30, 32
-ROW_MULTIPLE = 64
+ROW_MULTIPLE, MOST_TIMES_LONGER = 64, 8
+"""Rows are a multiple of 64 tokens. Rows of joined examples are at most 8 times as long as 99 of 100 examples."""
 EPOCHS = ((10_000, 1), (1_000, 2), (0, 3))
 """Pairs of a minimum number of examples, and the number of epochs for that many examples."""
 
@@ -151,7 +153,10 @@ class _Draft:
         self.run, self.data, self.out, self.preference = run, data, out, preference
         self.base = load_recipe(run).model
         self.template = _template(run)
-        self.row, self.vocab_size = self.base.context_length, 0
+        self.row = self.least_row = self.base.context_length
+        self.vocab_size = 0
+        self.joins = False
+        """Whether examples become turns of one conversation."""
         self.batch, self.micro, self.epochs, self.steps = 1, 1, 1, 1
         self.adapted: Literal["full", "int8", "int4"] | None = None
         """Format of the base model's weights under an adapter; None: all weights are trained."""
@@ -161,7 +166,7 @@ class _Draft:
         shards = TokenShards(prepared.folder, "train")
         lengths = Examples(shards, self.row, packing=False).n_tokens
         wanted = int(np.quantile(lengths, 0.99)) - 1
-        self.row = min(self.row, max(1, -(-wanted // ROW_MULTIPLE)) * ROW_MULTIPLE)
+        self.row = self.least_row = min(self.row, max(1, -(-wanted // ROW_MULTIPLE)) * ROW_MULTIPLE)
         if "added_tokens" in self.template and self.base.vocab_size >= prepared.manifest.vocab_size:
             self.vocab_size = self.base.vocab_size  # keep the base's size, which has spare rows for the added tokens
         rows = open_samples(self.recipe(prepared), prepared.folder).per_epoch
@@ -169,19 +174,33 @@ class _Draft:
         self.epochs = 1 if self.preference else next(n for least, n in EPOCHS if n_examples >= least)
         while self.batch < LARGEST_BATCH and rows >= 2 * self.batch * STEPS_AN_EPOCH:
             self.batch *= 2
-        self.micro, self.steps = self.batch, max(1, round(self.epochs * rows / self.batch))
+        self.steps = max(1, round(self.epochs * rows / self.batch))
+        if not self.preference and _can_join(prepared):
+            self._join()
+        self.micro = self.batch
+
+    def _join(self) -> None:
+        """Join examples in longer rows, with fewer of them in a batch, so that a step reads as many tokens."""
+        self.joins = True
+        times = 1
+        while times < min(self.batch, MOST_TIMES_LONGER) and 2 * times * self.row <= self.base.context_length:
+            times *= 2
+        self.row, self.batch = times * self.row, self.batch // times
 
     def planned(self, prepared: Prepared, device: Device) -> Plan:
         """Return the plan with the largest micro-batch that fits in memory, or with the smallest if none fits."""
-        for micro in divisors(self.batch):
-            self.micro = micro
-            recipe = self.recipe(prepared)
-            samples = open_samples(recipe, prepared.folder).per_epoch
-            size = DataSize(prepared.manifest.splits["train"].tokens, samples)
-            plan = plan_recipe(recipe, size, device=device)
-            if plan.fits:
-                break
-        return plan
+        while True:
+            for micro in divisors(self.batch):
+                self.micro = micro
+                recipe = self.recipe(prepared)
+                samples = open_samples(recipe, prepared.folder).per_epoch
+                size = DataSize(prepared.manifest.splits["train"].tokens, samples)
+                plan = plan_recipe(recipe, size, device=device)
+                if plan.fits:
+                    return plan
+            if self.row < 2 * self.least_row:
+                return plan
+            self.row, self.batch = self.row // 2, 2 * self.batch
 
     def recipe(self, prepared: Prepared | None = None) -> Recipe:
         """Return the recipe with the settings chosen so far, and with the vocabulary's size if the data is prepared."""
@@ -194,6 +213,8 @@ class _Draft:
         if self.vocab_size:
             model.append(("vocab_size", self.vocab_size, "the base's, which has spare rows"))
         objective: list[Row] = [("type", "instruction", "loss on the answers only")]
+        if self.joins:
+            objective.append(("packing", "turns", "so that it also learns to answer later in a chat"))
         if self.preference:
             objective = [
                 ("type", "preference", "raises the chosen answer over the rejected one (Rafailov et al., 2023)"),
@@ -217,6 +238,10 @@ class _Draft:
         }
         return {name: rows for name, rows in sections.items() if rows}
 
+    @property
+    def _short_rows(self) -> bool:
+        return self.row < self.base.context_length
+
     def _train(self) -> list[Row]:
         rate = tuning_rate(self.base.d_model, judged=self.preference, adapter=self.adapted is not None)
         why = f"{TUNING_RATE_TIMES_WIDTH} / d_model (Yang et al., 2022)"
@@ -227,7 +252,7 @@ class _Draft:
             ("epochs", self.epochs, ""),
             ("batch_size", self.batch, f"at least {STEPS_AN_EPOCH} steps an epoch, if the data suffices"),
             *([("micro_batch_size", self.micro, "as many at a time as fit")] if self.micro != self.batch else []),
-            *([("row_tokens", self.row, "99 of 100 examples are no longer")][: self.row < self.base.context_length]),
+            *([("row_tokens", self.row, "shorter than its context: trains faster")] if self._short_rows else []),
             ("optimizer", "adamw", ""),
             ("learning_rate", rate, why),
             ("weight_decay", 0.0, ""),
@@ -239,6 +264,14 @@ class _Draft:
             ("checkpoint_every", max(1, self.steps // 3), ""),
         ]
         return rows
+
+
+def _can_join(prepared: Prepared) -> bool:
+    """Return whether the dataset's chat template allows objective.packing=turns."""
+    try:
+        return prepared.chat_template is not None and bool(find_joint(prepared.chat_template))
+    except UserError:
+        return False
 
 
 _TEMPLATE_REASONS = {

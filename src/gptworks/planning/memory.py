@@ -69,7 +69,7 @@ def generation_peak(setting: Setting, gathered: bool = False) -> Peak:
     Args:
         gathered: whether FSDP gathers all blocks once; otherwise it gathers each block in each step of the engine.
     """
-    return _Step(setting, setting.model.context_length).generating(gathered)
+    return _Step(setting, setting.row_length).generating(gathered)
 
 
 def _beginning(setting: Setting) -> list[Peak]:

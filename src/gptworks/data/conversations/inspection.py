@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from gptworks.chat_template import MAX_TEMPLATE_BYTES, TEMPLATE_FILE
 from gptworks.config import DataFault, Recipe
+from gptworks.data.conversations.joining import training_examples
 from gptworks.data.conversations.keys import meaning
-from gptworks.data.conversations.packing import Examples, Pairs
+from gptworks.data.conversations.packing import Pairs
 from gptworks.data.opened import Prepared
 from gptworks.data.permutation import Int64s
 from gptworks.data.shards import ALTERED, EMPTY, EXAMPLE, NO_END, SWAPPED, UNANSWERED, Manifest, TokenShards
@@ -122,7 +123,7 @@ def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
     context = recipe.row_length
     shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
     columns, validation = example_columns(shards), example_columns(held_out)
-    examples = Examples(shards, context, recipe.objective.packs)
+    examples = training_examples(shards, recipe)
     learned, kept = learned_counts(shards, context)
     n_inputs = np.minimum(examples.n_tokens - 1, context)
     order = np.argsort(-examples.n_tokens, kind="stable")[:_N_LONGEST]

@@ -52,11 +52,11 @@ class Examples:
         ids, learned = self.tokens(example)
         return ids[: self._context_length + 1], learned[: self._context_length + 1]
 
-    def row(self, row: int) -> Rows:
-        """Return a row of `context_length` tokens; see `Rows`."""
+    def row(self, row: int, epoch: int = 0) -> Rows:
+        """Return a row of `context_length` tokens; see `Rows`. Only joined examples differ by epoch."""
         return laid_out([self.text(example) for example in self.rows[row]], self._context_length, self._most_texts)
 
-    def shown(self, row: int) -> Row:
+    def shown(self, row: int, epoch: int = 0) -> Row:
         """Return a row for display, with its texts and their documents."""
         texts = [(min(int(self.n_tokens[i]) - 1, self._context_length), [Piece(i, 0, 0)]) for i in self.rows[row]]
         inputs, targets, positions, _ = self.row(row)
