@@ -113,6 +113,13 @@ def test_figures_given_replace_those_of_a_named_device() -> None:
     assert (device.flops("fp32"), device.bandwidth) == (3e12, 120e9) and "given" in device.source
 
 
+@pytest.mark.parametrize("written", ["cpu", "CPU", " this "])
+def test_this_machines_devices_are_measured(written: str) -> None:
+    names = []
+    DeviceOptions(written).found(lambda name: names.append(name) or this_cpu())  # type: ignore[func-returns-value]
+    assert names == [written.strip().lower()]
+
+
 def test_half_precision_is_bf16_only_where_the_hardware_has_it() -> None:
     """Turing, Volta and Pascal have fp16 only; training on MPS is in fp32."""
     found = {name: planned_precision("auto", device) for name, device in DEVICES.items()}

@@ -59,7 +59,8 @@ class DeviceOptions:
             return custom_device(self.memory_gib, self.flops, self.bandwidth)
         if self.device is None:
             return this_cpu()
-        device = measured(self.device) if self.device in MEASURED else find_device(self.device)
+        name = self.device.strip().lower()
+        device = measured(name) if name in MEASURED else find_device(self.device)
         if self.flops is None and self.bandwidth is None:
             return device
         return replace(

@@ -140,7 +140,7 @@ for _name, _gb, _half, _single, _bandwidth in (
     ("RTX 6000 Ada Generation", 48, 364.2, 91.1, 960),
 ):
     _gpu(f"NVIDIA {_name}", _gb, _half, _single, _bandwidth, f"NVIDIA {_name} datasheet", _DESKTOP)
-_gpu("NVIDIA RTX PRO 6000", 96, 503.8, 126, 1792, "NVIDIA RTX Blackwell PRO whitepaper", _NEW_DESKTOP)
+_gpu("NVIDIA RTX PRO 6000", 96, 500, 125, 1792, "NVIDIA RTX PRO 6000 datasheet", _NEW_DESKTOP)
 _gpu("Quadro RTX 6000", 24, 130.5, 16.3, 672, "NVIDIA Turing whitepaper", _OLD_DESKTOP, has_bf16=False)
 _gpu("Quadro RTX 8000", 48, 130.5, 16.3, 672, "NVIDIA Turing whitepaper", _OLD_DESKTOP, has_bf16=False)
 
@@ -242,10 +242,13 @@ _IGNORED = frozenset({
     "hbm3", "hbm3e", "gddr6", "gddr6x", "gddr7",
 })  # fmt: skip
 """Words of names that distinguish no device from another."""
+
 _SIZE = re.compile(r"(?<![a-z\d.])(\d{1,6}(?:\.\d{1,3})?)\s*-?(gb|gib|g)\b", re.ASCII)
 _GLUED = re.compile(
     r"^(rtx|rx|gtx)?(\d{3,4})(ti|super|xtx|xt|laptop|mobile)?(super)?(laptop|mobile)?$|^(m\d)(pro|max|ultra)$"
 )
+"""Words that people write together, such as `rtx4070tisuper` and `m2max`, in groups."""
+
 LEAST_GIGABYTES = 0.1
 """Least memory of a GPU that has only its memory for a name."""
 
@@ -320,7 +323,9 @@ def _hint(name: str, words: frozenset[str], found: list[str]) -> str:
     near = found or [key for key in DEVICES if _words(key) & numbers]
     typed = re.sub(r"[^a-z\d]", "", name.lower().removeprefix("nvidia"))
     if not near and len(typed) > 2:
-        squeezed = {re.sub(r"[^a-z\d]", "", known): known for key in DEVICES for known in (key, "-".join(_words(key)))}
+        squeezed = {
+            re.sub(r"[^a-z\d]", "", known): known for key in DEVICES for known in (key, "-".join(sorted(_words(key))))
+        }
         squeezed |= {known: known for known in ("this", "cpu")}
         near = [squeezed[one] for one in difflib.get_close_matches(typed, squeezed, n=1, cutoff=_CUTOFF)]
     if not near:
