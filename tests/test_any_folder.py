@@ -143,11 +143,30 @@ def test_a_broken_record_or_member_is_left_out_alone(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "c.zip", "w") as archive:
         for name, content in (("a.txt", b"one\n"), ("b.txt", b"\0\1"), ("c.txt", b"three\n")):
             archive.writestr(name, content)
+    with zipfile.ZipFile(tmp_path / "c2.zip", "w") as archive:
+        archive.writestr("Übung/letter.docx", kinds.docx(["dear reader"]))
+        archive.writestr("broken.docx", b"no docx")
+        archive.writestr("PAGE.HTM", kinds.html(["a page " * 20]))
+        archive.writestr("old.txt", "Größe".encode("utf-16"))
+        archive.writestr("__MACOSX/._old.txt", b"a fork of resources")
     (tmp_path / "d.json").write_text('[{"text": "one"}, {"text": "two"}, 3')
-    assert whole(tmp_path) == ["one", "two", "one", "four", "one\n", "three\n", "one", "two"]
+    assert whole(tmp_path) == [
+        "one",
+        "two",
+        "one",
+        "four",
+        "one\n",
+        "three\n",
+        "dear reader",
+        words("a page " * 20),
+        "Größe",
+        "one",
+        "two",
+    ]
     lacks = {item.file: item.lacks for item in files(tmp_path).look()}
     for name, pattern in (
         ("a.jsonl", "^3 parts .*line 2: not JSON"), ("b.csv", "^2 parts .*line 3: "), ("c.zip", "^1 part .*b.txt is"),
+        ("c2.zip", "^2 parts .*broken.docx: a broken DOCX"),
         ("d.json", "^1 part .*record 3"),
     ):  # fmt: skip
         assert re.search(pattern, lacks[name]), lacks
@@ -236,6 +255,25 @@ def test_hidden_linked_unknown_and_excluded_files_are_named(tmp_path: Path, monk
         assert re.search(pattern, why.pop(name)), name
     assert not why
     assert whole(folder / "e.xyz") == ["e.xyz"], "a file that is named is read as text"
+
+
+def test_errors_of_libraries_and_of_one_named_file_are_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n' + "oh no\n" * 5000)
+    (tmp_path / "c.wet").write_bytes(kinds.wet(kinds.PARAGRAPHS))
+
+    def failing(*_: object) -> Any:
+        raise ZeroDivisionError("of a library")
+
+    monkeypatch.setattr(anything.WARC, "read_unit", failing)
+    items = {item.file: item for item in files(tmp_path).look()}
+    assert items["c.wet"].why == "broken data (ZeroDivisionError: of a library)"
+    assert items["b.jsonl"].lacks.startswith("5,000 parts of it left out: line 2: not JSON")
+    assert whole(tmp_path) == ["text", "one"]
+    with pytest.raises(UserError, match=r"no file can be read\. .*c\.wet: broken data"):
+        check_sources([FilesSource(type="files", path=str(tmp_path / "c.wet"))])
+    with pytest.raises(UserError, match=r"its sha256 is .* and the recipe states"):
+        check_sources([FilesSource(type="files", path=str(tmp_path / "a.txt"), sha256="0" * 64)])
 
 
 def test_of_a_repository_what_git_ignores_is_not_read(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ NO_PLACES = {
     "name": "a run's own name, or that of a dataset inside a mixture", "field": "a key of a record",
     "records": "a key of a file", "split": "of a dataset", "revision": "of a dataset", "sha256": "a sum",
     "extensions": "endings of files", "languages": "names of languages", "members": "patterns inside an archive",
-    "delimiter": "a character", "added_tokens": "tokens", "patterns": "names of parameters",
+    "delimiter": "a character", "exclude": "patterns of names in the folder",
+    "added_tokens": "tokens", "patterns": "names of parameters",
     "sample_prompts": "texts", "weights": "by names of datasets", "ranges": "by settings, whose choices are asked",
     "choices": "of a sweep; asked with the setting that they are for",
 }  # fmt: skip

@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gptworks.config.sources import LANGUAGES, ArchiveSource, CodeSource, FilesSource, WARCSource
 from gptworks.data.sources.archives import Archive
@@ -37,8 +37,9 @@ from gptworks.data.sources.records import (
 )
 from gptworks.data.sources.subtitles import spoken_text
 from gptworks.data.sources.sums import contents
-from gptworks.errors import UserError
-from gptworks.files import open_regular, stamp
+from gptworks.errors import RunError, UserError
+from gptworks.files import is_url, open_regular, stamp
+from gptworks.files.mirror import fetched_data
 from gptworks.machine import usable_cpus
 from gptworks.terminal import one_line
 
@@ -84,14 +85,18 @@ class Files(Source):
     settings: FilesSource
     size_known = False
 
+    @cached_property
+    def folder(self) -> Path | None:
+        """The folder, fetched if it is in an object store; None if the settings name files."""
+        given = self.settings.path
+        path = None if given is None else fetched_data(given) if is_url(given) else Path(given).expanduser()
+        return path if path is not None and path.is_dir() else None
+
     def entries(self) -> Iterator[tuple[Path, str]]:
         """Yield each file, sorted, with the reason why it is not tried; "": it is."""
-        folder = self._folder
-        if folder is None:
-            yield from ((file, "") for file in local_files(self.settings, tuple(KINDS)))
-            return
-        for path in sorted(_walk(folder)):
-            yield path, self._not_tried(path, folder)
+        files = local_files(self.settings, tuple(KINDS)) if self.folder is None else sorted(_walk(self.folder))
+        for path in files:
+            yield path, self._outside(path) or _unreadable(path, self.folder)
 
     def files(self) -> list[Path]:
         return [file for file, why in self.entries() if not why]
@@ -120,6 +125,8 @@ class Files(Source):
         Raises:
             UserError: none can be read.
         """
+        for file in self.files() if self.settings.sha256 else ():
+            self.check_sum(file)
         items = self.look()
         if all(item.why for item in items):
             raise UserError(
@@ -129,14 +136,15 @@ class Files(Source):
             warnings.warn(_summary(left_out, len(items)), stacklevel=2)
 
     def signature(self) -> list[list[Any]]:
-        files = self.files()
+        sums = [["sha256", one] for one in self.settings.sums]
+        files = [Path(url) for url, _ in self.settings.downloads] if sums else self.files()
         kinds = {kind for kind in map(self.kind, files) if kind in PACKAGES}
-        return [["files", _READING_VERSION, *missing_packages(kinds)], *contents(files)]
+        return [["files", _READING_VERSION, *missing_packages(kinds)], *(sums or contents(files))]
 
     def kind(self, file: Path) -> str | None:
         """Return the kind of a file; None if its ending is unknown. A file that the settings name may have any."""
         found = KINDS.get(Path(plain_name(file.name)).suffix.lower())
-        return found or ("text" if self._folder is None else None)
+        return found or ("text" if self.folder is None else None)
 
     def look(
         self, most_bytes: int | None = None, progress: Callable[[int, int], None] = lambda done, total: None
@@ -157,15 +165,13 @@ class Files(Source):
 
     def name(self, file: Path) -> str:
         """Return a file's path relative to the folder."""
-        return str(file if self._folder is None else file.relative_to(self._folder))
+        return str(file if self.folder is None else file.relative_to(self.folder))
 
-    @property
-    def _folder(self) -> Path | None:
-        path = None if self.settings.path is None else Path(self.settings.path).expanduser()
-        return path if path is not None and path.is_dir() else None
-
-    def _not_tried(self, path: Path, folder: Path) -> str:
-        name = path.relative_to(folder).as_posix()
+    def _outside(self, path: Path) -> str:
+        """Return the reason why a path of the folder is not a file to read; "" if it is one."""
+        if self.folder is None:
+            return ""
+        name = path.relative_to(self.folder).as_posix()
         if path.name.startswith((".", "~$")):
             return HIDDEN if path.name.startswith(".") else "a lock file of an office program"
         if any(fnmatch.fnmatchcase(one, pattern) for one in (name, path.name) for pattern in self.settings.exclude):
@@ -174,18 +180,13 @@ class Files(Source):
             if path.is_symlink():
                 return "a link to a folder elsewhere: give that folder as a source of its own"
             return "made by gptworks" if is_made_here(path) else "a folder that cannot be opened"
-        if self.kind(path) is None:
-            return "not a kind that is read; if it is text, rename it to .txt"
-        try:
-            with open_regular(path, inside=folder) as stream:
-                return "" if stream.read(1) else "it is empty"
-        except (UserError, OSError) as error:
-            return _reason(error, path)
+        return "" if self.kind(path) else "not a kind that is read; if it is text, rename it to .txt"
 
     def _units_or_none(self, file: Path) -> Iterable[Unit]:
         try:
             return self.units_of(file)
-        except (UserError, OSError):
+        except Exception as error:
+            _of_the_file(error, file)
             return ()
 
     def _read(self, unit: Unit, skip: Skip) -> Iterator[Piece]:
@@ -196,8 +197,8 @@ class Files(Source):
                 if held is not None:
                     yield _ended(held) if piece.starts_document and not held.ends_document else held
                 held = piece
-        except (UserError, OSError) as error:
-            skip(error if isinstance(error, UserError) else UserError(_reason(error, unit.file)))
+        except Exception as error:
+            skip(_of_the_file(error, unit.file))
             held = _ended(held) if held is not None and not held.ends_document else held
         if held is not None:
             yield held
@@ -221,7 +222,7 @@ class Files(Source):
         elif kind == "archive":
             yield from _archive(file, stamp(file)).read_unit(unit, skip)
         elif kind == "warc":
-            yield from WARC(WARCSource(type="warc", path=str(file))).read_unit(unit)
+            yield from WARC(WARCSource(type="warc", path=str(file))).read_unit(unit, skip)
         else:
             assert kind is not None
             yield from text_document(extracted(file, kind, *([MOST_PAGE_BYTES] if kind == "html" else [])))
@@ -230,7 +231,7 @@ class Files(Source):
         name, ending = self.name(file), _ending(file)
         if why:
             return Item(name, why if why == HIDDEN else "folder" if file.is_dir() else ending, why=why)
-        errors: list[UserError] = []
+        errors = _Errors(file)
         n_bytes = documents = 0
         is_sampled, lacks = False, ""
         notes: list[str] = []
@@ -244,7 +245,7 @@ class Files(Source):
             units = () if kind == "text" else tuple(self.units_of(file))
             seen_bytes = 0
             for unit in units:
-                for piece in self._read(unit, errors.append):
+                for piece in self._read(unit, errors.add):
                     n_bytes += len(piece.text.encode("utf-8"))
                     documents += piece.starts_document
                 seen_bytes += unit.size_bytes
@@ -255,18 +256,18 @@ class Files(Source):
                     break
             if kind in _RECORDS and n_bytes:
                 notes.append(f"takes {_takes(_text_field(file, kind, stamp(file)))}")
-        except (UserError, OSError) as error:
-            errors.append(error if isinstance(error, UserError) else UserError(_reason(error, file)))
+        except Exception as error:
+            errors.add(_of_the_file(error, file))
         if not n_bytes:
-            return Item(name, ending, why=_reason(errors[0], file) if errors else "it holds no text")
-        if errors:
-            lacks = f"{len(errors):,} part{'s' * (len(errors) > 1)} of it left out: {_reason(errors[0], file)}"
+            return Item(name, ending, why=errors.first or "it holds no text")
+        if errors.n:
+            lacks = f"{errors.n:,} part{'s' * (errors.n > 1)} of it left out: {errors.first}"
         return Item(name, ending, n_bytes, None if is_sampled else documents, "", tuple(notes), lacks)
 
     def excerpts(self, item: Item, offsets: list[int], n_bytes: int) -> Iterator[list[str]]:
         """Yield, for each byte offset in a file's text, about `n_bytes` of the text from the next line on: the parts of
         one document or several. The offsets must ascend, and be less than the item's `n_bytes`."""
-        file = Path(item.file) if self._folder is None else self._folder / item.file
+        file = Path(item.file) if self.folder is None else self.folder / item.file
         units = [*self.units_of(file)]
         scale = item.n_bytes / max(1, sum(unit.size_bytes for unit in units))
         left, start = [*offsets], 0.0
@@ -307,7 +308,39 @@ def _ended(piece: Piece) -> Piece:
     return replace(piece, ends_document=True, document_bytes=piece.before_bytes + len(piece.text.encode("utf-8")))
 
 
-def _reason(error: UserError | OSError, file: Path) -> str:
+class _Errors:
+    """Counts errors about a file, and keeps the reason of the first."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self.n, self.first = file, 0, ""
+
+    def add(self, error: UserError) -> None:
+        self.n += 1
+        self.first = self.first or _reason(error, self._file)
+
+
+def _of_the_file(error: Exception, file: Path) -> UserError:
+    """Return an error as one about a file that cannot be read: libraries raise many types of errors for broken files.
+
+    Raises:
+        Exception: the error, if it is not one about the file.
+    """
+    if isinstance(error, MemoryError | RunError):
+        raise error
+    known = isinstance(error, UserError | OSError)
+    return UserError(_reason(error, file) if known else f"broken data ({type(error).__name__}: {error})")
+
+
+def _unreadable(path: Path, folder: Path | None) -> str:
+    """Return the reason why a file cannot be opened; "" if it can be."""
+    try:
+        with open_regular(path, inside=folder) as stream:
+            return "" if stream.read(1) else "it is empty"
+    except (UserError, OSError) as error:
+        return _reason(error, path)
+
+
+def _reason(error: Exception, file: Path) -> str:
     """Return an error's message without the file's name, which a table states already."""
     if isinstance(error, OSError):
         return "a link that leads nowhere" if file.is_symlink() and not file.exists() else error.strerror or str(error)
@@ -394,12 +427,11 @@ def _takes(name: str) -> str:
 
 @lru_cache(maxsize=1 << 12)
 def _archive(file: Path, _: object) -> Archive:
-    """Return the source that reads an archive: as texts if it has any, else as records."""
-    texts = tuple(f"*{ending}" for ending in (*PROSE, *CODE) if ending)
-    forms = [ArchiveSource(type="archive", path=str(file), format="text", members=texts)]
-    forms += [ArchiveSource(type="archive", path=str(file), format=form) for form in ("jsonl", "csv")]
-    names = Archive(forms[0]).names(file)
-    for form in forms:
-        if any(map(Archive(form).wants, names)):
-            return Archive(form, lenient=True)
-    raise UserError(f"none of its {len(names):,} members is text or records: unpack it to read other kinds")
+    """Return the source that reads an archive: as texts and documents if it has any, else as records."""
+    forms: tuple[Literal["text", "jsonl", "csv"], ...] = ("text", "jsonl", "csv")
+    archives = [Archive(ArchiveSource(type="archive", path=str(file), format=form), KINDS) for form in forms]
+    names = archives[0].names(file)
+    for archive in archives:
+        if any(map(archive.wants, names)):
+            return archive
+    raise UserError(f"none of its {len(names):,} members is a text, a document or a file of records: unpack it")

@@ -20,6 +20,7 @@ from gptworks.config.sources import ArchiveSource
 from gptworks.data.sources.base import Piece, Source, Unit, document, grouped, text_document
 from gptworks.data.sources.delimited import read_table
 from gptworks.data.sources.encodings import decoded
+from gptworks.data.sources.extraction import PACKAGES, extracted_bytes
 from gptworks.data.sources.opening import about_unpacked_size, check_ratio, compression, open_file, plain_name, unpacked
 from gptworks.data.sources.records import MOST_LINE_BYTES, Skip, read_jsonl, record_document, refuse
 from gptworks.errors import UserError
@@ -51,13 +52,14 @@ class Archive(Source):
     settings: ArchiveSource
     endings = (".zip", ".tar")
 
-    def __init__(self, settings: ArchiveSource, lenient: bool = False) -> None:
+    def __init__(self, settings: ArchiveSource, kinds: Mapping[str, str] | None = None) -> None:
         """
         Args:
-            lenient: read texts in any encoding, and report the members that are not read to `skip`.
+            kinds: the kind of a member by its name's ending, to read documents and texts in any encoding, and to report
+                the other members to `skip`; None: the settings state which members are read.
         """
         super().__init__(settings)
-        self.lenient = lenient
+        self.kinds = kinds
 
     def units_of(self, file: Path) -> Iterable[Unit]:
         """Group the members of a ZIP archive into units. A tar archive is one unit, since it is read from the start."""
@@ -79,7 +81,8 @@ class Archive(Source):
             _check_path(unit.file, member.name)
             seen[PurePosixPath(member.name).suffix or "(none)"] += 1
             if not self.wants(member.name):
-                others[PurePosixPath(member.name).suffix or "(none)"] += 1
+                is_hidden = PurePosixPath(member.name).name.startswith(".")
+                others["hidden" if is_hidden else PurePosixPath(member.name).suffix or "(none)"] += 1
                 continue
             n_read += 1
             try:
@@ -88,7 +91,7 @@ class Archive(Source):
                 yield from self._read_member(name, member, skip)
             except UserError as error:
                 skip(error)
-        if self.lenient:
+        if self.kinds is not None:
             if others:
                 kinds = ", ".join(f"{ending} ({count})" for ending, count in others.most_common(5))
                 skip(UserError(f"members of other kinds: {kinds}"))
@@ -120,6 +123,9 @@ class Archive(Source):
 
     def wants(self, name: str) -> bool:
         """Return whether a member with this name is read."""
+        if self.kinds is not None and self.settings.format == "text":
+            is_hidden = PurePosixPath(name).name.startswith(".")
+            return not is_hidden and self.kinds.get(_ending(name)) in ("text", *PACKAGES)
         names = (name, plain_name(name))
         return any(fnmatch.fnmatchcase(one, pattern) for one in names for pattern in self._patterns)
 
@@ -135,8 +141,10 @@ class Archive(Source):
 
     def _read_opened(self, name: Path, stream: BinaryIO, size_bytes: int, skip: Skip) -> Iterator[Piece]:
         opened = unpacked(stream, name)
-        if self.settings.format == "text" and self.lenient and size_bytes <= MOST_LINE_BYTES:
-            yield from text_document(decoded(_read_all(opened, name), name))
+        if self.settings.format == "text" and self.kinds is not None and size_bytes <= MOST_LINE_BYTES:
+            data, kind = _read_all(opened, name), self.kinds[_ending(name.name)]
+            text = extracted_bytes(data, kind, str(name)) if kind in PACKAGES else decoded(data, name)
+            yield from text_document(text)
             return
         if self.settings.format == "text":
             if compression(name.name):  # the unpacked size is known only after unpacking
@@ -148,6 +156,10 @@ class Archive(Source):
         read: Callable[..., Iterator[tuple[object, Mapping[str, Any]]]] = read_jsonl if jsonl else read_table
         for where, record in read(name, opened=opened, skip=skip):
             yield from record_document(where, record, self.settings.field)
+
+
+def _ending(name: str) -> str:
+    return PurePosixPath(plain_name(name)).suffix.lower()
 
 
 def _read_all(stream: BinaryIO, name: Path) -> bytes:

@@ -112,14 +112,18 @@ class Source:
             UserError: the source has a mistake, such as a local file whose sha256 is not the stated one.
         """
         for file in self.files()[: self.files_checked]:
-            stated = self.settings.sha256
-            if self.settings.path and stated and (actual := sha256_file(file)) != stated:
-                raise UserError(
-                    f"{file}: its sha256 is {actual} and the recipe states {stated}. "
-                    f"These are other bytes: get the right file, or correct the recipe."
-                )
+            self.check_sum(file)
             for _ in islice(self.read(file), PIECES_CHECKED):
                 pass
+
+    def check_sum(self, file: Path) -> None:
+        """Raise a UserError if a local file's sha256 is not the stated one."""
+        stated = self.settings.sha256
+        if self.settings.path and stated and (actual := sha256_file(file)) != stated:
+            raise UserError(
+                f"{file}: its sha256 is {actual} and the recipe states {stated}. "
+                f"These are other bytes: get the right file, or correct the recipe."
+            )
 
     def signature(self) -> list[list[Any]]:
         """Return everything that decides the source's text, as lists for JSON: the files' contents, not their paths."""
@@ -215,7 +219,7 @@ def _cut(data: bytes) -> int:
 
 
 def _decode(data: bytes, offset_bytes: int, file: Path) -> str:
-    fix = "Leave it out, or convert it to UTF-8 text."
+    fix = "Leave it out, convert it to UTF-8 text, or use a source of type files, which reads any encoding."
     if (nul := data.find(0)) >= 0:
         raise UserError(f"{file} is binary, not text: a NUL byte at byte {offset_bytes + nul}. {fix}")
     try:

@@ -88,6 +88,7 @@ class Code(_SourceFiles):
 
     def walk(self) -> Iterator[Path]:
         """Yield the folder's files of all endings, except ignored files and folders of other programs or of gptworks.
+        A folder that may not be opened is yielded itself.
 
         Raises:
             UserError: a `.gitignore` cannot be read.
@@ -100,7 +101,11 @@ class Code(_SourceFiles):
         return tuple(ending for one in named for ending in LANGUAGES[one]) + self.settings.extensions
 
     def _wanted(self, file: Path) -> bool:
-        return file.name.endswith(self._endings) and file.stat().st_size <= self.settings.largest_file_bytes
+        return (
+            file.name.endswith(self._endings)
+            and file.is_file()
+            and file.stat().st_size <= self.settings.largest_file_bytes
+        )
 
     def _walk(self, folder: Path, rules: list[tuple[Path, Any]]) -> Iterator[Path]:
         """Yield the files of a folder and its subfolders, except ignored files and folders of other programs or of
@@ -109,7 +114,12 @@ class Code(_SourceFiles):
         if self.settings.gitignore and ignored.is_file():
             rules = [*rules, (folder, _rules(ignored))]
         skipped = NEVER_READ if self.settings.vendored else NEVER_READ | VENDORED
-        with os.scandir(folder) as entries:
+        try:
+            entries = os.scandir(folder)
+        except PermissionError:
+            yield folder
+            return
+        with entries:
             for entry in entries:
                 path = Path(entry.path)
                 if entry.is_dir(follow_symlinks=False):

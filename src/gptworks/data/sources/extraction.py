@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 from gptworks.confined import Confined, Exceeded, Limits, Refused
 from gptworks.confined.child import Answer, serve
 from gptworks.data.sources.encodings import guessed
-from gptworks.data.sources.opening import open_file
+from gptworks.data.sources.opening import compression, open_file
 from gptworks.errors import RunError, UserError, not_installed
 from gptworks.files import make_folder, read_regular, sha256_file, write_whole
 from gptworks.files.fetch import cache_folder
@@ -47,35 +47,47 @@ def extracted(file: Path, kind: str, max_bytes: int = MOST_BYTES) -> str:
         UserError: the document is broken, encrypted or too large, or the package that reads it is not installed.
         OSError: the file cannot be read.
     """
-    version = _version(kind, str(file))
+    _check_installed(kind, str(file))
     if file.stat().st_size > max_bytes:
         raise UserError(f"{file}: {_too_large(max_bytes)}")
-    key = hashlib.sha256(json.dumps([_FORM, kind, version, max_bytes, sha256_file(file)]).encode()).hexdigest()
-    kept = cache_folder() / "texts" / f"{key}.json"
-    try:
-        reply = json.loads(read_regular(kept, _MAX_KEPT_BYTES))
-        text, why = str(reply["text"]), str(reply["why"])
-    except Exception:  # not in the cache, or damaged there
-        text, why = _asked({"kind": kind, "path": str(file.absolute()), "max_bytes": max_bytes})
-        with contextlib.suppress(OSError, RunError):  # without a cache, the text is taken out again
-            make_folder(kept.parent)
-            write_whole(kept, json.dumps({"text": text, "why": why}), private=True)
-    if why:
-        raise UserError(f"{file}: {why}")
-    return text
+    question = {"kind": kind, "path": str(file.absolute()), "max_bytes": max_bytes}
+    return _kept(question, [compression(file.name), max_bytes, sha256_file(file)], str(file))
 
 
-def page_text(html: bytes, where: str) -> str:
-    """Return the main text of an HTML page; empty if none is found.
+def extracted_bytes(data: bytes, kind: str, where: str, keep: bool = True) -> str:
+    """Return the text of a document, given its bytes; `where` names it in errors. See `extracted`.
+
+    Args:
+        keep: keep the text in the cache.
+    """
+    _check_installed(kind, where)
+    question = {"kind": kind, "data": base64.b64encode(data).decode("ascii")}
+    return _kept(question, [None, None, hashlib.sha256(data).hexdigest()] if keep else None, where)
+
+
+def _kept(question: dict[str, Any], content: list[Any] | None, where: str) -> str:
+    """Return the text from the cache, else the child's answer, which is then kept there; None: the cache is not used.
 
     Raises:
-        UserError: the page exceeds a limit, or the package that reads it is not installed.
+        UserError: there is no text.
     """
-    _version("html", where)
-    text, why = _asked({"kind": "html", "data": base64.b64encode(html).decode("ascii")})
-    if why:
-        raise UserError(f"{where}: {why}")
-    return text
+    reply = kept = None
+    if content is not None:
+        package = PACKAGES[question["kind"]]
+        made_from = [_FORM, question["kind"], package, metadata.version(package), *content]
+        kept = cache_folder() / "texts" / f"{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()}.json"
+        with contextlib.suppress(Exception):  # not in the cache, or damaged there
+            tree = json.loads(read_regular(kept, _MAX_KEPT_BYTES))
+            reply = str(tree["text"]), str(tree["why"])
+    if reply is None:
+        reply = _asked(question)
+        if kept is not None:
+            with contextlib.suppress(OSError, RunError):  # without a cache, the text is taken out again
+                make_folder(kept.parent)
+                write_whole(kept, json.dumps({"text": reply[0], "why": reply[1]}), private=True)
+    if reply[1]:
+        raise UserError(f"{where}: {reply[1]}")
+    return reply[0]
 
 
 def missing_packages(kinds: set[str]) -> list[str]:
@@ -87,11 +99,9 @@ def _too_large(max_bytes: int) -> str:
     return f"larger than {max_bytes:,} bytes, the limit for such a document. Divide it."
 
 
-def _version(kind: str, where: str) -> str:
-    package = PACKAGES[kind]
-    if importlib.util.find_spec(package) is None:
-        raise not_installed(package, "sources", f"{where}: taking the text out of {kind.upper()}")
-    return f"{package} {metadata.version(package)}"
+def _check_installed(kind: str, where: str) -> None:
+    if importlib.util.find_spec(PACKAGES[kind]) is None:
+        raise not_installed(PACKAGES[kind], "sources", f"{where}: taking the text out of {kind.upper()}")
 
 
 @lru_cache(maxsize=1)

@@ -7,8 +7,9 @@ from typing import Any, BinaryIO
 
 from gptworks.config.sources import HTMLSource, PDFSource, WARCSource
 from gptworks.data.sources.base import PIECES_CHECKED, Piece, Source, Unit, text_document
-from gptworks.data.sources.extraction import extracted, page_text
+from gptworks.data.sources.extraction import extracted, extracted_bytes
 from gptworks.data.sources.opening import open_file
+from gptworks.data.sources.records import Skip, refuse
 from gptworks.errors import UserError, not_installed
 
 MOST_PAGE_BYTES = 1 << 24
@@ -45,16 +46,20 @@ class WARC(Source):
     endings = (".warc", ".wet")
     size_known = False
 
-    def read_unit(self, unit: Unit) -> Iterator[Piece]:
+    def read_unit(self, unit: Unit, skip: Skip = refuse) -> Iterator[Piece]:
         with open_file(unit.file) as stream:
             for record in _warc_records(unit.file, stream):
                 address = record.rec_headers.get_header("WARC-Target-URI") or "?"
                 where = f"{unit.file}, record of {address[:200]!r}"
-                if record.rec_type == "conversion":
-                    text = _bounded(record.content_stream(), where).decode("utf-8", errors="replace")
-                elif record.rec_type == "response" and _is_page(record):
-                    text = page_text(_bounded(record.content_stream(), where), where)
-                else:
+                try:
+                    if record.rec_type == "conversion":
+                        text = _bounded(record.content_stream(), where).decode("utf-8", errors="replace")
+                    elif record.rec_type == "response" and _is_page(record):
+                        text = extracted_bytes(_bounded(record.content_stream(), where), "html", where, keep=False)
+                    else:
+                        continue
+                except UserError as error:
+                    skip(error)
                     continue
                 yield from text_document(text)
 
