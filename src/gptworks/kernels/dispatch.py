@@ -1,7 +1,8 @@
 """Kernel dispatch: TABLE lists each operation's kernels, and one function per operation calls the first usable one.
 
 The C++ is used if it is built (`gptworks.kernels.library`) and supports the tensors' dtype and layout; `cpu` has
-faster torch code for training on a CPU; torch's own functions compute the rest. Most kernels are for training: they
+faster torch code for training on a CPU; Triton computes the loss on an NVIDIA GPU; torch's own functions compute the
+rest. Most kernels are for training: they
 compute an operation in one pass over memory, and its gradient in another. Plans read the table too (`planned`).
 """
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from gptworks.kernels import cpu, gemm, passes
 from gptworks.kernels.library import trains_in_cpp
 
-CPP, BLOCKS, TORCH = "C++", "torch, a block of queries at a time", "torch"
+CPP, TRITON, BLOCKS, TORCH = "C++", "Triton", "torch, a block of queries at a time", "torch"
 """Names of the implementations, as plans show them."""
 
 _F32 = (torch.float32,)
@@ -192,6 +193,17 @@ def _attend(*operands: Any) -> Any:
     return _attention().Attention.apply(*operands)
 
 
+def _fused_loss() -> ModuleType:
+    """Import `gptworks.kernels.fused_loss` when a GPU first needs it: it registers an operation with torch."""
+    from gptworks.kernels import fused_loss
+
+    return fused_loss
+
+
+def _fused_loss_taken(logits: Tensor) -> bool:
+    return has_flash(logits.device) and _fused_loss().takes(logits)  # Triton supports the same GPUs as flash attention
+
+
 def _cpp(
     compute: Callable[..., Tensor],
     takes: Callable[..., bool],
@@ -222,6 +234,13 @@ TABLE: dict[str, tuple[Kernel, ...]] = {
     "rotate": (_cpp(passes.Rotation.apply, passes.rotates, training=False), Kernel(TORCH, _torch_rotate)),
     "cross_entropy": (
         _cpp(passes.cross_entropy, passes.serve, training=False),
+        Kernel(
+            TRITON,
+            lambda *operands, gradient: _fused_loss().cross_entropy(*operands, gradient=gradient),
+            "cuda",
+            (torch.float32, torch.bfloat16, torch.float16),
+            takes=_fused_loss_taken,
+        ),
         Kernel(TORCH, _by_caller),  # computed in `gptworks.model.loss`
     ),
     "attention": (

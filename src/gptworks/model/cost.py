@@ -115,6 +115,12 @@ class Shapes:
         return dispatch.planned("attention", self.on_cpu) == dispatch.CPP
 
     @property
+    def fuses_loss(self) -> bool:
+        """Whether C++ or Triton computes the loss and its gradient in the logits, without probabilities in float32.
+        Triton supports the GPUs that have flash attention, and comes with torch for them."""
+        return self.native or self.has_flash
+
+    @property
     def saves_result(self) -> bool:
         """Whether autograd saves the MLP's result or a tensor computed from it. If not, the recomputation of a block
         ends before its last operation computes: torch's operations save their inputs first."""

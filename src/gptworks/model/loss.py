@@ -2,8 +2,9 @@
 
 With a vocabulary of 50,257, a token's fp32 logits take 200 KB, and their gradient as much. Here the head's product,
 the softmax and both gradients are computed for a chunk of tokens at a time. On a CPU, C++ turns logits into their
-gradient row by row (gptworks.kernels.passes); without the C++, torch computes the probabilities of a few rows that fit
-in the processor's cache. A softcap, where given, first replaces each logit by softcap · tanh(logit / softcap).
+gradient row by row (gptworks.kernels.passes); on an NVIDIA GPU, Triton does (gptworks.kernels.triton_loss). Elsewhere,
+torch computes the probabilities of some rows, on a CPU of few that fit in the processor's cache. A softcap, where
+given, first replaces each logit by softcap · tanh(logit / softcap).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -320,7 +321,7 @@ def _in_parts(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
 def _into_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = None) -> Tensor:
     """Overwrite logits [n, V] with (softmax − one-hot) times each row's factor [n]; return the rows' sum of
     −log softmax(logits)[target]."""
-    if (kernel := dispatch.chosen("cross_entropy", logits)).by == dispatch.CPP:
+    if (kernel := dispatch.chosen("cross_entropy", logits)).by != dispatch.TORCH:
         return kernel.compute(logits, targets, factors, gradient=True).sum()
     return _sum(
         _rows_to_gradient(part, targets[of], None if factors is None else factors[of])
@@ -330,7 +331,7 @@ def _into_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = Non
 
 def _nats(logits: Tensor, targets: Tensor) -> Tensor:
     """Return −log softmax(logits)[target] of each row of logits [n, V], 0 if the target is −100; float32 [n]."""
-    if (kernel := dispatch.chosen("cross_entropy", logits)).by == dispatch.CPP:
+    if (kernel := dispatch.chosen("cross_entropy", logits)).by != dispatch.TORCH:
         return kernel.compute(logits, targets, gradient=False)
     return F.cross_entropy(_wide(logits), targets, ignore_index=IGNORED, reduction="none")
 
@@ -362,25 +363,25 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def scoring_bytes(shapes: Shapes, vocab_size: int) -> int:
-    """Peak bytes of `token_nats`: a chunk's logits and, without the C++, the log-probabilities of some rows; under
+    """Peak bytes of `token_nats`: a chunk's logits and, without a fused loss, the log-probabilities of some rows; under
     autocast also these rows in float32."""
     logits = min(chunk_tokens(shapes.device, vocab_size), shapes.n_tokens) * vocab_size
-    rows = 0 if shapes.native else 4 * (1 + shapes.autocast)
+    rows = 0 if shapes.fuses_loss else 4 * (1 + shapes.autocast)
     return shapes.product_bytes * logits + rows * min(softmax_tokens(shapes.device, vocab_size) * vocab_size, logits)
 
 
 def loss_chunk_bytes(shapes: Shapes, vocab_size: int, head: int, taught: bool) -> int:
-    """Peak bytes of the loss, without features and their gradient: a chunk's logits; without the C++, the probabilities
-    of some rows (and their float32 logits); the head's gradient in float32, and the rows of it that one product
-    computes. Distillation (`taught`) adds the teacher's logits, and the logits and probabilities of some rows with and
-    without temperature.
+    """Peak bytes of the loss, without features and their gradient: a chunk's logits; without a fused loss, the
+    probabilities of some rows (and their float32 logits); the head's gradient in float32, and the rows of it that one
+    product computes. Distillation (`taught`) adds the teacher's logits, and the logits and probabilities of some rows
+    with and without temperature.
 
     Args:
         head: number of elements of the head's matrix; 0 if it is frozen.
     """
     chunk, product = chunk_tokens(shapes.device, vocab_size), shapes.product_bytes
     first, second = (max(0, min(chunk, n)) * vocab_size for n in (shapes.n_tokens, shapes.n_tokens - chunk))
-    row_bytes = 4 * (6 + 2 * shapes.autocast if taught else 0 if shapes.native else 1 + shapes.autocast)
+    row_bytes = 4 * (6 + 2 * shapes.autocast if taught else 0 if shapes.fuses_loss else 1 + shapes.autocast)
     row_bytes += product if shapes.config.logit_softcap is not None else 0  # the tanh of the logits is saved too
     softmax = row_bytes * min(softmax_tokens(shapes.device, vocab_size) * vocab_size, first) + taught * product * first
     rows = product * head * head_rows(shapes.device, vocab_size) // vocab_size

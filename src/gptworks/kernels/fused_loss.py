@@ -1,0 +1,59 @@
+"""The cross-entropy of rows of logits on a GPU as a torch operation, so that fake tensors can stand for its operands.
+
+`gptworks.kernels.triton_loss` computes it. This module needs no Triton.
+"""
+
+import importlib.util
+import warnings
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch.library.custom_op("gptworks::cross_entropy", mutates_args=("logits",))
+def _operation(logits: Tensor, targets: Tensor, factors: Tensor | None, gradient: bool) -> Tensor:
+    from gptworks.kernels import triton_loss  # imports Triton, which traces on fake tensors do not need
+
+    return triton_loss.cross_entropy(logits, targets, factors, gradient)
+
+
+@_operation.register_fake
+def _(logits: Tensor, targets: Tensor, factors: Tensor | None, gradient: bool) -> Tensor:
+    return logits.new_empty(len(logits), dtype=torch.float32)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None = None, *, gradient: bool) -> Tensor:
+    """Return −log softmax(logits)[target] of each row, float32 [n], 0 where the target is −100.
+
+    Args:
+        logits: [n, V] in a dtype of `DTYPES`, each row contiguous. With `gradient`, they are overwritten by
+            (softmax − one-hot) · the row's factor, or by 0 where the target is −100.
+        targets: int64 [n]. A target that is not a column gives NaN: a GPU cannot raise an error without a wait.
+        factors: each row's factor of the gradient, [n]; None: 1.
+    """
+    nats: Tensor = _operation(logits, targets, factors, gradient)
+    return nats
+
+
+def takes(logits: Tensor) -> bool:
+    """Whether Triton computes these logits' loss, on a GPU that it supports. Fake tensors are taken without Triton."""
+    return logits.stride(1) == 1 and (isinstance(logits, FakeTensor) or _works())
+
+
+@cache
+def _works() -> bool:
+    """Whether Triton compiles here: it needs a C compiler and Python's headers. If it does not, torch computes the
+    loss."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        logits = torch.zeros(1, 2, device="cuda")
+        cross_entropy(logits, torch.zeros(1, dtype=torch.int64, device="cuda"), gradient=True)
+    except Exception as error:  # of the compiler, of files, or of the driver
+        warnings.warn(f"torch computes the loss, because Triton cannot compile its kernel: {error}", stacklevel=2)
+        return False
+    return True
