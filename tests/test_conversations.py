@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
+import chats
 from chats import write_jsonl
 from gptworks.config import ConversationsSource
-from gptworks.data.conversations.reading import Conversation, iter_conversations
+from gptworks.data.conversations.reading import Conversation, fraction_held_out, is_held_out, iter_conversations
+from gptworks.data.prepare import prepare
 from gptworks.errors import UserError
+from gptworks.recipe import parse_recipe
 
 ALPACA = {"instruction": "Translate.", "input": "Guten Tag", "output": "Good day"}
 SHAREGPT = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}], "id": 7}
@@ -120,3 +123,29 @@ def test_a_list_in_a_wrongly_named_file(tmp_path: Path) -> None:
     (tmp_path / "y.json").write_text(json.dumps(ALPACA))
     with pytest.raises(UserError, match=r"holds an object with the keys .*, not a list"):
         read(tmp_path / "y.json")
+
+
+def test_few_prompts_too_have_one_that_is_held_out() -> None:
+    """At the given fraction, a third of the sets of 20 prompts have none."""
+    raised = 0
+    for seed in range(60):
+        for n in (2, 5, 20):
+            prompts = [[{"role": "user", "content": f"{seed}, {i}?"}] for i in range(n)]
+            fraction = fraction_held_out(iter(prompts), 0.05)
+            held_out = [is_held_out(prompt, fraction) for prompt in prompts]
+            given = [is_held_out(prompt, 0.05) for prompt in prompts]
+            assert held_out == given if any(given) else sum(held_out) == 1
+            raised += n == 20 and not any(given)
+    assert 10 < raised < 35
+    assert fraction_held_out(prompts[:1] * 3, 1e-9) == 1e-9, "all prompts are equal: none is left to train on"
+
+
+def test_a_dataset_of_few_records_has_both_splits(tmp_path: Path) -> None:
+    for n in (2, 3, 25):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        tree = chats.tune_tree(folder, chats.records(n))
+        tree["data"]["validation"] = {"fraction": 0.001}
+        tree["tokenizer"] = {"type": "bpe", "vocab_size": 257, "chat_template": "plain"}
+        splits = prepare(parse_recipe(tree)).manifest.splits
+        assert (splits["train"].documents, splits["validation"].documents) == (n - 1, 1)

@@ -67,7 +67,7 @@ def test_a_field_out_of_bounds_is_named(http: httpx.Client, field: str, value: A
         ("/v1/completions", COMPLETION | {"suffix": "z"}, "suffix"),
         ("/v1/completions", COMPLETION | {"tempreature": 1}, "tempreature"),
         ("/v1/completions", COMPLETION | {"x" * 10_000: 1}, "x" * 64),
-        ("/v1/chat/completions", CHAT | {"tools": []}, "tools"),
+        ("/v1/chat/completions", CHAT | {"tools": [{"type": "function"}]}, "tools"),
         ("/v1/chat/completions", CHAT | {"messages": [MESSAGES[0] | {"naem": "b"}]}, "messages.0.naem"),
         ("/v1/chat/completions", CHAT | {"stream": True, "stream_options": {"chunks": 1}}, "stream_options.chunks"),
         ("/v1/embeddings", {"model": "base", "input": "a", "dimensions": 8}, "dimensions"),
@@ -79,6 +79,33 @@ def test_a_field_that_is_not_supported_is_refused_by_name(
 ) -> None:
     told = error(http.post(path, json=body), 400)
     assert told["param"] == field and field.rpartition(".")[2] in told["message"] and len(told["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    ("nothing", "something"),
+    [
+        ({"parallel_tool_calls": False}, {"parallel_tool_calls": "yes"}),
+        ({"tool_choice": "none"}, {"tool_choice": "required"}),
+        ({"tool_choice": "auto", "tools": []}, {"tool_choice": {"type": "function"}}),
+        ({"functions": [], "function_call": "auto"}, {"function_call": {"name": "f"}}),
+        ({"service_tier": "auto"}, {"service_tier": "flex"}),
+        ({"modalities": ["text"]}, {"modalities": ["text", "audio"]}),
+        ({"top_logprobs": 0, "logprobs": False}, {"top_logprobs": 1, "logprobs": False}),
+        ({"store": False, "metadata": {}}, {"store": True}),
+        ({"messages": [MESSAGES[0] | {"id": "msg_1"}]}, {"messages": [MESSAGES[0] | {"id": 1}]}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "high"}),
+    ],
+    ids=str,
+)
+def test_a_field_that_requests_nothing_is_accepted(
+    http: httpx.Client, nothing: dict[str, Any], something: dict[str, Any]
+) -> None:
+    asked = CHAT | {"messages": MESSAGES[:1], "temperature": 0}
+    plain, answer = (http.post("/v1/chat/completions", json=body) for body in (asked, asked | nothing))
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"] == plain.json()["choices"]
+    named = error(http.post("/v1/chat/completions", json=asked | something), 400)
+    assert any(field in named["message"] for field in something)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from gptworks.chat_template import (
 from gptworks.config import AnyRecipe, BPETokenizer, DataConfig, Recipe, SourceConfig, ValidationSplit
 from gptworks.data.cleaned import Texts
 from gptworks.data.conversations.preferences import Pair, iter_pairs
-from gptworks.data.conversations.reading import Conversation, is_held_out, iter_conversations
+from gptworks.data.conversations.reading import Conversation, fraction_held_out, is_held_out, iter_conversations
 from gptworks.data.conversations.reading import origins as origins_of
 from gptworks.data.jobs import Job
 from gptworks.data.shards import Split
@@ -57,6 +57,11 @@ def iter_records(data: DataConfig) -> Iterator[Conversation | Pair]:
     return chain(iter_conversations(data.conversations), iter_pairs(data.preferences))
 
 
+def held_out_of(data: DataConfig, validation: ValidationSplit) -> float:
+    """Return the fraction of the data's prompts to hold out, at least one of them; see `fraction_held_out`."""
+    return fraction_held_out((record.prompt for record in iter_records(data)), validation.fraction)
+
+
 @dataclass(frozen=True)
 class _Text:
     """The text of a dataset, and its weight in a tokenizer's training text."""
@@ -68,8 +73,9 @@ class _Text:
 
     def training(self) -> Iterator[str]:
         """Yield the training text, from which a tokenizer may learn."""
+        held_out = held_out_of(self.data, self.validation)
         for record in iter_records(self.data):
-            if not is_held_out(record.prompt, self.validation.fraction):
+            if not is_held_out(record.prompt, held_out):
                 yield from (message["content"] for message in record.messages)
         for split, piece in split_documents(
             chain.from_iterable(job.pieces() for job in self.texts.jobs), self.validation

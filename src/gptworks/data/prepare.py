@@ -26,7 +26,7 @@ from gptworks.data.cleaning.duplicates import Duplicates
 from gptworks.data.conversations.examples import write_examples
 from gptworks.data.identity import folder_for, folder_of_settings, made_from
 from gptworks.data.jobs import JobSettings, finished, join_jobs, plan_jobs, run_jobs
-from gptworks.data.learn import empty, iter_records, keep_tokenizer, split_by
+from gptworks.data.learn import empty, held_out_of, iter_records, keep_tokenizer, split_by
 from gptworks.data.mixture import find_mixed, members_of, mixed
 from gptworks.data.opened import Prepared, open_prepared
 from gptworks.data.shard_writer import split_writers, write_manifest
@@ -239,7 +239,8 @@ def _write_records(
 ) -> dict[str, Any]:
     """Encode and write the shards of conversations or preference pairs. Return the manifest fields about them."""
     with split_writers(whole, dtype, data.shard_tokens) as writers:
-        origins = write_examples(writers, template, iter_records(data), validation.fraction, data.processes, report)
+        held_out = held_out_of(data, validation)
+        origins = write_examples(writers, template, iter_records(data), held_out, data.processes, report)
         splits = {split: writer.finish() for split, writer in writers.items()}
     return {"splits": splits, "origins": origins, "round_trips": False}
 

@@ -52,7 +52,20 @@ REFUSED = {
     "safety_identifier": "the server keeps no list of users",
     "prompt_cache_key": "prompts with the same beginning share its computation automatically",
 }
-"""Fields of OpenAI's API that are not supported, and why. They may be null."""
+"""Fields of OpenAI's API that are not supported, and why. They may be null, or have a value that requests nothing."""
+
+_REQUESTS_NOTHING: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True),
+    "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "use_beam_search": (False,),
+    "store": (False,), "metadata": ({},), "reasoning_effort": ("none",), "service_tier": ("auto", "default"),
+}  # fmt: skip
+"""Values of these fields that request what the server does anyway; some clients always send them."""
+
+
+def _requests_nothing(name: str, value: Any) -> bool:
+    if name not in REFUSED:
+        return False
+    return value is None or any(type(value) is type(one) and value == one for one in _REQUESTS_NOTHING.get(name, ()))
 
 
 class Wire(Bounded):
@@ -68,9 +81,7 @@ class Wire(Bounded):
     def _refuse_unknown(cls, tree: Any) -> Any:
         if isinstance(tree, dict):
             known = [field.alias or name for name, field in cls.model_fields.items()]
-            empty = {"store"} if tree.get("store") is False else set()
-            empty |= {name for name in REFUSED if tree.get(name) is None}
-            tree = {name: value for name, value in tree.items() if name not in empty}
+            tree = {name: value for name, value in tree.items() if not _requests_nothing(name, value)}
             for name in tree:
                 if name not in known:
                     short = name[:64]
@@ -251,11 +262,13 @@ Nothing = Annotated[Any, AfterValidator(_nothing), WithJsonSchema({"type": "null
 
 
 class ChatMessage(Wire):
-    """A turn of a conversation. Fields after `name` must be empty: clients that send an answer back include them."""
+    """A turn of a conversation. Clients that send an answer back include the fields after `name`: `id` is not read, and
+    the others must be empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     name: Annotated[str, Field(max_length=256)] | None = None
+    id: Annotated[str, Field(max_length=256)] | None = None
     refusal: Nothing = None
     annotations: Nothing = None
     audio: Nothing = None
@@ -304,7 +317,7 @@ class ChatRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _belong_together(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs: true")
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise ValueError("max_tokens: it is the old name of max_completion_tokens; give only one")

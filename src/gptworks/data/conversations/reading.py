@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -66,8 +67,25 @@ class Conversation(Record):
 def is_held_out(prompt: list[Message], fraction: float) -> bool:
     """Return whether examples of this prompt are for validation. Only the prompt decides, so a prompt is in the same
     split for instruction tuning as for preference tuning."""
+    return _place(prompt) < fraction
+
+
+def fraction_held_out(prompts: Iterable[list[Message]], fraction: float) -> float:
+    """Return the fraction with which `is_held_out` holds out at least one of these prompts: `fraction`, or for few
+    prompts perhaps more; `fraction` too if all prompts are equal. Reads prompts up to the first that is held out."""
+    nearest, farthest = 1.0, 0.0
+    for prompt in prompts:
+        place = _place(prompt)
+        if place < fraction:
+            return fraction
+        nearest, farthest = min(nearest, place), max(farthest, place)
+    return math.nextafter(nearest, 1.0) if nearest < farthest else fraction
+
+
+def _place(prompt: list[Message]) -> float:
+    """Return a number from 0 to 1 that depends only on the prompt."""
     digest = hashlib.blake2b(json.dumps(prompt).encode("utf-8"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
+    return int.from_bytes(digest, "big") / 2**64
 
 
 def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conversation]:
