@@ -102,6 +102,7 @@ JSON_COMMANDS: dict[str, list[str]] = {
     "data build": ["data", "build", "FOLDER/tiny.yaml", "data.cache_dir=NEW/data"],
     "data info": ["data", "info", "FOLDER/run"],
     "data show": ["data", "show", "FOLDER/run", "--step", "2"],
+    "data cache": ["data", "cache"],
     "data search": ["data", "search", "FOLDER/run", "line 1"],
     "evaluate": ["evaluate", "FOLDER/run", "--by-position", "--compressors"],
     "evaluate, text and tasks": ["evaluate", "FOLDER/run", "--text", "FOLDER/text.txt", "--task", "NEW/task.yaml",

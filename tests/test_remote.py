@@ -12,15 +12,17 @@ from typing import Any
 
 import fsspec
 import pytest
+from typer.testing import CliRunner
 
 import gptworks
 import tiny
 from gptworks.checkpoint import checkpoints, choose_checkpoint, load_run
+from gptworks.cli import app
 from gptworks.config.sources import TextSource
 from gptworks.data.prepare import prepare
 from gptworks.data.sources.files import local_files
 from gptworks.errors import RunError, UserError
-from gptworks.files import fetched_path, local_path, mirror_of, shown, url_of
+from gptworks.files import fetched_path, file_lock, local_path, mirror_of, shown, url_of
 from gptworks.files import mirror as mirrors
 from gptworks.files.remote import Remote
 from gptworks.recipe import load_recipe, parse_recipe, save_recipe
@@ -396,6 +398,45 @@ def test_the_store_never_has_half_a_checkpoint(
 def test_a_local_run_needs_no_store() -> None:
     with remote_run.remote_run(Path("runs/demo"), ALONE, lambda _: None):
         pass
+
+
+# ------------------------------------------------------------------------------------------------------ the cache
+
+
+def test_copies_are_listed_and_removed_unless_the_store_lacks_files_of_them(
+    store: Any, whole: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    def cache(*arguments: str) -> set[tuple[str, str]]:
+        """Return each copy's URL, and why it is kept."""
+        result = CliRunner().invoke(app, ["data", "cache", "--json", *arguments], catch_exceptions=False)
+        tree = json.loads(result.stdout)
+        assert tree["bytes"] == sum(each["n_bytes"] for each in tree["copies"])
+        return {(each["url"], each["kept_because"]) for each in tree["copies"]}
+
+    text, other = "memory://bucket/texts/a.txt", "memory://bucket/team/other"
+    uploaded(*whole)
+    store.pipe_file(text, b"one")
+    local_files(TextSource(type="text", path=text), (".txt",))
+    fetched_path(URL)
+    gptworks.train(whole[0] | {"run_dir": other})
+    own = mirror_of(other) / mirrors.OWN_SESSION
+    ended = own.read_text()
+    own.write_text(json.dumps(json.loads(ended) | {"uploaded": False}))
+    (mirror_of(URL).with_name(".exp.0123") / "checkpoints").mkdir(parents=True)
+    kept = {(URL, "kept aside, not in the store"), (other, "not all in the store")}
+    assert cache() == {(URL, ""), (text, ""), *kept}
+    with pytest.raises(UserError, match=r"not all in the store.*--resume uploads"):
+        mirrors.remove_copy(other)
+    assert cache("--remove", URL, "--remove", text) == kept
+    with pytest.raises(UserError, match="no copy of it"):
+        mirrors.remove_copy(text)
+    assert not mirror_of(URL).exists() and not mirror_of(text).exists() and mirror_of(other).exists()
+    own.write_text(ended)
+    with file_lock(mirror_of(other) / ".lock"), pytest.raises(UserError, match="in use"):
+        mirrors.remove_copy(other)
+    mirrors.remove_copy(other)
+    assert fetched_path(URL).exists()
+    assert local_files(TextSource(type="text", path=text), (".txt",))[0].read_text() == "one"
 
 
 # ------------------------------------------------------------------------------------------------------ data

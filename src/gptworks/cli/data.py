@@ -1,4 +1,4 @@
-"""Commands about datasets: data build, mix, info, search, show."""
+"""Commands about datasets: data build, mix, info, search, show, cache."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from typer import Argument, Option
 
 from gptworks.cli import options
 from gptworks.cli.help import Command, Group
-from gptworks.cli.printing import console_of, notice, print_json, working
+from gptworks.cli.printing import console_of, notice, print_json, show_lines, working
 from gptworks.errors import UserError, refuse_unused
 
 if TYPE_CHECKING:
@@ -228,3 +228,24 @@ def _title(tree: dict[str, Any], row: dict[str, Any]) -> str:
         f"{row['padding']:,} of padding" if row["padding"] else "",
     )  # fmt: skip
     return ", ".join(filter(None, parts))
+
+
+@app.command(cls=Command)
+def cache(
+    remove: Annotated[list[str] | None, Option(metavar="URL", help="Delete the copy of this URL; repeatable.")] = None,
+    as_json: options.AsJSON = False,
+) -> None:
+    """List this machine's copies of runs and data in object stores, or remove some.
+
+    A copy with files that the store lacks, or in which a run trains, is not removed.
+    """
+    from gptworks.files.mirror import local_copies, remove_copy
+    from gptworks.units import readable
+
+    removed = [remove_copy(url) for url in remove or []]
+    for copy in removed:
+        notice(f"removed the copy of {copy.url}: {readable(copy.n_bytes, 'B')}")
+    copies = local_copies()
+    total = sum(copy.n_bytes for copy in copies)
+    lines = [f"{readable(copy.n_bytes, 'B'):>10}  {copy.url}  {copy.kept_because}".rstrip() for copy in copies]
+    show_lines({"copies": copies, "bytes": total}, as_json, *lines, f"{readable(total, 'B'):>10}  in all")

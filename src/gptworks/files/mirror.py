@@ -13,6 +13,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from gptworks.errors import RunError, UserError
 from gptworks.files.lock import file_lock, is_locked
 from gptworks.files.read import check_links, read_regular
-from gptworks.files.remote import Entry, Remote, mirror_around, mirror_of, url_of
+from gptworks.files.remote import Entry, Remote, cache_root, mirror_around, mirror_of, url_of
 from gptworks.files.schemes import is_url
 from gptworks.files.sums import sha256_file
 from gptworks.files.write import make_folder, remove_tree, replacing, write_whole
@@ -251,6 +252,59 @@ def send(paths: Iterable[Path]) -> None:
         mirror = mirror_around(path)
         if mirror is not None and not is_locked(mirror / ".lock"):
             Remote(url_of(mirror) or "").put(path.relative_to(mirror).as_posix(), path.read_bytes())
+
+
+@dataclass(frozen=True)
+class LocalCopy:
+    """What this machine has of a folder or file in a store."""
+
+    url: str
+    path: Path
+    n_bytes: int
+    kept_because: str
+    """Why it must not be removed; empty: the store has everything."""
+
+
+def local_copies() -> list[LocalCopy]:
+    """Return the local copies of folders and files in stores, also those of other sessions that were kept aside."""
+    found = []
+    for path in sorted(cache_root().glob("*/*")):
+        url, why = url_of(path), ""
+        if path.name.startswith("."):
+            if not path.is_dir():  # a lock
+                continue
+            url, why = url_of(path.with_name(path.name[1:].rpartition(".")[0])), "kept aside, not in the store"
+        elif is_locked(path / ".lock"):
+            why = "in use"
+        elif (own := _json(path / OWN_SESSION)) is not None and own.get("uploaded") is not True:
+            why = "not all in the store"
+        files = [path] if path.is_file() else path.rglob("*")
+        n_bytes = sum(each.lstat().st_size for each in files if not each.is_dir())
+        if url is not None:
+            found.append(LocalCopy(url, path, n_bytes, why))
+    return found
+
+
+def remove_copy(url: str) -> LocalCopy:
+    """Delete the local copy of a folder or file in a store, and return what it was.
+
+    Raises:
+        UserError: there is none, a process trains there, or the store may lack files of it.
+    """
+    path = mirror_of(url)
+    with file_lock(path.with_name(f".{path.name}.lock"), mode=0o600):
+        copy = next((each for each in local_copies() if each.path == path), None)
+        if copy is None:
+            raise UserError(f"{url}: this machine has no copy of it.")
+        if copy.kept_because:
+            raise UserError(
+                f"{url}: its copy is {copy.kept_because}. --resume uploads what the store lacks; if it is not needed, "
+                f"delete {path}."
+            )
+        remove_tree(path)
+        path.with_name(f".{path.name}.json").unlink(missing_ok=True)
+        _fetched_at.pop(path, None)
+    return copy
 
 
 def _json(path: Path) -> dict[str, Any] | None:

@@ -50,7 +50,8 @@ class Entry:
     """Changes when the object is replaced: its ETag, generation or time."""
 
 
-def _root() -> Path:
+def cache_root() -> Path:
+    """Return the folder of all mirrors."""
     return cache_folder().absolute() / "remote"
 
 
@@ -71,13 +72,13 @@ def mirror_of(url: str | os.PathLike[str]) -> Path:
     folder = quote(f"{found[1]}://{'/'.join(above)}", safe="")
     if len(folder) > _MOST_FOLDER_BYTES:
         raise UserError(f"{url} is too long: its names, up to the last slash, may have about 240 characters.")
-    return _root() / folder / name
+    return cache_root() / folder / name
 
 
 def url_of(path: Path) -> str | None:
     """Return the URL of a mirror, or of a path inside one; None for other paths."""
     try:
-        parts = path.relative_to(_root()).parts
+        parts = path.relative_to(cache_root()).parts
     except (ValueError, RuntimeError):  # outside, or this user has no home folder
         return None
     url = "/".join([unquote(parts[0]), *parts[1:]]) if len(parts) > 1 else ""
@@ -86,7 +87,7 @@ def url_of(path: Path) -> str | None:
 
 def mirror_around(path: Path) -> Path | None:
     """Return the mirror that contains a path; None if there is none."""
-    return None if url_of(path) is None else _root().joinpath(*path.relative_to(_root()).parts[:2])
+    return None if url_of(path) is None else cache_root().joinpath(*path.relative_to(cache_root()).parts[:2])
 
 
 def shown(path: Path) -> str:
