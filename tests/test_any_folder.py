@@ -23,6 +23,7 @@ from gptworks.data.sources.anything import Files
 from gptworks.data.sources.choose import check_sources, source_signature
 from gptworks.data.sources.encodings import find_encoding
 from gptworks.data.sources.records import text_field
+from gptworks.data.sources.report import Kind
 from gptworks.draft import pretraining
 from gptworks.draft.texts import look_at
 from gptworks.errors import UserError
@@ -106,6 +107,8 @@ def test_a_dataset_is_built_from_the_folder_and_the_recipe_lists_what_is_skipped
     assert recipe.name == "mine"
     assert recipe.data.sources == (FilesSource(type="files", path="my texts"),)
     comments = [line for line in Path("mine.yaml").read_text().splitlines() if line.startswith("#")]
+    n_bytes = len((folder / "a.txt").read_bytes()) + len(kinds.plain(kinds.PARAGRAPHS * 40))
+    assert look_at(folder).table()[0] == Kind(".txt", 2, 0, n_bytes, ["1 read as cp1252 (guessed)"], [])
     for line in (r"\.docx +1 +1 ", r"\.txt +2 +0 ", "1 read as cp1252", "c\ufffdname: evil\ufffd#.docx: a broken DOCX"):
         assert any(re.search(line, comment) for comment in comments), (line, comments)
         assert re.search(line, result.stdout)
@@ -249,12 +252,13 @@ def test_hidden_linked_unknown_and_excluded_files_are_named(tmp_path: Path, monk
     assert why.pop("a.txt") == ""
     for name, pattern in {
         "drafts/b.txt": "exclude", "locked.txt": "Permission denied", ".hidden": "hidden", ".d.txt": "hidden",
-        "e.xyz": "not a kind", "~$f.docx": "lock file", "run": "made by gptworks", "g.txt": "leads out of",
+        "e.xyz": "not a kind", "~$f.docx": "lock file", "run": "made by gptworks", "g.txt": "a link out of the folder",
         "h": "a link to a folder elsewhere", "i.bin.txt": "git lfs pull",
     }.items():  # fmt: skip
         assert re.search(pattern, why.pop(name)), name
     assert not why
     assert whole(folder / "e.xyz") == ["e.xyz"], "a file that is named is read as text"
+    assert whole(folder, exclude=("drafts/*",), extensions=(".xyz",)) == ["a.txt", "e.xyz"]
 
 
 def test_errors_of_libraries_and_of_one_named_file_are_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,6 +347,22 @@ def test_the_field_of_records_that_is_the_text(rows: list[dict[str, Any]], taken
     (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]))
     every = "\n".join(f"{name}: {value}" for name, value in rows[0].items())
     assert whole(tmp_path / "a.jsonl") == [rows[0][taken] if taken else every]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("id;text\n1;hello, you\n2;and, me\n", "hello, you"),
+        ("sep=;\r\nid;text\r\n1;hello, you\r\n", "hello, you"),
+        ('id,text\n1,"a; b; c"\n2,"d; e; f"\n', "a; b; c"),
+        ("id|text\n1|a, b\nbroken\n2|c, d\n", "a, b"),
+        ("text\nonly, one, column\n", None),
+        ("id\ttext\n1\ta, b\n", "a, b"),
+    ],
+)
+def test_the_delimiter_of_a_table_is_found(content: str, text: str | None, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(content, encoding="utf-8-sig", newline="")
+    assert whole(tmp_path / "a.csv")[:1] == ([text] if text else [])
 
 
 @pytest.mark.parametrize("rows", [[], [{"day": "2026-01-02", "price": "17.5"}], [{"messages": []}]])

@@ -192,7 +192,7 @@ def parquet_file(path: Path, values: pa.Array) -> ParquetSource:
 
 def test_a_lying_parquet_schema_is_named_with_the_rows(tmp_path: Path) -> None:
     good = [f"row {i}" for i in range(100)]
-    with pytest.raises(UserError, match=r"a\.parquet, row 100: field `text` holds NoneType, not text"):
+    with pytest.raises(UserError, match=r"a\.parquet, row 100: field `text` is null"):
         documents(parquet_file(tmp_path / "a.parquet", pa.array([*good, None])))
     with pytest.raises(UserError, match=r"b\.parquet, row 0: field `text` holds bytes, not text"):
         documents(parquet_file(tmp_path / "b.parquet", pa.array([one.encode() for one in good])))

@@ -86,6 +86,7 @@ class FilesSource(FileSource):
     """
 
     type: Measured[Literal["files"]]
+    extensions: Measured[tuple[str, ...]] = Field((), description="More file extensions to read as text, such as .xml.")
     exclude: Measured[tuple[str, ...]] = Field(
         (), description="Patterns of files to leave out, such as *.log or drafts/*; * also matches slashes."
     )

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.config import FilesSource
-from gptworks.data.sources.anything import KINDS, Files, Item, reasons
+from gptworks.data.sources.anything import KINDS, Files
 from gptworks.data.sources.opening import COMPRESSIONS
-from gptworks.errors import UserError, shortened
+from gptworks.data.sources.report import Item, Kind, lines, reasons, table
+from gptworks.errors import UserError
 from gptworks.terminal import one_line
 from gptworks.units import readable
 
@@ -25,23 +26,7 @@ MOST_BYTES = 1 << 26
 """Bytes of text to read of a file of records or an archive; the rest is estimated."""
 
 PASSAGE_BYTES = 600
-_LISTED, _REASONS = 5, 8
-
-
-@dataclass(frozen=True)
-class Kind:
-    """The files of a folder whose names have the same ending."""
-
-    kind: str
-    """The ending, such as `.docx`; empty for files without one."""
-    n_read: int
-    n_skipped: int
-    n_bytes: int
-    """Bytes of text in UTF-8."""
-    notes: list[str]
-    """How files are read, such as `2 read as cp1252 (guessed)`."""
-    reasons: list[str]
-    """Why files are skipped: a line for each reason, with a file, such as `b.docx: a broken DOCX file …`."""
+_LISTED = 5
 
 
 @dataclass(frozen=True)
@@ -118,41 +103,14 @@ class Texts:
         return [passage for passage in found if passage.text]
 
     def table(self) -> list[Kind]:
-        """Return the files by kind: the kind with the most text first, then kinds of which nothing is read."""
-        kinds = []
-        for name in {item.kind: None for item in self.items}:
-            items = [item for item in self.items if item.kind == name]
-            notes = Counter(note for item in items for note in item.notes)
-            why = Counter(item.why or item.lacks for item in items if item.why or item.lacks)
-            first = {item.why or item.lacks: item.file for item in reversed(items)}
-            kinds.append(
-                Kind(
-                    one_line(name),
-                    sum(not item.why for item in items),
-                    sum(bool(item.why) for item in items),
-                    sum(item.n_bytes for item in items),
-                    [one_line(f"{count:,} {note}") for note, count in notes.most_common()],
-                    [
-                        one_line(f"{first[one]}{f' and {count - 1:,} more' * (count > 1)}: {shortened(one, 160)}")
-                        for one, count in why.most_common()
-                    ],
-                )
-            )
-        return sorted(kinds, key=lambda kind: (-kind.n_bytes, -kind.n_skipped, kind.kind))
+        """Return the files by kind; see `gptworks.data.sources.report.table`."""
+        return table(self.items)
 
     def lines(self) -> list[str]:
         """Return the table as lines of text, below a line that sums it up."""
         n_read, n_skipped = self.read.total(), self.skipped.total()
-        lines = [f"reads       {n_read:,} of {n_read + n_skipped:,} files: {readable(self.n_bytes, 'B')} of text", ""]
-        lines.append(f"{'kind':<12}{'read':>8}{'skipped':>9}  {'text':>10}")
-        for kind in self.table():
-            text = readable(kind.n_bytes, "B") if kind.n_bytes else ""
-            lines.append(f"{kind.kind or '(no ending)':<12}{kind.n_read:>8,}{kind.n_skipped:>9,}  {text:>10}".rstrip())
-            why = [*kind.notes, *kind.reasons]
-            lines += [f"    {line}" for line in why[:_REASONS]]
-            if len(why) > _REASONS:
-                lines.append(f"    and {len(why) - _REASONS:,} more; --json lists all")
-        return lines
+        size = readable(self.n_bytes, "B")
+        return [f"reads       {n_read:,} of {n_read + n_skipped:,} files: {size} of text", "", *lines(self.table())]
 
     @property
     def _source(self) -> Files:

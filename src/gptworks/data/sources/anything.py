@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import islice
 from math import inf
@@ -35,13 +35,13 @@ from gptworks.data.sources.records import (
     record_document,
     text_field,
 )
+from gptworks.data.sources.report import HIDDEN, Item, lines, reasons, table
 from gptworks.data.sources.subtitles import spoken_text
 from gptworks.data.sources.sums import contents
 from gptworks.errors import RunError, UserError
 from gptworks.files import is_url, open_regular, stamp
 from gptworks.files.mirror import fetched_data
 from gptworks.machine import usable_cpus
-from gptworks.terminal import one_line
 
 PROSE = (".txt", ".md", ".text", ".rst", ".tex", ".org", ".adoc", ".markdown", ".log", "")
 CODE = tuple({ending.lower(): None for endings in LANGUAGES.values() for ending in endings})
@@ -55,28 +55,7 @@ KINDS = {ending: kind for kind, endings in _ENDINGS.items() for ending in ending
 
 _READING_VERSION = 1
 """Raise this number when the same files give another text."""
-_LOOKED_AT_RECORDS, _LISTED = 20, 20
-HIDDEN = "hidden"
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A file of a folder: what it gives, or why it gives nothing."""
-
-    file: str
-    """Its path, relative to the folder."""
-    kind: str
-    """The ending of its name, such as `.docx` or `.jsonl.gz`."""
-    n_bytes: int = 0
-    """Bytes of its text in UTF-8; an estimate if only its beginning was looked at."""
-    n_documents: int | None = 0
-    """Number of its documents; None if only its beginning was looked at."""
-    why: str = ""
-    """The reason why it is skipped; empty if it is read."""
-    notes: tuple[str, ...] = ()
-    """How it is read: its encoding, or the field that is its text."""
-    lacks: str = ""
-    """The parts of it that are left out, such as broken records, with the first reason; empty if there are none."""
+_LOOKED_AT_RECORDS = 20
 
 
 class Files(Source):
@@ -133,7 +112,9 @@ class Files(Source):
                 f"source {self.settings.path}: no file can be read. {'; '.join(reasons(items)) or 'There is none.'}"
             )
         if left_out := reasons(items):
-            warnings.warn(_summary(left_out, len(items)), stacklevel=2)
+            what = f"{len(left_out):,} of {len(items):,} files are left out, wholly or in part:"
+            kinds = [kind for kind in table(items) if kind.reasons and kind.kind != HIDDEN]
+            warnings.warn("\n".join([what, *lines(kinds)]), stacklevel=2)
 
     def signature(self) -> list[list[Any]]:
         sums = [["sha256", one] for one in self.settings.sums]
@@ -143,8 +124,10 @@ class Files(Source):
 
     def kind(self, file: Path) -> str | None:
         """Return the kind of a file; None if its ending is unknown. A file that the settings name may have any."""
-        found = KINDS.get(Path(plain_name(file.name)).suffix.lower())
-        return found or ("text" if self.folder is None else None)
+        name = plain_name(file.name)
+        if name.endswith(self.settings.extensions):
+            return "text"
+        return KINDS.get(Path(name).suffix.lower()) or ("text" if self.folder is None else None)
 
     def look(
         self, most_bytes: int | None = None, progress: Callable[[int, int], None] = lambda done, total: None
@@ -180,7 +163,7 @@ class Files(Source):
             if path.is_symlink():
                 return "a link to a folder elsewhere: give that folder as a source of its own"
             return "made by gptworks" if is_made_here(path) else "a folder that cannot be opened"
-        return "" if self.kind(path) else "not a kind that is read; if it is text, rename it to .txt"
+        return "" if self.kind(path) else "not a kind that is read; if it is text, list it in the source's `extensions`"
 
     def _units_or_none(self, file: Path) -> Iterable[Unit]:
         try:
@@ -342,20 +325,11 @@ def _unreadable(path: Path, folder: Path | None) -> str:
 
 def _reason(error: Exception, file: Path) -> str:
     """Return an error's message without the file's name, which a table states already."""
+    if file.is_symlink() and "leads out of" in str(error):
+        return "a link out of the folder: give the file that it leads to as a source of its own"
     if isinstance(error, OSError):
         return "a link that leads nowhere" if file.is_symlink() and not file.exists() else error.strerror or str(error)
     return re.sub(r"^:(\d+)", r"line \1", str(error).removeprefix(str(file))).lstrip(": ,")
-
-
-def reasons(items: Iterable[Item]) -> list[str]:
-    """Return each file that is skipped, or of which parts are left out, with the reason; hidden files are not named."""
-    named = (item for item in items if (item.why or item.lacks) and item.why != HIDDEN)
-    return [one_line(f"{item.file}: {item.why or item.lacks}") for item in named]
-
-
-def _summary(left_out: list[str], n_files: int) -> str:
-    listed = "; ".join(left_out[:_LISTED]) + ("; …" if len(left_out) > _LISTED else "")
-    return f"{len(left_out):,} of {n_files:,} files are left out, wholly or in part: {listed}"
 
 
 def _ending(file: Path) -> str:

@@ -1,6 +1,7 @@
 """Sources of delimited text (CSV, TSV); one column of each table is the text."""
 
 import csv
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,6 +13,7 @@ from gptworks.data.sources.records import Fields, Skip, listed_names, read_lines
 from gptworks.errors import UserError
 
 MOST_ROW_BYTES = 1 << 24
+_STATED = re.compile(rb"(?:\xef\xbb\xbf)?sep=([,;|\t])\r?\n", re.IGNORECASE)
 _DELIMITERS, _SNIFFED_BYTES = ",;\t|", 1 << 12
 """Delimiters that are recognized, and the number of bytes of a table's beginning in which they are."""
 _QUOTED = (
@@ -44,7 +46,12 @@ def read_table(
     stream: Any = opened or open_file(file)
     if delimiter is None:
         is_tsv = plain_name(file.name).lower().endswith(".tsv")
-        delimiter = "\t" if is_tsv else sniffed(stream.peek(_SNIFFED_BYTES)[:_SNIFFED_BYTES])
+        head = stream.peek(_SNIFFED_BYTES)[:_SNIFFED_BYTES]
+        if stated := _STATED.match(head):  # a line that Excel writes
+            stream.readline()
+            delimiter = stated[1].decode("ascii")
+        else:
+            delimiter = "\t" if is_tsv else sniffed(head)
     columns: list[str] = []
     for where, row in _rows(file, delimiter, quotes, stream, skip):
         if not columns:

@@ -142,6 +142,10 @@ def record_document(where: object, record: Mapping[str, Any], field: str) -> Ite
     if field not in record:
         raise UserError(f"{where}: no field `{field}`; its fields are {', '.join(record)}. Set the source's `field`.")
     text = record[field]
+    if text is None:
+        raise UserError(
+            f"{where}: field `{field}` is null. Remove the record, or use a source of type files, which leaves it out."
+        )
     if not isinstance(text, str):
         raise UserError(f"{where}: field `{field}` holds {type(text).__name__}, not text. Set the source's `field`.")
     yield from text_document(whole_text(text))

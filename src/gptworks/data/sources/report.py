@@ -1,0 +1,97 @@
+"""What the files of a folder give, by file and by kind, and why files are skipped."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gptworks.errors import shortened
+from gptworks.terminal import one_line
+from gptworks.units import readable
+
+HIDDEN = "hidden"
+"""The reason why a hidden file is skipped, which is also its kind."""
+_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A file of a folder: what it gives, or why it gives nothing."""
+
+    file: str
+    """Its path, relative to the folder."""
+    kind: str
+    """The ending of its name, such as `.docx` or `.jsonl.gz`."""
+    n_bytes: int = 0
+    """Bytes of its text in UTF-8; an estimate if only its beginning was looked at."""
+    n_documents: int | None = 0
+    """Number of its documents; None if only its beginning was looked at."""
+    why: str = ""
+    """The reason why it is skipped; empty if it is read."""
+    notes: tuple[str, ...] = ()
+    """How it is read: its encoding, or the field that is its text."""
+    lacks: str = ""
+    """The parts of it that are left out, such as broken records, with the first reason; empty if there are none."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The files of a folder whose names have the same ending. All texts are printable, each on one line."""
+
+    kind: str
+    """The ending, such as `.docx`; empty for files without one."""
+    n_read: int
+    n_skipped: int
+    n_bytes: int
+    """Bytes of text in UTF-8."""
+    notes: list[str]
+    """How files are read, such as `2 read as cp1252 (guessed)`."""
+    reasons: list[str]
+    """Why files or parts of them are skipped: each reason with a file, such as `b.docx and 2 more: broken …`."""
+
+
+def reasons(items: Iterable[Item]) -> list[str]:
+    """Return each file that is skipped, or of which parts are left out, with the reason; hidden files are not named."""
+    named = (item for item in items if (item.why or item.lacks) and item.why != HIDDEN)
+    return [one_line(f"{item.file}: {item.why or item.lacks}") for item in named]
+
+
+def table(items: Iterable[Item]) -> list[Kind]:
+    """Return the files by kind: the kind with the most text first, then kinds of which nothing is read."""
+    by_kind: dict[str, list[Item]] = {}
+    for item in items:
+        by_kind.setdefault(item.kind, []).append(item)
+    kinds = [_kind(name, those) for name, those in by_kind.items()]
+    return sorted(kinds, key=lambda kind: (-kind.n_bytes, -kind.n_skipped, kind.kind))
+
+
+def _kind(name: str, items: list[Item]) -> Kind:
+    notes = Counter(note for item in items for note in item.notes)
+    files: dict[str, list[str]] = {}
+    for item in items:
+        if why := item.why or item.lacks:
+            files.setdefault(why, []).append(item.file)
+    named = [
+        f"{those[0]}{f' and {len(those) - 1:,} more' * (len(those) > 1)}: {shortened(why, 160)}"
+        for why, those in sorted(files.items(), key=lambda one: -len(one[1]))
+    ]
+    return Kind(
+        kind=one_line(name),
+        n_read=sum(not item.why for item in items),
+        n_skipped=sum(bool(item.why) for item in items),
+        n_bytes=sum(item.n_bytes for item in items),
+        notes=[one_line(f"{count:,} {note}") for note, count in notes.most_common()],
+        reasons=[*map(one_line, named)],
+    )
+
+
+def lines(kinds: Iterable[Kind]) -> list[str]:
+    """Return the table as lines of text."""
+    found = [f"{'kind':<12}{'read':>8}{'skipped':>9}  {'text':>10}"]
+    for kind in kinds:
+        text = readable(kind.n_bytes, "B") if kind.n_bytes else ""
+        found.append(f"{kind.kind or '(no ending)':<12}{kind.n_read:>8,}{kind.n_skipped:>9,}  {text:>10}".rstrip())
+        why = [*kind.notes, *kind.reasons]
+        found += [f"    {line}" for line in why[:_LISTED]]
+        if len(why) > _LISTED:
+            found.append(f"    and {len(why) - _LISTED:,} more; `gptworks init FOLDER --look --json` lists all")
+    return found
