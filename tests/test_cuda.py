@@ -205,7 +205,7 @@ def test_graphs_decode_as_single_kernels_do(kind: str, monkeypatch: pytest.Monke
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
         for one in (backend, other):
             one.compute(skipped, True)
-    assert len(backend._graphs._graphs) >= 2
+    assert {*backend._graphs._graphs} <= {1, 2, 4}
 
 
 @pytest.mark.parametrize("packed", ["bf16", "int8", "int4"])

@@ -1,9 +1,9 @@
 """Kernel dispatch: TABLE lists each operation's kernels, and one function per operation calls the first usable one.
 
 The C++ is used if it is built (`gptworks.kernels.library`) and supports the tensors' dtype and layout; `cpu` has
-faster torch code for training on a CPU; Triton computes the loss on an NVIDIA GPU; torch's own functions compute the
-rest. Most kernels are for training: they
-compute an operation in one pass over memory, and its gradient in another. Plans read the table too (`planned`).
+faster torch code for training on a CPU; Triton computes the loss and decoding's attention on an NVIDIA GPU; torch's own
+functions compute the rest. Most kernels are for training: they compute an operation in one pass over memory, and its
+gradient in another. Plans read the table too (`planned`).
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from gptworks.kernels import cpu, gemm, passes
 from gptworks.kernels.library import trains_in_cpp
@@ -204,6 +205,17 @@ def _fused_loss_taken(logits: Tensor) -> bool:
     return has_flash(logits.device) and _fused_loss().takes(logits)  # Triton supports the same GPUs as flash attention
 
 
+def _attend_cached(*operands: Any) -> Tensor:
+    from gptworks.kernels import triton_decoding
+
+    out: Tensor = triton_decoding.attend(*operands)
+    return out
+
+
+def _takes_cached(q: Tensor) -> bool:
+    return not isinstance(q, FakeTensor) and has_flash(q.device) and _fused_loss().works()
+
+
 def _cpp(
     compute: Callable[..., Tensor],
     takes: Callable[..., bool],
@@ -242,6 +254,10 @@ TABLE: dict[str, tuple[Kernel, ...]] = {
             takes=_fused_loss_taken,
         ),
         Kernel(TORCH, _by_caller),  # computed in `gptworks.model.loss`
+    ),
+    "cached_attention": (
+        Kernel(TRITON, _attend_cached, "cuda", (torch.float32, torch.bfloat16, torch.float16), takes=_takes_cached),
+        Kernel(TORCH, _by_caller),  # computed in `gptworks.model.scores`
     ),
     "attention": (
         _cpp(_attend, lambda q, k, v: _attention().takes(q, k, v)),

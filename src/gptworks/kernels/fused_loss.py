@@ -41,11 +41,11 @@ def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None = None
 
 def takes(logits: Tensor) -> bool:
     """Whether Triton computes these logits' loss, on a GPU that it supports. Fake tensors are taken without Triton."""
-    return logits.stride(1) == 1 and (isinstance(logits, FakeTensor) or _works())
+    return logits.stride(1) == 1 and (isinstance(logits, FakeTensor) or works())
 
 
 @cache
-def _works() -> bool:
+def works() -> bool:
     """Whether Triton compiles here: it needs a C compiler and Python's headers. If it does not, torch computes the
     loss."""
     if importlib.util.find_spec("triton") is None:

@@ -28,27 +28,23 @@ class SlotRows:
 
     def __init__(
         self,
-        parts: Sequence[tuple[int, int, int]],
+        parts: Sequence[tuple[int, int, int]] | None,
         slots: Tensor,
         positions: Tensor,
         capacity: int,
         layers: Iterable[tuple[Vectors, Vectors]],
         tokens: Tensor | None,
-        n_keys: int | None = None,
     ) -> None:
         """
         Args:
-            parts: (slot, number of cached tokens, number of new tokens) of each text, in the batch's order; unused with
-                `n_keys`.
+            parts: (slot, number of cached tokens, number of new tokens) of each text, in the batch's order; None: the
+                host does not know them, and each text has one new token.
             slots, positions: the slot of each token, and its position in its text, int64 [N], on the cache's device.
             capacity: largest length that a text may reach; rotary scaling by length depends on it.
             layers: each layer's cached keys and values.
             tokens: token ids in the slots, int32 [n_slots, capacity]; None unless the model's `reads_previous_token`.
-            n_keys: if each text has one new token, the number of keys that attention reads of each slot; None: as many
-                as the texts have.
         """
-        self.parts, self.slots, self.positions = parts, slots, positions
-        self.capacity, self.n_keys = capacity, n_keys
+        self.parts, self.slots, self.positions, self.capacity = parts, slots, positions, capacity
         self.layers = [SlotLayer(self, keys, values) for keys, values in layers]
         self._tokens = tokens
 

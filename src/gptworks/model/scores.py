@@ -168,8 +168,8 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, scores: Scor
     q: [1, H, N, D]; k, v: [1, G, N, D], which are first stored in the cache. Returns [1, H, N, D].
     """
     parts, keys, values = cache.rows.parts, cache.keys, cache.values
-    if cache.rows.n_keys is not None or _one_product(q, len(parts)):
-        return _attend_slots_at_once(q, k, v, cache, scores)
+    if parts is None or _one_product(q, len(parts)):
+        return _attend_one_token_each(q, k, v, cache, scores)
     out, first = [], 0
     for slot, start, n_new in parts:
         row, end = slice(first, first + n_new), start + n_new
@@ -184,18 +184,25 @@ def _one_product(q: Tensor, n_texts: int) -> bool:
     return q.device.type != "cpu" and n_texts > 1 and q.size(2) == n_texts
 
 
-def _attend_slots_at_once(q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, scores: Scores) -> Tensor:
+def _attend_one_token_each(q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, scores: Scores) -> Tensor:
     """`attend_slots` for one token per text, in one call: on accelerators, launching many small kernels takes long."""
-    slots, last = cache.rows.slots, cache.rows.positions  # [N] each
+    parts, slots, last = cache.rows.parts, cache.rows.slots, cache.rows.positions  # [N] each
     cache.keys[slots, :, last], cache.values[slots, :, last] = k[0].transpose(0, 1), v[0].transpose(0, 1)
-    longest = cache.rows.n_keys or max(start for _, start, _ in cache.rows.parts) + 1
+    queries = q[0].transpose(0, 1)  # [N, H, D]
+    kernel = dispatch.chosen("cached_attention", queries)
+    if kernel.by == dispatch.TRITON:
+        result: Tensor = kernel.compute(
+            queries, cache.keys, cache.values, slots, last, scores.factor(q), scores.softcap, scores.window
+        )
+        return result.transpose(0, 1).unsqueeze(0)
+    assert parts is not None, "only Triton reads the lengths on the GPU"
+    longest = max(start for _, start, _ in parts) + 1
     key = torch.arange(longest, device=q.device)
     visible = key <= last[:, None]  # [N, S]
     if scores.window is not None:
         visible &= key > last[:, None] - scores.window
     keys, values = cache.keys[slots, :, :longest], cache.values[slots, :, :longest]  # [N, G, S, D]
-    queries, mask = q[0].transpose(0, 1).unsqueeze(2), visible[:, None, None]  # [N, H, 1, D], [N, 1, 1, S]
-    y = fused(queries, keys, values, mask, scores)  # [N, H, 1, D]
+    y = fused(queries.unsqueeze(2), keys, values, visible[:, None, None], scores)  # [N, H, 1, D]
     return y.squeeze(2).transpose(0, 1).unsqueeze(0)
 
 

@@ -171,12 +171,10 @@ class SlotCache:
         layers = zip(self.keys, self.values, strict=True)
         return SlotRows(parts, slots, positions, room or self.capacity, layers, self.tokens)
 
-    def decoding_rows(self, slots: Tensor, positions: Tensor, n_keys: int) -> "SlotRows":
-        """Return the cache positions for one new token of each of N texts, from tensors whose values may change.
+    def decoding_rows(self, slots: Tensor, positions: Tensor) -> SlotRows:
+        """Return the cache positions for one new token of each of N texts, in tensors whose values may change.
 
-        Args:
-            slots, positions: each token's slot, and its position in its text, int64 [N] on the cache's device.
-            n_keys: number of keys that attention reads of each slot, more than every position.
+        slots, positions: each token's slot, and its position in its text, int64 [N] on the cache's device.
         """
         layers = zip(self.keys, self.values, strict=True)
-        return SlotRows((), slots, positions, self.capacity, layers, self.tokens, n_keys)
+        return SlotRows(None, slots, positions, self.capacity, layers, self.tokens)

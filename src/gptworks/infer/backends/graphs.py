@@ -1,7 +1,7 @@
 """CUDA graphs of decoding: all of a step's kernels are launched together, which takes less time than one by one.
 
-A graph computes one token of each of a number of texts with fixed shapes: the number of texts is rounded up (the last
-text is computed several times), and attention reads a rounded-up number of keys, of which later ones are masked.
+A graph computes one token of each of a number of texts, of any lengths. The number is rounded up to a power of two: the
+last text is then computed several times.
 """
 
 from collections.abc import Sequence
@@ -11,21 +11,19 @@ import torch
 from torch import Tensor
 
 from gptworks.infer.backends.cache import SlotCache
+from gptworks.kernels import dispatch
 from gptworks.model.gpt import GPT
 
 if TYPE_CHECKING:
     from gptworks.infer.backends.backend import Chunk
 
-LEAST_KEYS = 256
-"""Least number of keys that a graph's attention reads; larger numbers are powers of two, or the capacity."""
-
 
 class DecodingGraphs:
-    """Computes decoding steps of a model on CUDA by graphs, which are captured at the first step of each shape."""
+    """Computes decoding steps of a model on CUDA by graphs, each captured at the first step of so many texts."""
 
     def __init__(self, model: GPT, cache: SlotCache) -> None:
         self._model, self._cache = model, cache
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: dict[int, _Graph] = {}
         self._weights = _addresses(model)
 
     def compute(self, chunks: Sequence["Chunk"]) -> tuple[Tensor, Tensor]:
@@ -35,28 +33,25 @@ class DecodingGraphs:
         """
         if self._weights != (weights := _addresses(self._model)):
             self._graphs, self._weights = {}, weights
-        longest = max(chunk.start for chunk in chunks) + 1
-        n_texts = _power_of_two(len(chunks))
-        n_keys = min(self._cache.capacity, max(LEAST_KEYS, _power_of_two(longest)))
+        n_texts = 1 << (len(chunks) - 1).bit_length()
         numbers = [(chunk.tokens[0], chunk.slot, chunk.start) for chunk in chunks]
         numbers += numbers[-1:] * (n_texts - len(chunks))  # writes the same keys and values again
         given = torch.tensor(numbers).T.contiguous()
-        graph = self._graphs.get((n_texts, n_keys))
-        if graph is None:
+        if n_texts not in self._graphs:
             shared = next(iter(self._graphs.values()), None)
-            graph = self._graphs[n_texts, n_keys] = _Graph(self._model, self._cache, given, n_keys, shared)
-        features, logits = graph.replay(given)
+            self._graphs[n_texts] = _Graph(self._model, self._cache, given, shared)
+        features, logits = self._graphs[n_texts].replay(given)
         return features[: len(chunks)].clone(), logits[: len(chunks)].clone()  # the next replay overwrites them
 
 
 class _Graph:
-    def __init__(self, model: GPT, cache: SlotCache, given: Tensor, n_keys: int, shared: "_Graph | None") -> None:
+    def __init__(self, model: GPT, cache: SlotCache, given: Tensor, shared: "_Graph | None") -> None:
         """Capture a step. `given`: token, slot and position of each text, int64 [3, N]. `shared`: a graph whose memory
         is used again."""
         self._given = given.to(model.device)
 
         def step() -> tuple[Tensor, Tensor]:
-            rows = cache.decoding_rows(self._given[1], self._given[2], n_keys)
+            rows = cache.decoding_rows(self._given[1], self._given[2])
             features = model.features(self._given[:1], rows)[0]
             return features, model.logits(features).float()
 
@@ -77,11 +72,11 @@ class _Graph:
 
 
 def captures_graphs(model: GPT) -> bool:
-    """Whether graphs can compute a model's decoding. Experts are computed by counts on the host, rotary scaling by
-    length depends on each text's length, FSDP gathers weights, and compiled blocks have their own ways to run."""
+    """Whether graphs can compute a model's decoding: Triton computes attention, and the host need not know the texts'
+    lengths (for rotary scaling by length) or the tokens of each expert, gather weights or compile blocks."""
     config, scaling = model.config, model.config.rope_scaling
     return (
-        model.device.type == "cuda"
+        dispatch.chosen("cached_attention", model.head_weight).by == dispatch.TRITON
         and not config.n_experts
         and not (scaling is not None and scaling.by_length)
         and all(type(parameter.data) is Tensor for parameter in model.parameters())
@@ -93,8 +88,3 @@ def captures_graphs(model: GPT) -> bool:
 def _addresses(model: GPT) -> tuple[int, ...]:
     """Addresses of some of the weights, which differ once a model has been given others."""
     return tuple(x.data_ptr() for x in (model.head_weight, model.token_embedding.weight, *model.norm.parameters()))
-
-
-def _power_of_two(n: int) -> int:
-    """The least power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
