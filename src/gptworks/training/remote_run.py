@@ -134,14 +134,14 @@ class Session:
             now = last_session(remote, remote.entries()) or {}
             if now.get("token") != self._own["token"]:  # otherwise a try that seemed to fail has made it
                 raise UserError(self._in_use(now)) from None
-        with contextlib.suppress(FileExistsError):
-            remote.put(name, text, new=True)
-            self._report(
-                f"{remote.url}: the store overwrites an object where it should refuse to (If-None-Match is ignored). "
-                f"It does not keep apart two runs that start at the same time: start only one."
-            )
         self._beats.start()
         try:
+            with contextlib.suppress(FileExistsError):
+                remote.put(name, text, new=True)
+                self._report(
+                    f"{remote.url}: the store overwrites an object where it should refuse to (If-None-Match is "
+                    f"ignored). It does not keep apart two runs that start at the same time: start only one."
+                )
             for old in entries:
                 if old.startswith(f"{SESSIONS}/") and old != name:
                     remote.remove(old)
