@@ -388,12 +388,18 @@ class MathKernel:
         return kernel(q, k, v, mask, scale=scale, **options)[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("n_kv_heads", [4, 2])
-@pytest.mark.parametrize(("length", "window"), [(256, None), (256, 200), (1024, 128)])
-def test_attention_on_mps_keeps_the_weights_of_all_pairs(
-    length: int, window: int | None, n_kv_heads: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("length", "window", "n_kv_heads", "dtype"),
+    [
+        *((*case, heads, torch.float32) for case in ((256, None), (256, 200), (1024, 128)) for heads in (4, 2)),
+        (256, None, 2, torch.float16),  # a GPU without flash attention
+    ],
+)
+def test_attention_without_a_fused_kernel_keeps_the_weights_of_all_pairs(
+    length: int, window: int | None, n_kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the tensors that autograd saves for attention and the peak of its backward pass, on the meta device."""
+    """On MPS, and for groups in fp16 on old GPUs. Checks the tensors that autograd saves for attention and the peak of
+    its backward pass, on the meta device."""
     monkeypatch.setattr(scores, "F", MathKernel)
     kept: dict[int, int] = {}
 
@@ -401,7 +407,7 @@ def test_attention_on_mps_keeps_the_weights_of_all_pairs(
         kept[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
         return x
 
-    leaves = [torch.empty(2, heads, length, 64, device="meta") for heads in (4, n_kv_heads, n_kv_heads)]
+    leaves = [torch.empty(2, heads, length, 64, device="meta", dtype=dtype) for heads in (4, n_kv_heads, n_kv_heads)]
     with LiveBytes(counts_meta=True) as live:
         q, k, v = (leaf.requires_grad_() * 1 for leaf in leaves)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
@@ -413,7 +419,9 @@ def test_attention_on_mps_keeps_the_weights_of_all_pairs(
         vocab_size=9, context_length=length, n_layers=1, d_model=256, n_heads=4, n_kv_heads=n_kv_heads, window=window,
         window_pattern=("full",) if window is None else ("window",),
     )  # fmt: skip
-    stage = scores.scores_cost(Shapes(model, 2, length, 4, on_cpu=False, has_fused=False), window)
+    on_mps = dtype == torch.float32
+    shapes = Shapes(model, 2, length, dtype.itemsize, on_cpu=False, has_fused=not on_mps, fuses_groups=on_mps)
+    stage = scores.scores_cost(shapes, window)
     assert sum(stage.saved.values()) == pytest.approx(sum(kept.values()), rel=0.05)
     assert stage.leaves + stage.scratch == pytest.approx(live.peak_bytes - before_bytes, rel=0.1)
 

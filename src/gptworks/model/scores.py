@@ -284,14 +284,14 @@ def is_grouped(s: Shapes) -> bool:
 def is_plain(s: Shapes, window: int | None) -> bool:
     """Whether torch computes attention as plain products with all weights in float32, for lack of a fused kernel.
 
-    It does so for grouped queries in float32 on an accelerator, unless a mask requires repeated keys; always on MPS;
-    and on a CPU with dropout.
+    It does so for grouped queries in float32 on an accelerator, and in fp16 on old GPUs, unless a mask requires
+    repeated keys; always on MPS; and on a CPU with dropout.
     """
     if s.on_cpu:
         return s.config.dropout_attention > 0
     if not s.has_fused:
         return True
-    return is_grouped(s) and not s.autocast and not is_masked(s, window)
+    return is_grouped(s) and not (s.autocast and s.fuses_groups) and not is_masked(s, window)
 
 
 def saves_output(s: Shapes, window: int | None) -> bool:

@@ -218,7 +218,9 @@ def device_setting(recipe: Recipe, device: Device, layout: Layout, precision: st
     device."""
     precision = precision or planned_precision(recipe.train.precision, device)
     setting = rank_setting(recipe, precision, device.on_cpu, layout)
-    return replace(setting, has_flash=device.has_flash, has_fused=device.has_fused)
+    return replace(
+        setting, has_flash=device.has_flash, has_fused=device.has_fused, fuses_groups=device.fuses_groups
+    )  # fmt: skip
 
 
 def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = ONE_DEVICE) -> Setting:

@@ -52,6 +52,11 @@ class Device:
         """Whether torch has fused attention for training on the device; see `gptworks.model.cost.Shapes`."""
         return self.kind != "mps"
 
+    @property
+    def fuses_groups(self) -> bool:
+        """Whether torch has fused attention for grouped queries on the device; see `gptworks.model.cost.Shapes`."""
+        return self.kind != "cuda" or self.has_bf16
+
     def flops(self, precision: str) -> float | None:
         """Return the FLOP/s of matrix products in fp32, bf16 or fp16; None if unknown."""
         return self.float_flops if precision == "fp32" else self.half_flops

@@ -102,6 +102,7 @@ class _Step(Timeline):
             several_texts=setting.several_texts,
             has_flash=setting.has_flash,
             has_fused=setting.has_fused,
+            fuses_groups=setting.fuses_groups,
         )
         self.uses = self.model.layer_uses  # the block that runs at each position of the forward pass
         self.layers = range(self.trained.n_still, len(self.uses))  # positions with a backward pass

@@ -79,7 +79,9 @@ class Setting:
     has_flash: bool = False
     """Whether torch has flash attention for the device."""
     has_fused: bool = True
-    """Whether torch has fused attention for training on an accelerator; see `gptworks.model.cost.Shapes`."""
+    fuses_groups: bool = True
+    """`has_fused`, `fuses_groups`: whether torch has fused attention for training on an accelerator, and for grouped
+    queries; see `gptworks.model.cost.Shapes`."""
     other_models_bytes: int = 0
     """Bytes of the objective's second model, a teacher or the starting model: its weights and rotary tables."""
     teacher_width: int = 0
