@@ -322,21 +322,30 @@ class EfficientKernel:
 
     @staticmethod
     def scaled_dot_product_attention(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float | None, enable_gqa: bool, **_: Any
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        *,
+        scale: float | None,
+        enable_gqa: bool,
+        is_causal: bool = False,
+        **_: Any,
     ) -> Tensor:
         assert not enable_gqa
-        bias = scores.as_bias(mask, q.dtype) if mask.dtype == torch.bool else mask
-        bias = bias.expand(q.size(0), q.size(1), q.size(2), k.size(2))
+        bias = scores.as_bias(mask, q.dtype) if mask is not None and mask.dtype == torch.bool else mask
+        bias = None if bias is None else bias.expand(q.size(0), q.size(1), q.size(2), k.size(2))
         kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-        return kernel(q, k, v, bias, True, 0.0, False, scale=scale)[0]  # type: ignore[no-any-return]
+        return kernel(q, k, v, bias, True, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n_kv_heads", [1, 2])
 @pytest.mark.parametrize(
-    ("length", "window", "several_texts"), [(256, 200, False), (1024, 128, False), (256, None, True), (256, 64, True)]
+    ("length", "window", "several_texts"),
+    [(256, 200, False), (1024, 128, False), (256, None, True), (256, 64, True), (256, None, False)],
 )
-def test_grouped_queries_under_a_mask_on_cuda(
+def test_grouped_queries_on_cuda_under_a_mask_or_without_flash_attention(
     length: int,
     window: int | None,
     several_texts: bool,
@@ -345,10 +354,11 @@ def test_grouped_queries_under_a_mask_on_cuda(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Checks the tensors that autograd saves for attention, on fake tensors, and the peak of its backward pass: keys
-    and values are repeated in any precision."""
+    and values are repeated in any precision. A row of one text without a window is on a GPU without flash attention."""
     takes_groups = scores.takes_groups
     monkeypatch.setattr(scores, "takes_groups", lambda _, masked: takes_groups(torch.device("cuda"), masked))
     monkeypatch.setattr(scores, "F", EfficientKernel)
+    fuses = window is not None or several_texts
     kept: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -360,7 +370,7 @@ def test_grouped_queries_under_a_mask_on_cuda(
         q, k, v = (leaf.requires_grad_() * 1 for leaf in leaves)
         bias = torch.zeros(2, length, length, device="meta", dtype=dtype) if several_texts else None
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            out = scores.attend(q, k, v, scores.Scores(window=window, bias=bias))
+            out = scores.attend(q, k, v, scores.Scores(window=window, bias=bias, fuses_groups=fuses))
         saved = sum(kept.values()) - (0 if bias is None else bias.nbytes)  # which all layers share
         gradient = torch.empty_like(out)
         before_bytes = live.peak_bytes = live.now_bytes
@@ -369,7 +379,7 @@ def test_grouped_queries_under_a_mask_on_cuda(
         vocab_size=9, context_length=length, n_layers=1, d_model=256, n_heads=4, n_kv_heads=n_kv_heads, window=window,
         window_pattern=("full",) if window is None else ("window",),
     )  # fmt: skip
-    shapes = Shapes(model, 2, length, dtype.itemsize, on_cpu=False, several_texts=several_texts)
+    shapes = Shapes(model, 2, length, dtype.itemsize, on_cpu=False, several_texts=several_texts, fuses_groups=fuses)
     stage = scores.scores_cost(shapes, window)
     assert sum(stage.saved.values()) == pytest.approx(saved, rel=1e-3)
     assert stage.leaves + stage.scratch == pytest.approx(live.peak_bytes - before_bytes, rel=0.02)
@@ -388,18 +398,12 @@ class MathKernel:
         return kernel(q, k, v, mask, scale=scale, **options)[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("length", "window", "n_kv_heads", "dtype"),
-    [
-        *((*case, heads, torch.float32) for case in ((256, None), (256, 200), (1024, 128)) for heads in (4, 2)),
-        (256, None, 2, torch.float16),  # a GPU without flash attention
-    ],
-)
-def test_attention_without_a_fused_kernel_keeps_the_weights_of_all_pairs(
-    length: int, window: int | None, n_kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("n_kv_heads", [4, 2])
+@pytest.mark.parametrize(("length", "window"), [(256, None), (256, 200), (1024, 128)])
+def test_attention_on_mps_keeps_the_weights_of_all_pairs(
+    length: int, window: int | None, n_kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On MPS, and for groups in fp16 on old GPUs. Checks the tensors that autograd saves for attention and the peak of
-    its backward pass, on the meta device."""
+    """Checks the tensors that autograd saves for attention and the peak of its backward pass, on the meta device."""
     monkeypatch.setattr(scores, "F", MathKernel)
     kept: dict[int, int] = {}
 
@@ -407,7 +411,7 @@ def test_attention_without_a_fused_kernel_keeps_the_weights_of_all_pairs(
         kept[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
         return x
 
-    leaves = [torch.empty(2, heads, length, 64, device="meta", dtype=dtype) for heads in (4, n_kv_heads, n_kv_heads)]
+    leaves = [torch.empty(2, heads, length, 64, device="meta") for heads in (4, n_kv_heads, n_kv_heads)]
     with LiveBytes(counts_meta=True) as live:
         q, k, v = (leaf.requires_grad_() * 1 for leaf in leaves)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
@@ -419,9 +423,7 @@ def test_attention_without_a_fused_kernel_keeps_the_weights_of_all_pairs(
         vocab_size=9, context_length=length, n_layers=1, d_model=256, n_heads=4, n_kv_heads=n_kv_heads, window=window,
         window_pattern=("full",) if window is None else ("window",),
     )  # fmt: skip
-    on_mps = dtype == torch.float32
-    shapes = Shapes(model, 2, length, dtype.itemsize, on_cpu=False, has_fused=not on_mps, fuses_groups=on_mps)
-    stage = scores.scores_cost(shapes, window)
+    stage = scores.scores_cost(Shapes(model, 2, length, 4, on_cpu=False, has_fused=False), window)
     assert sum(stage.saved.values()) == pytest.approx(sum(kept.values()), rel=0.05)
     assert stage.leaves + stage.scratch == pytest.approx(live.peak_bytes - before_bytes, rel=0.1)
 

@@ -47,6 +47,14 @@ def has_flash(device: torch.device) -> bool:
     return built and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def fuses_groups(device: torch.device) -> bool:
+    """Whether torch has fused attention for grouped queries in half precision on this device. On NVIDIA's GPUs only
+    flash attention takes groups, and needs compute capability 8.0."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def trains(*tensors: Tensor | None) -> bool:
     """Whether gradients are computed for one of these tensors, on a CPU."""
     if not torch.is_grad_enabled():

@@ -28,6 +28,8 @@ class AttentionInputs(NamedTuple):
     """Bias that prevents attention between several texts in one row (see `Scores`); None if not needed."""
     bounds: Tensor | None = None
     """Bounds of the texts in rows of several, if they replace the bias (see `Scores`)."""
+    fuses_groups: bool = True
+    """Whether the device has fused attention for grouped queries (see `Scores`)."""
 
 
 class Attention(nn.Module):
@@ -51,13 +53,11 @@ class Attention(nn.Module):
         """Return attention's output [B, T, C] for x [B, T, C]. `values`: [B, T, G·D]; None: values projected from x."""
         gate = None if self.gating is None else self.gating(x)  # [B, T, H]
         q, k, v = self.heads(x, inputs.rotary, values)
-        if inputs.cache is not None:
-            y = attend_slots(q, k, v, inputs.cache, self.scores)  # [1, H, N, D]
-        else:
-            dropout = self.dropout if self.training else 0.0
-            fixed = self.scores  # torch 2.11 cannot compile `_replace`
-            given = Scores(fixed.window, dropout, fixed.scale, fixed.softcap, inputs.bias, inputs.bounds)
-            y = attend(q, k, v, given)  # [B, H, T, D]
+        fixed, bias, bounds = self.scores, inputs.bias, inputs.bounds  # torch 2.11 cannot compile `_replace`
+        dropout = self.dropout if self.training and inputs.cache is None else 0.0
+        given = Scores(fixed.window, dropout, fixed.scale, fixed.softcap, bias, bounds, inputs.fuses_groups)
+        # [B, H, T, D]
+        y = attend(q, k, v, given) if inputs.cache is None else attend_slots(q, k, v, inputs.cache, given)
         if gate is not None:
             y = y * gate.transpose(1, 2).unsqueeze(-1)
         out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # [B, T, C]

@@ -97,8 +97,7 @@ class Shapes:
     """Whether torch has any fused attention for training on the accelerator. False on MPS, where autograd saves the
     weights of all pairs of tokens (pytorch/pytorch#182746)."""
     fuses_groups: bool = True
-    """Whether torch has fused attention for grouped queries in half precision. False on NVIDIA's GPUs before compute
-    capability 8.0, where only flash attention, which they lack, takes groups (huggingface/transformers#48633)."""
+    """Whether torch has fused attention for grouped queries; see `gptworks.kernels.dispatch.fuses_groups`."""
 
     @property
     def n_tokens(self) -> int:

@@ -138,6 +138,7 @@ class GPT(nn.Module):
         biases: dict[int | None, Tensor] = {}  # these and the bounds are computed once for all layers
         bounds, dtype = None, product_dtype(x)
         has_bounds = takes_bounds(self.config, dtype.itemsize == 2, dispatch.has_flash(x.device))
+        fuses_groups = dispatch.fuses_groups(x.device)
         if text_starts is not None and TOKENS_PER_START * text_starts.size(1) <= length and has_bounds:
             bounds = text_bounds(text_starts, length)
         elif text_positions is not None:
@@ -155,6 +156,7 @@ class GPT(nn.Module):
                 cache.layers[use] if cache is not None else None,
                 biases.get(window),
                 bounds,
+                fuses_groups,
             )
             given = (x, inputs, carried.inputs(i))
             x, routed, own = checkpoint(block, *given, use_reentrant=False) if again else block(*given)

@@ -33,6 +33,8 @@ class Scores(NamedTuple):
     window's mask. None: each row has one text, or `bounds` separate the texts."""
     bounds: Tensor | None = None
     """Bounds of the texts in rows of several, in place of a bias (`text_bounds`); see `takes_bounds`."""
+    fuses_groups: bool = True
+    """False: repeat the keys and values of grouped queries; see `gptworks.kernels.dispatch.fuses_groups`."""
 
     def factor(self, q: Tensor) -> float:
         """Return the factor of q·k: `scale`, or 1/√D if `scale` is None."""
@@ -60,7 +62,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) -> Tensor:
     if scores.bounds is not None:
         return _attend_within(q, k, v, scores.bounds, scores)
     kernel = dispatch.chosen("attention", q, k, v, training=dispatch.trains(q))
-    window, dropout, _, softcap, bias, _ = scores
+    window, dropout, _, softcap, bias, _, _ = scores
     if kernel.by == dispatch.TORCH:
         in_bands = bias is None and window is not None and q.size(2) == k.size(2) >= 2 * window
         return attend_banded(q, k, v, scores) if in_bands else _attend_torch(q, k, v, scores)
@@ -108,7 +110,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores, 
         v = _for_each_head(v, q.size(1))  # [B, H, S, D]
         return F.dropout(attention_weights(q, k, mask, scores).to(q.dtype), scores.dropout) @ v
     n_per_group = q.size(1) // k.size(1)
-    if n_per_group > 1 and not takes_groups(q.device, mask is not None):
+    if n_per_group > 1 and not (scores.fuses_groups and takes_groups(q.device, mask is not None)):
         k, v = k.repeat_interleave(n_per_group, dim=1), v.repeat_interleave(n_per_group, dim=1)  # [B, H, S, D]
     return F.scaled_dot_product_attention(
         q, k, v, mask, dropout_p=scores.dropout, is_causal=is_causal, scale=scores.scale,
@@ -284,14 +286,14 @@ def is_grouped(s: Shapes) -> bool:
 def is_plain(s: Shapes, window: int | None) -> bool:
     """Whether torch computes attention as plain products with all weights in float32, for lack of a fused kernel.
 
-    It does so for grouped queries in float32 on an accelerator, and in fp16 on old GPUs, unless a mask requires
-    repeated keys; always on MPS; and on a CPU with dropout.
+    It does so for grouped queries in float32 on an accelerator, unless a mask or an old GPU requires repeated keys;
+    always on MPS; and on a CPU with dropout.
     """
     if s.on_cpu:
         return s.config.dropout_attention > 0
     if not s.has_fused:
         return True
-    return is_grouped(s) and not (s.autocast and s.fuses_groups) and not is_masked(s, window)
+    return is_grouped(s) and not s.autocast and s.fuses_groups and not is_masked(s, window)
 
 
 def saves_output(s: Shapes, window: int | None) -> bool:
@@ -318,7 +320,8 @@ def scores_cost(s: Shapes, window: int | None) -> Stage:
     c = s.config
     q, k = s.products(c.n_heads * c.d_head), s.products(c.n_kv_heads * c.d_head)
     leaves = q + 2 * k
-    repeated = not s.on_cpu and is_grouped(s) and is_masked(s, window)  # repeats keys and values: `takes_groups`
+    separate = is_masked(s, window) or not s.fuses_groups
+    repeated = not s.on_cpu and is_grouped(s) and separate  # repeats keys and values: `takes_groups`
     heads = s.batch_size * c.n_heads
     if s.native:
         return Stage("attention", {ATTENTION: 2 * q + 2 * k + 4 * heads * s.length}, arrives=q, leaves=leaves)
