@@ -89,13 +89,17 @@ def test_ranks_start_again_after_a_failure_as_often_as_allowed(
     assert started(rank) == sorted(["0", "1"] * starts)
 
 
+def wait_for_files(rank: Path, pattern: str, n: int) -> None:
+    deadline = time.monotonic() + 20
+    while len(list(rank.parent.glob(pattern))) < n and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def stop(number: signal.Signals, rank: Path, n_ranks: int) -> None:
     """Send this process a signal, once the ranks are ready."""
 
     def send() -> None:
-        deadline = time.monotonic() + 20
-        while len(list(rank.parent.glob("ready-*"))) < n_ranks and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for_files(rank, "ready-*", n_ranks)
         os.kill(os.getpid(), number)
 
     threading.Thread(target=send, daemon=True).start()
@@ -104,12 +108,12 @@ def stop(number: signal.Signals, rank: Path, n_ranks: int) -> None:
 @pytest.mark.parametrize(
     ("number", "trap", "code"),
     [
-        (signal.SIGTERM, "trap 'exit 75' TERM", 75),
+        (signal.SIGTERM, "trap 'exit 75' USR1", 75),  # the ranks may have got SIGTERM themselves
         (signal.SIGUSR1, "trap 'exit 75' USR1", 75),
         (signal.SIGINT, "trap 'exit 0' INT", 0),
         (signal.SIGTERM, "", 75),  # before a rank's first step, the signal ends it
         (signal.SIGUSR1, "", 75),
-        (signal.SIGTERM, "trap 'exit 1' TERM", 1),  # the last save failed
+        (signal.SIGTERM, "trap 'exit 1' USR1", 1),  # the last save failed
     ],
 )
 def test_a_signal_reaches_all_ranks_and_the_exit_code_says_whether_the_run_is_unfinished(
@@ -120,6 +124,52 @@ def test_a_signal_reaches_all_ranks_and_the_exit_code_says_whether_the_run_is_un
     stop(number, rank, 2)
     assert Agent(2, ["train"], ThisMachine(), restarts=3).run() == code
     assert started(rank) == ["0", "1"] and signal.getsignal(number) is before
+
+
+AS_TRAINING = """
+trap 'asked=1' USR1
+trap 'asked=1; trap - TERM; : > asked-$RANK' TERM
+echo $$ > new-$RANK
+mv new-$RANK ready-$RANK
+while [ -z "$asked" ]; do sleep 0.02; done
+sleep 0.3
+: > saved-$RANK
+exit 75
+"""
+"""Saves after SIGUSR1 and after the first SIGTERM, and ends at the second; see `stop_signals`."""
+
+
+def test_ranks_that_a_scheduler_signals_too_save(rank: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Slurm, when it preempts a job, sends SIGTERM to the agent and to its ranks."""
+    script(rank, AS_TRAINING)
+
+    def send() -> None:
+        wait_for_files(rank, "ready-*", 2)
+        for file in rank.parent.glob("ready-*"):
+            os.kill(int(file.read_text()), signal.SIGTERM)
+        wait_for_files(rank, "asked-*", 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=send, daemon=True).start()
+    assert Agent(2, ["train"], ThisMachine(), restarts=3).run() == 75
+    assert {file.name for file in rank.parent.glob("saved-*")} == {"saved-0", "saved-1"}
+    assert not capsys.readouterr().err
+
+
+def test_a_second_sigterm_ends_ranks_at_once_and_is_reported_once(
+    rank: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "GRACE_SECONDS", 1.0)
+    script(rank, "trap ': > asked-$RANK' USR1\ntrap '' TERM\n: > ready-$RANK\nwhile true; do sleep 0.02; done")
+    stop(signal.SIGTERM, rank, 2)
+
+    def again() -> None:
+        wait_for_files(rank, "asked-*", 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=again, daemon=True).start()
+    assert Agent(2, ["train"], ThisMachine(), restarts=3).run() == 75
+    assert capsys.readouterr().err.count("was ended by SIGKILL") == 1
 
 
 def test_ranks_of_a_second_machine_have_the_next_numbers_and_the_first_machine_s_store(rank: Path) -> None:
@@ -142,7 +192,7 @@ def test_ranks_start_again_with_other_machines_without_counting_it_as_a_failure(
 def test_a_machine_whose_ranks_another_one_s_signal_stopped_meets_again_and_a_signalled_one_leaves(rank: Path) -> None:
     script(
         rank,
-        "mkdir first 2>/dev/null && exit 75; trap 'exit 75' TERM; : > ready-$RANK; while true; do sleep 0.02; done",
+        "mkdir first 2>/dev/null && exit 75; trap 'exit 75' USR1; : > ready-$RANK; while true; do sleep 0.02; done",
     )
     meeting = Meeting()
     stop(signal.SIGTERM, rank, 1)

@@ -38,6 +38,9 @@ class Agent:
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._stop: str | None = None
         """The first signal that asked this agent to stop."""
+        self._asked: int | None = None
+        """The first SIGINT or SIGTERM; a second one ends the ranks at once."""
+        self._ends_at_once = False
         self._meets = False
 
     def run(self) -> int:
@@ -114,9 +117,15 @@ class Agent:
         self._stop = self._stop or signal.Signals(number).name
         if self._meets:
             raise _Stopped
-        self._signal(number)
+        self._ends_at_once |= number != signal.SIGUSR1 and self._asked == signal.SIGTERM
+        if number != signal.SIGUSR1:
+            self._asked = self._asked or number
+        self._signal(signal.SIGKILL if self._ends_at_once else number)
 
     def _signal(self, number: int) -> None:
+        """Send the ranks a signal; SIGUSR1 in place of the first SIGTERM, which a scheduler may have sent them too."""
+        if number == signal.SIGTERM and self._asked != signal.SIGINT:
+            number = signal.SIGUSR1
         for rank in self._ranks:
             if rank.poll() is None:
                 rank.send_signal(number)
@@ -126,13 +135,13 @@ class Agent:
 
         After one has failed, the others have `GRACE_SECONDS`.
         """
-        code, changed, deadline, look_at = 0, False, float("inf"), time.monotonic()
+        code, changed, reported, deadline, look_at = 0, False, False, float("inf"), time.monotonic()
         while True:
             running = any(rank.poll() is None for rank in self._ranks)
             ended = [(i, rank.returncode) for i, rank in enumerate(self._ranks) if rank.returncode]
             failed = [each for each in ended if each[1] != UNFINISHED]
-            if failed and code in (0, UNFINISHED):
-                code = self._code_of(*failed[0])
+            if failed and not reported:
+                code, reported = self._code_of(*failed[0]), True
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             elif ended and not code:
                 code = UNFINISHED
@@ -142,7 +151,7 @@ class Agent:
             if not changed and time.monotonic() > look_at:
                 changed, look_at = self._rendezvous.others_wait(), time.monotonic() + _OTHERS_SECONDS
                 if changed:
-                    self._signal(signal.SIGUSR1)  # a SIGTERM that a scheduler sends meanwhile must not be the second
+                    self._signal(signal.SIGUSR1)
                     deadline = min(deadline, time.monotonic() + SAVE_SECONDS)
             time.sleep(_POLL_SECONDS)
         self._kill()
@@ -154,7 +163,8 @@ class Agent:
             return ended
         name = signal.Signals(-ended).name
         sys.stderr.write(f"error: rank {number} was ended by {name}.\n")
-        return UNFINISHED if self._stop is not None and name in ("SIGTERM", "SIGUSR1") else 128 - ended
+        by_signal = self._stop is not None and name in ("SIGTERM", "SIGUSR1")
+        return UNFINISHED if by_signal or self._ends_at_once else 128 - ended
 
     def _kill(self) -> None:
         for rank in self._ranks:
