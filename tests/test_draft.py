@@ -242,6 +242,8 @@ def test_the_command_writes_a_file_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert result.exit_code == 0, result.output
     assert "gptworks train mine.yaml" in result.stdout
     assert load_recipe("mine.yaml").run_dir == Path("runs/mine")
+    assert init("mine.txt", "--minutes", 1, "-o", "Über my recipe!.yaml").exit_code == 0
+    assert load_recipe("Über my recipe!.yaml").run_dir == Path("runs/Uber-my-recipe")
     before = Path("mine.yaml").read_bytes()
     again = init("mine.txt")
     assert "mine.yaml exists" in str(again.exception)

@@ -8,6 +8,7 @@ wrong types and contradictory settings before any work begins.
 import contextlib
 import copy
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -67,6 +68,14 @@ def with_vocab_size(recipe: Recipe, vocab_size: int) -> Recipe:
     return recipe.model_copy(update={"model": recipe.model.model_copy(update={"vocab_size": vocab_size})})
 
 
+def name_for(path: Path) -> str:
+    """Return the name of a recipe that states none: the name of its file, or of a recipe.yaml its folder's, with a
+    hyphen for characters that a name must not have."""
+    given = path.stem if path.stem != "recipe" else path.absolute().parent.name
+    plain = unicodedata.normalize("NFKD", given).encode("ascii", "ignore").decode("ascii")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).lstrip("._-").rstrip("-") or "recipe"
+
+
 def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = (), unsaid: Unsaid | None = None) -> Recipe:
     """Read a recipe from a file, a run folder, a shipped name or nested dictionaries, apply `key.path=value` overrides,
     and validate it.
@@ -81,7 +90,7 @@ def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = (), unsaid: Unsai
         return _from_tree(recipe, overrides, unsaid or {})
     run_dir = fetched_path(recipe) if is_folder(recipe) else None
     path, tree = read_recipe(recipe)
-    tree.setdefault("name", path.stem if path.stem != "recipe" else path.absolute().parent.name)
+    tree.setdefault("name", name_for(path))
     if run_dir is not None:
         tree["run_dir"] = str(run_dir)  # the run folder may have been moved or copied
     given = by_key(overrides)

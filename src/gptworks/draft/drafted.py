@@ -8,7 +8,7 @@ from typing import Any
 from gptworks.config import Recipe
 from gptworks.draft.writing import Row, written
 from gptworks.planning.run import Plan
-from gptworks.recipe import parse_recipe
+from gptworks.recipe import name_for, parse_recipe
 from gptworks.units import readable
 
 Sections = dict[str, list[Row]]
@@ -58,4 +58,4 @@ class Drafted:
 def parsed(sections: Sections, out: Path) -> Recipe:
     """Parse these sections as a recipe named after its file `out`."""
     tree: dict[str, Any] = {name: {key: value for key, value, _ in rows} for name, rows in sections.items()}
-    return parse_recipe({"name": out.stem, **tree.pop("", {}), **tree}, str(out))
+    return parse_recipe({"name": name_for(out), **tree.pop("", {}), **tree}, str(out))

@@ -10,7 +10,7 @@ from gptworks.draft.pretraining import FIRST_SHAPE, Measure, Search, Shape
 from gptworks.draft.texts import Texts
 from gptworks.draft.writing import Row
 from gptworks.errors import UserError
-from gptworks.recipe import parse_recipe, read_recipe
+from gptworks.recipe import name_for, parse_recipe, read_recipe
 
 
 class Like(Search):
@@ -31,7 +31,7 @@ class Like(Search):
         """
         super().__init__(texts, minutes, out, report, measure)
         path, self.tree = read_recipe(like)
-        self.recipe = parse_recipe({"name": out.stem} | self.tree, str(path))
+        self.recipe = parse_recipe({"name": name_for(out)} | self.tree, str(path))
         if self.recipe.data.records or self.recipe.initialize_from:
             raise UserError(f"--like {like}: it fine-tunes a model. Take a recipe that trains one on text.")
         self.vocabulary = self.bytes_per_token(self.recipe.tokenizer)
