@@ -11,6 +11,7 @@ that no time is left for are named. The text is the standard library's sources.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     device, scale = torch.device(arguments.device), TINY if arguments.tiny else FULL
     if arguments.part:
         PARTS[arguments.part][0](Setup(device, scale, arguments.folder))
@@ -69,11 +71,14 @@ def main() -> None:
             command += ["--tiny"] if arguments.tiny else []
             began = time.monotonic()
             process = subprocess.Popen(command, start_new_session=True)
+            ended = None
             try:
                 ended = process.wait(left if arguments.tiny else min(left, PARTS[part][1]))
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # the part and its servers
-                ended = None
+                pass
+            finally:  # also if this process is asked to end
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what is left of the part, with its servers
             if ended != 0:
                 print(f"\nFAILED: {'out of time' if ended is None else f'exit code {ended}'}", flush=True)
                 failed.append(part)

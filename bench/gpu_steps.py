@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -202,8 +203,8 @@ def memory(setup: Setup) -> None:
         for batch, checkpointing, optimizer, precision in setup.scale.planned:
             settings = TrainConfig(max_steps=1, batch_size=batch, optimizer=optimizer, compile="none",
                                    activation_checkpointing=checkpointing)  # type: ignore[arg-type] # fmt: skip
-            on_cpu = setup.device.type == "cpu"
-            planned = training_peak(Setting.of(model, settings, precision, on_cpu=on_cpu)).total_bytes
+            setting = Setting.of(model, settings, precision, on_cpu=setup.device.type == "cpu")
+            planned = training_peak(replace(setting, has_flash=dispatch.has_flash(setup.device))).total_bytes
             cells = [size, f"{batch} × {model.context_length}", checkpointing, optimizer, precision]
             cells.append(readable(planned, "B"))
             if planned > 0.9 * memory_bytes(setup.device):

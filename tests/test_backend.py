@@ -1,6 +1,8 @@
 """The torch backend against the model's own forward pass: many texts together, in any chunks, with rollbacks."""
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -136,6 +138,20 @@ def test_one_product_over_all_slots_is_the_loop_over_them(monkeypatch: pytest.Mo
                 order = [Chunk(slot, 17 + 3 * slot, [slot + 5]) for slot in (2, 0, 3)]
                 results.append(torch.cat(backend.compute(order)))
         torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+
+
+def test_a_cache_is_freed_with_its_backend() -> None:
+    """On a GPU, a cache that waited for Python's search for circles of references would fill the memory of the next."""
+    backend = TorchBackend(tiny(), 2, CONTEXT)
+    backend.compute([Chunk(0, 0, [1, 2, 3]), Chunk(1, 0, [1])])
+    backend.compute([Chunk(0, 3, [1])])
+    keys = weakref.ref(backend.cache.keys[0])
+    gc.disable()
+    try:
+        del backend
+        assert keys() is None
+    finally:
+        gc.enable()
 
 
 def test_the_backend_reads_the_weights_as_they_are() -> None:

@@ -45,8 +45,12 @@ class SlotRows:
             tokens: token ids in the slots, int32 [n_slots, capacity]; None unless the model's `reads_previous_token`.
         """
         self.parts, self.slots, self.positions, self.capacity = parts, slots, positions, capacity
-        self.layers = [SlotLayer(self, keys, values) for keys, values in layers]
-        self._tokens = tokens
+        self._layers, self._tokens = list(layers), tokens
+
+    def layer(self, use: int) -> "SlotLayer":
+        """Return the cached keys and values of a layer's use. It is not kept: a circle of references would hold the
+        cache's memory until Python looks for circles."""
+        return SlotLayer(self, *self._layers[use])
 
     def previous_tokens(self, tokens: Tensor) -> Tensor:
         """Store the batch's token ids, int64 [1, N]; return each token's predecessor in its text, or NO_TOKEN."""

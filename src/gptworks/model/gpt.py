@@ -153,7 +153,7 @@ class GPT(nn.Module):
             rotary = everywhere if window is None else in_windows
             inputs = AttentionInputs(
                 rotary if self.config.layer_rotates(i) else None,
-                cache.layers[use] if cache is not None else None,
+                cache.layer(use) if cache is not None else None,
                 biases.get(window),
                 bounds,
                 fuses_groups,
