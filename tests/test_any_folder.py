@@ -392,6 +392,12 @@ def test_a_document_is_converted_once_and_a_missing_package_is_named(
     assert source_signature([FilesSource(type="files", path=str(tmp_path))]) != before, "a dataset would lack its text"
 
 
+def test_text_of_a_document_is_valid_unicode_without_nul(tmp_path: Path) -> None:
+    cells = [{"cell_type": "markdown", "source": ["a\ud800b", "\0c"]}]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells, "nbformat": 4}))
+    assert whole(tmp_path) == ["a\ufffdbc"]
+
+
 def test_a_folder_of_which_nothing_can_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no file can be read\. There is none"):
         check_sources([FilesSource(type="files", path=str(tmp_path))])

@@ -404,8 +404,15 @@ def _archive(file: Path, _: object) -> Archive:
     """Return the source that reads an archive: as texts and documents if it has any, else as records."""
     forms: tuple[Literal["text", "jsonl", "csv"], ...] = ("text", "jsonl", "csv")
     archives = [Archive(ArchiveSource(type="archive", path=str(file), format=form), KINDS) for form in forms]
-    names = archives[0].names(file)
-    for archive in archives:
-        if any(map(archive.wants, names)):
-            return archive
-    raise UserError(f"none of its {len(names):,} members is a text, a document or a file of records: unpack it")
+    best = len(archives)
+    try:
+        for name in archives[0].names(file):
+            best = min([best, *(n for n, one in enumerate(archives) if one.wants(name))])
+            if not best:
+                break
+    except UserError:  # a tar archive may break after some members
+        if best == len(archives):
+            raise
+    if best == len(archives):
+        raise UserError("none of its members is a text, a document or a file of records: unpack it")
+    return archives[best]

@@ -29,6 +29,7 @@ from gptworks.files import open_regular
 _MEMBERS = {"text": ("*.txt", "*.md", "*.text"), "jsonl": ("*.jsonl",), "csv": ("*.csv", "*.tsv")}
 """Default patterns of member names by `format`. They also match names with a compression ending, such as `a.md.gz`."""
 MOST_DIRECTORY_BYTES = 1 << 27
+_MOST_ENDINGS = 1000
 _MOST_HEADER_BYTES = 1 << 20
 """Maximum bytes of a tar member's name and attributes."""
 
@@ -79,10 +80,10 @@ class Archive(Source):
         for member in members:
             name = Path(f"{unit.file}:{member.name}")
             _check_path(unit.file, member.name)
-            seen[PurePosixPath(member.name).suffix or "(none)"] += 1
+            _count(seen, PurePosixPath(member.name).suffix or "(none)")
             if not self.wants(member.name):
                 is_hidden = PurePosixPath(member.name).name.startswith(".")
-                others["hidden" if is_hidden else PurePosixPath(member.name).suffix or "(none)"] += 1
+                _count(others, "hidden" if is_hidden else PurePosixPath(member.name).suffix or "(none)")
                 continue
             n_read += 1
             try:
@@ -106,20 +107,14 @@ class Archive(Source):
     def _patterns(self) -> tuple[str, ...]:
         return self.settings.members or _MEMBERS[self.settings.format]
 
-    def names(self, file: Path) -> list[str]:
-        """Return the names of an archive's members; of a broken tar archive, of those before the break.
+    def names(self, file: Path) -> Iterator[str]:
+        """Yield the names of an archive's members.
 
         Raises:
-            UserError: the archive is broken at its beginning.
+            UserError: the archive is broken.
         """
-        names: list[str] = []
-        try:
-            members = _tar_members(file) if _is_tar(file) else _zip_members(file, 0, None)
-            names.extend(member.name for member in members)
-        except UserError:
-            if not names:
-                raise
-        return names
+        members = _tar_members(file) if _is_tar(file) else _zip_members(file, 0, None)
+        return (member.name for member in members)
 
     def wants(self, name: str) -> bool:
         """Return whether a member with this name is read."""
@@ -156,6 +151,11 @@ class Archive(Source):
         read: Callable[..., Iterator[tuple[object, Mapping[str, Any]]]] = read_jsonl if jsonl else read_table
         for where, record in read(name, opened=opened, skip=skip):
             yield from record_document(where, record, self.settings.field)
+
+
+def _count(endings: Counter[str], ending: str) -> None:
+    if ending in endings or len(endings) < _MOST_ENDINGS:  # a hostile archive may have millions
+        endings[ending] += 1
 
 
 def _ending(name: str) -> str:

@@ -22,6 +22,7 @@ from gptworks.confined import Confined, Exceeded, Limits, Refused
 from gptworks.confined.child import Answer, serve
 from gptworks.data.sources.encodings import guessed
 from gptworks.data.sources.opening import compression, open_file
+from gptworks.data.sources.records import whole_text
 from gptworks.errors import RunError, UserError, not_installed
 from gptworks.files import make_folder, read_regular, sha256_file, write_whole
 from gptworks.files.fetch import cache_folder
@@ -120,7 +121,7 @@ def _asked(question: dict[str, Any]) -> tuple[str, str]:
         reply = _children().ask(question)
         if isinstance(reply, dict):
             raise not_installed(PACKAGES[question["kind"]], "sources", f"taking the text out ({reply['missing']})")
-        return reply, ""
+        return whole_text(reply).replace("\0", ""), ""
     except Refused as error:
         return "", str(error)
     except Exceeded as error:
