@@ -1,4 +1,4 @@
-"""Files of 29 kinds with given paragraphs, written by the standard library (Parquet by pyarrow): each is good, in
+"""Files of 30 kinds with given paragraphs, written by the standard library (Parquet by pyarrow): each is good, in
 another encoding, broken, empty, huge, or cannot be opened."""
 
 import csv
@@ -122,6 +122,12 @@ def ods(paragraphs: list[str], encoding: str = "utf-8") -> bytes:
     rows = "".join(f"<table:table-row>{cell.format(escape(one))}</table:table-row>" for one in paragraphs)
     table = f'<table:table table:name="Sheet">{rows}</table:table>'
     return _open_document("spreadsheet", f"<office:spreadsheet>{table}</office:spreadsheet>", encoding)
+
+
+def odp(paragraphs: list[str], encoding: str = "utf-8") -> bytes:
+    box = "<draw:frame><draw:text-box><text:p>{}</text:p></draw:text-box></draw:frame>"
+    pages = "".join(f"<draw:page>{box.format(escape(one))}</draw:page>" for one in paragraphs)
+    return _open_document("presentation", f"<office:presentation>{pages}</office:presentation>", encoding)
 
 
 def epub(paragraphs: list[str], encoding: str = "utf-8") -> bytes:
@@ -308,6 +314,7 @@ KINDS = {
         for write in (docx, pptx, xlsx, epub)
     },
     ".odt": KindOfFile(odt, ("iso-8859-1",), foreign_is_read=False, limited=True),
+    ".odp": KindOfFile(odp, ("iso-8859-1",), foreign_is_read=False, limited=True),
     ".ods": KindOfFile(ods, ("iso-8859-1",), foreign_is_read=False, limited=True),
     ".rtf": KindOfFile(rtf, ("cp1252",), broken_bytes=b"no rtf", limited=True),
     ".eml": KindOfFile(eml, ("iso-8859-1",), broken_bytes=b"no mail\n", limited=True),

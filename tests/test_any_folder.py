@@ -1,4 +1,4 @@
-"""A folder of any files: each is read, or skipped alone with its reason."""
+"""A folder of any files: each is read, or skipped with its reason while the others are read."""
 
 import json
 import os
@@ -59,11 +59,11 @@ def whole(path: Path, **settings: Any) -> list[str]:
     return found
 
 
-def test_of_29_kinds_everything_that_can_be_is_read_and_every_skip_is_named(tmp_path: Path) -> None:
+def test_of_30_kinds_everything_that_can_be_is_read_and_every_skip_is_named(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     pytest.importorskip("warcio")
     pytest.importorskip("trafilatura", exc_type=ImportError)
-    assert len(kinds.KINDS) == 29
+    assert len(kinds.KINDS) == 30
     expected = kinds.write_folder(tmp_path)
     found = look_at(tmp_path)
     by_name = {item.file: item for item in found.items}
@@ -140,7 +140,7 @@ def test_look_shows_random_passages_as_training_reads_them(tmp_path: Path) -> No
     )
 
 
-def test_a_broken_record_or_member_is_left_out_alone(tmp_path: Path) -> None:
+def test_only_the_broken_record_or_member_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\nnot json\n{"text": null}\n[]\n{"text": "two"}\n')
     (tmp_path / "b.csv").write_text('id|text\n1|one\n2|"tw"o"\n3|a|b\n4|four\n')
     with zipfile.ZipFile(tmp_path / "c.zip", "w") as archive:
