@@ -12,6 +12,7 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -56,8 +57,11 @@ class FaultyProxy(ThreadingHTTPServer):
 
     def stored(self, below: str) -> list[str]:
         """Return the names of the objects below a folder of the bucket, asked without faults."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.to}/{BUCKET}?list-type=2&prefix={below}/") as response:
-            return re.findall("<Key>([^<]+)</Key>", response.read().decode())
+        address = f"http://127.0.0.1:{self.to}/{BUCKET}?list-type=2&prefix={below}/"
+        while True:
+            with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(address) as response:
+                return re.findall("<Key>([^<]+)</Key>", response.read().decode())
+            time.sleep(0.1)  # moto answers 500 if an object comes while it lists them
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Silence: clients leave, and faults cut connections."""
