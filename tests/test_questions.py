@@ -27,7 +27,7 @@ TRAINING: list[tuple[str, bool, float | None]] = [
     ("gpt3-2.7b --device h200", True, 989),
     ("gpt3-6.7b --device b200", True, 2250),
     ("gpt3-6.7b --device mi300x", True, 1307),
-    ("tinyllama-1.1b --device 'rtx 3090'", False, 71),
+    ("tinyllama-1.1b --device 'rtx a6000'", True, 154.8),
     ("tinyllama-1.1b --device 'm2 max 64'", True, 13.6),
     ("tinyllama-1.1b --device 'm2 max 32'", False, 13.6),
     ("modern-110m --device m1", False, 2.6),  # 8 GB, and MPS keeps the attention weights of all pairs
@@ -57,17 +57,17 @@ SERVING = [
     # command; the requests that fit
     ("llama-2-7b --requests 1 --device 'rtx 4090'", 0),
     ("llama-2-7b --requests 1 --context 2048 --weights int4 --cache int8 --device '8 GB'", 6),
-    ("llama-2-7b --requests 16 --weights int8 --device a100", 16),
-    ("gpt2 --requests 16 --device 'rtx 4060'", 91),
+    ("llama-2-7b --requests 16 --weights int8 --device a100", 17),
+    ("gpt2 --requests 16 --device 'rtx 4060'", 98),
     ("tinyllama-1.1b --requests 8 --device m1", 10),
     ("qwen3-0.6b --requests 4 --context 4096 --device t4", 13),
-    ("mixtral-8x7b --requests 1 --context 4096 --weights int4 --device h100", 43),
+    ("mixtral-8x7b --requests 1 --context 4096 --weights int4 --device h100", 49),
 ]
 REMEDIES = [
     # command; a change that it names for the same device
     ("gpt2-xl --device 4090", "train.optimizer_state=int8"),
     ("gpt3-760m --device 'rtx 4060'", "adapter.rank=8"),
-    ("tinyllama-1.1b --device 'rtx 3090'", "train.activation_checkpointing=block"),
+    ("gpt2-large --device 'rtx 4060 ti 16gb'", "train.activation_checkpointing=block"),
     ("gpt2 train.micro_batch_size=32 --device '8 GB'", "train.micro_batch_size=8"),
 ]
 PRICES = [

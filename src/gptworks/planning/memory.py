@@ -165,7 +165,7 @@ class _Step(Timeline):
         self.hold(CACHE, n_slots * kv_cache_bytes(model, length, bytes_each))
         if not setting.on_cpu:
             n_texts, tokens = min(setting.n_texts, ANSWERS_AT_ONCE), min(setting.text_tokens, length)
-            self.hold(TEMPORARY, step_bytes(model, n_texts, tokens, bytes_each, bytes_each))
+            self.hold(TEMPORARY, step_bytes(model, n_texts, tokens, bytes_each, bytes_each, setting.has_flash))
         self.mark("texts generated", 0 if gathered else RECEIVING * self.gathered_bytes, COMMUNICATION)
         return self.peak
 

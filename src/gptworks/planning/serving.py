@@ -62,7 +62,8 @@ class Serving:
         """Bytes of a step's tensors and scratch memory; on a CPU an upper bound, as threads share rows differently."""
         unpacked = 4 * min(UNPACKED_ELSEWHERE, max(self.model.d_ff * self.model.d_model, 1))
         if not self.device.on_cpu:
-            step = step_bytes(self.model, self.requests, self.context, 4, CACHE_BYTES[self.cache])
+            cache_bytes, in_place = CACHE_BYTES[self.cache], self.device.has_flash
+            step = step_bytes(self.model, self.requests, self.context, 4, cache_bytes, in_place)
             return step + (unpacked if self.weights != "fp32" else 0)
         c, rows = self.model, self.requests + CPU_ROWS
         heads = c.n_heads * c.d_head
@@ -155,13 +156,16 @@ def _cache(cache: str, weights: str, in_cpp: bool) -> str:
 
 
 @lru_cache(maxsize=64)
-def step_bytes(model: ModelConfig, n_texts: int, length: int, product_bytes: int, cache_bytes: int) -> int:
+def step_bytes(
+    model: ModelConfig, n_texts: int, length: int, product_bytes: int, cache_bytes: int, in_place: bool = False
+) -> int:
     """Return the peak bytes of an engine's step on an accelerator, in addition to weights, keys and values: a token of
     each text, with attention's copies of a layer's keys and values, or a part of a prompt; then the logits.
 
     Args:
         length: tokens of each text.
         product_bytes, cache_bytes: bytes per number of activations and of the cache.
+        in_place: whether attention reads the slots in place, as Triton's does on NVIDIA's GPUs with flash attention.
     """
     chunk = min(PREFILL_TOKENS, length)
     shapes = Shapes(model, 1, chunk, product_bytes, on_cpu=False)
@@ -171,7 +175,7 @@ def step_bytes(model: ModelConfig, n_texts: int, length: int, product_bytes: int
     if cache_bytes == 1:  # unpacked to float32 and then to the products' dtype
         prompt += (4 + product_bytes) * 2 * model.n_kv_heads * model.d_head * length
     prompt += product_bytes * 2 * _repeated_heads(model) * model.d_head * length
-    texts = attention_copies_bytes(model, n_texts, length, product_bytes, cache_bytes)
+    texts = 0 if in_place else attention_copies_bytes(model, n_texts, length, product_bytes, cache_bytes)
     return max(prompt, texts) + 4 * n_texts * model.vocab_size
 
 
