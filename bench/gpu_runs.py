@@ -13,10 +13,10 @@ import infer
 import serve
 from gptworks.checkpoint import checkpoints, remove_checkpoint
 from gptworks.config import CharTokenizer, ModelConfig
-from gptworks.device import synchronize
+from gptworks.device import synchronize, this_device
 from gptworks.infer.backends.backend import TorchBackend
 from gptworks.model.gpt import GPT
-from gptworks.planning.arrange import rank_setting
+from gptworks.planning.arrange import device_setting
 from gptworks.planning.layout import Layout
 from gptworks.planning.memory import training_peak
 from gptworks.planning.params import count_parameters
@@ -167,7 +167,7 @@ def layouts(setup: Setup) -> None:
         alone = alone or speed
         ran = load_recipe(recipe.run_dir)
         layout = Layout("fsdp" if name == "fsdp" else "none", n_data, n_ranks // n_data, setup.precision)
-        planned = training_peak(rank_setting(ran, setup.precision, setup.device.type == "cpu", layout)).total_bytes
+        planned = training_peak(device_setting(ran, this_device(setup.device), layout, setup.precision)).total_bytes
         found = max(record.get("peak_allocated_bytes", 0) for record in records)
         row(*cells, f"{speed:,.0f}", f"{speed / alone:.2f} ×", readable(planned, "B"),
             readable(found, "B") if found else "")  # fmt: skip

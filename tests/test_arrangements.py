@@ -12,7 +12,7 @@ from drawn import drawn_recipe, teacher_in
 from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.planning.advice import Change, changes_that_fit, recipe_with
-from gptworks.planning.arrange import Refusal, arrange, planned_precision, rank_setting
+from gptworks.planning.arrange import Refusal, arrange, device_setting, planned_precision, rank_setting
 from gptworks.planning.device_table import DEVICES, find_device
 from gptworks.planning.devices import Device, custom_device
 from gptworks.planning.fit import largest_micro_batch
@@ -60,8 +60,7 @@ def accepted(recipe: Recipe, n_ranks: int, device: Device) -> bool:
 
 
 def peak_bytes(recipe: Recipe, layout: Layout, device: Device) -> int:
-    precision = planned_precision(recipe.train.precision, device)
-    return training_peak(rank_setting(recipe, precision, device.on_cpu, layout)).total_bytes
+    return training_peak(device_setting(recipe, device, layout)).total_bytes
 
 
 def check(seed: int, teacher: Path) -> tuple[bool, list[Change]]:
