@@ -82,8 +82,9 @@ class Studio:
     def link(self, url: str | None = None) -> str:
         """Return an address of the studio that signs a browser in; it works once."""
         base, _, rest = (url or self.url).partition("#")
+        rest = rest or "/play"
         code = self.app.state.service.sign_in.code()
-        return f"{base.rstrip('/')}/#code={code}" + (f"&{rest}" if rest else "")
+        return f"{base.rstrip('/')}/#code={code}&{rest}"
 
     def asked(self, path: str, /, **body: Any) -> Any:
         """Return the server's answer to a request."""

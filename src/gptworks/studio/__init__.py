@@ -12,5 +12,6 @@ read        the loss of each token, and its causes      reading     reads a text
 data        documents, windows, the batch of a step     answers     JSON and events
 model       a model's parts, costs and weights          tries       results of `gptworks try`
 recipes     reads runs' recipes in a limited process    resuming    what changes if a run resumes with a recipe
+home        the first screen: a recipe for a folder     drafting    drafts a recipe for a folder in a process
 static/     the page itself: no build step
 """

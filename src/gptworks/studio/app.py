@@ -11,15 +11,15 @@ from gptworks.infer.engine import Engine
 from gptworks.serve.app import create_app
 from gptworks.serve.settings import ServerSettings
 from gptworks.serve.sign_in import SignIn
-from gptworks.studio import data, model, page, play, read, runs, start, tries
+from gptworks.studio import data, home, model, page, play, read, runs, start, tries
 from gptworks.studio.feed import Feed
 from gptworks.studio.library import Library
 from gptworks.studio.loaded import Engines
 from gptworks.studio.processes import Processes
 from gptworks.studio.state import Served, Studio
 
-ROUTERS = [one.router for one in (play, runs, read, data, model, start, tries)]
-PARTS = ("play", "runs", "read", "time", "data", "model", "start")
+ROUTERS = [one.router for one in (home, play, runs, read, data, model, start, tries)]
+PARTS = ("home", "play", "runs", "read", "time", "data", "model", "start")
 """The tabs of the page, in order. The tab `time` uses the routes of Play and Read."""
 
 
@@ -49,7 +49,7 @@ def create_studio(
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder. Give run folders, or a folder of them: gptworks studio runs.")
-    app = create_app({}, settings, routers=[page.router, *ROUTERS, start.actions], home=page.home)
+    app = create_app({}, settings, routers=[page.router, *ROUTERS, home.actions, start.actions], home=page.home)
     service, library = app.state.service, Library(folders)
     engines = Engines(service, library, device=device, backend=backend, max_idle_bytes=max_idle_bytes)
     service.sign_in, service.load = SignIn(), engines.by_name

@@ -350,17 +350,25 @@ def _is_of_the_hub(dataset: str) -> bool:
 
 
 def _check_below(path: str, file: str, folders: Sequence[str]) -> None:
-    """Raise a UserError if a path, or a file that its pattern matches, is outside of the folders (links resolved)."""
-    given = Path(file).expanduser()
+    """Raise a UserError if a path, or a file that its pattern matches, is outside of the folders."""
+    given = Path(os.path.expanduser(file))  # noqa: PTH111 (which leaves an unknown user's folder as it is)
     matches = glob.iglob(str(given), recursive=True) if glob.has_magic(file) else ()  # noqa: PTH207 (as sources do)
+    paths = (given, *map(Path, matches))
+    check_within(path, file, paths, folders, "write the recipe to a file and use gptworks train")
+
+
+def check_within(name: str, file: str, paths: Iterable[Path], folders: Sequence[str], instead: str) -> None:
+    """Raise a UserError if one of the paths is outside of the folders, once links are resolved.
+
+    Args:
+        name, file: what the error names: a setting, and its value.
+        instead: what the error advises.
+    """
     roots = list(map(os.path.realpath, folders))
-    reals = (Path(os.path.realpath(one)) for one in (given, *matches))
-    if (
-        "://" in file
-        or ".." in given.parts
-        or not all(any(real.is_relative_to(root) for root in roots) for real in reals)
-    ):
-        raise UserError(
-            f"{path}={file} lies outside of {' and '.join(folders)}: start the studio in a folder around it, or write "
-            f"the recipe to a file and use gptworks train."
-        )
+    for path in paths:
+        real = Path(os.path.realpath(path))
+        if "://" in file or ".." in path.parts or not any(real.is_relative_to(root) for root in roots):
+            raise UserError(
+                f"{name}={file} lies outside of {' and '.join(folders)}: start the studio in a folder around it, or "
+                f"{instead}."
+            )

@@ -19,6 +19,7 @@ from gptworks.serve import openai
 from gptworks.serve.app import body_of
 from gptworks.serve.errors import APIError
 from gptworks.studio.answers import as_json
+from gptworks.studio.drafting import MOST_TEXT
 from gptworks.studio.form import form
 from gptworks.studio.library import RunFolder
 from gptworks.studio.play import RunName
@@ -27,8 +28,6 @@ from gptworks.studio.resuming import allowed_changes, resumption
 from gptworks.studio.state import Studio, studio_of
 from gptworks.training.fork import fork
 
-MOST_TEXT = 100_000
-"""Maximum number of characters in a recipe's text."""
 MOST_EDITS = 64
 MOST_ASKED = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -112,7 +111,8 @@ def _writable(request: Request) -> None:
 
 
 router = APIRouter(include_in_schema=False)
-actions = APIRouter(include_in_schema=False, dependencies=[Depends(_writable)])
+writable = Depends(_writable)
+actions = APIRouter(include_in_schema=False, dependencies=[writable])
 """Routes that write files, or start or stop runs. A read-only studio rejects requests to these routes."""
 
 
@@ -127,8 +127,7 @@ async def _ask(studio: Studio, body: CheckRequest | _Recipe, ask: str, **more: A
     elif origin is not None and origin.run is not None:
         name = origin.run
         found = str((await studio.checks.in_thread(lambda: library.get(name))).folder)
-    allowed = list(dict.fromkeys(str(one.absolute()) for one in (Path.cwd(), *library.roots)))
-    return await studio.checks.ask({"ask": ask, "text": body.text, "origin": found, "allowed": allowed, **more})
+    return await studio.checks.ask({"ask": ask, "text": body.text, "origin": found, "allowed": studio.allowed, **more})
 
 
 async def _checked(studio: Studio, body: _Recipe, *edits: tuple[str, str | None]) -> str:
@@ -195,7 +194,7 @@ async def processes(
 async def start_new(request: Request) -> Response:
     """Write a recipe as NAME.yaml, and train it in the folder NAME next to this file."""
     studio, body = studio_of(request), await body_of(request, NewRequest)
-    folder = _new_folder(studio.library.roots[0], body.name)
+    folder = new_folder(studio.library.roots[0], body.name)
     text = await _checked(studio, body, ("name", body.name), ("run_dir", str(folder)))
     await studio.checks.in_thread(lambda: _start_new(studio.processes, body.name, folder, text))
     return as_json({"run": body.name})
@@ -222,7 +221,7 @@ async def resume(request: Request) -> Response:
 async def fork_run(request: Request) -> Response:
     """Fork a run at a checkpoint into a new folder, with changed settings."""
     studio, body = studio_of(request), await body_of(request, ForkRequest)
-    folder = _new_folder(studio.library.roots[0], body.name)
+    folder = new_folder(studio.library.roots[0], body.name)
     run, text = await _changed_text(studio, body)
 
     def begin_fork() -> None:
@@ -261,7 +260,7 @@ async def _changed_text(studio: Studio, body: ResumeRequest) -> tuple[RunFolder,
 # ------------------------------------------------------------------------------------------------ a new run's folder
 
 
-def _new_folder(root: Path, name: str) -> Path:
+def new_folder(root: Path, name: str) -> Path:
     """Return the folder for a new run, which does not exist yet.
 
     Raises:

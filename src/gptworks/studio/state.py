@@ -12,6 +12,7 @@ from gptworks.choices import SAMPLING
 from gptworks.planning.params import count_parameters
 from gptworks.serve.service import Service
 from gptworks.studio.checking import Checks
+from gptworks.studio.drafting import Drafts
 from gptworks.studio.feed import Feed
 from gptworks.studio.library import Library
 from gptworks.studio.loaded import Engines
@@ -59,6 +60,12 @@ class Studio:
     checks: Checks = field(default_factory=Checks)
     reader: Reader = field(default_factory=Reader)
     data: OpenData = field(default_factory=OpenData)
+    drafts: Drafts = field(default_factory=Drafts)
+
+    @property
+    def allowed(self) -> list[str]:
+        """The folders below which a request may name files: the one in which the studio was started, and the given."""
+        return list(dict.fromkeys(str(one.absolute()) for one in (Path.cwd(), *self.library.roots)))
 
     def describe(self) -> dict[str, Any]:
         """Return the answer of /studio/state. Slow: call it in a thread."""

@@ -47,3 +47,18 @@ export function ModelChoice({ models, chosen, choose, name }) {
         ${stepOptions(model?.checkpoints)}
       </select></span>`;
 }
+
+/** A name for a new run: `name`, with a number if a run has it. */
+export function freeName(name, models) {
+  const taken = new Set(models.map((model) => model.id));
+  const clean =
+    name
+      .replace(/[^A-Za-z0-9._-]/g, "-")
+      .replace(/^[^A-Za-z0-9]+/, "")
+      .slice(0, 90) || "run";
+  const base = clean.replace(/-\d+$/, "");
+  let n = 2;
+  if (!taken.has(clean)) return clean;
+  while (taken.has(`${base}-${n}`)) n += 1;
+  return `${base}-${n}`;
+}

@@ -2,6 +2,7 @@
 
 import { part, start } from "./shell.js";
 
+part("home", "Home", () => import("./home.js"));
 part("play", "Play", () => import("./play.js"));
 part("runs", "Runs", () => import("./runs.js"));
 part("read", "Read", () => import("./read.js"));

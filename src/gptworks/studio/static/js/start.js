@@ -1,6 +1,7 @@
 // The part Start: a recipe as a form and as text, its plan, and the runs that are started with it.
 
 import { get, post } from "./api.js";
+import { freeName } from "./choice.js";
 import { count } from "./format.js";
 import { html, useCallback, useEffect, useLayoutEffect, useRef, useState } from "./ui.js";
 import { Changes, useChanges } from "./start/changes.js";
@@ -33,7 +34,7 @@ export function Part({ state, route, refresh, shown }) {
       setStep(null);
       setProblem(null);
       say("");
-      setName(free((chosen.recipe ?? chosen.run).split("/").at(-1), state.models));
+      setName(freeName((chosen.recipe ?? chosen.run).split("/").at(-1), state.models));
     },
     [state.models],
   );
@@ -50,7 +51,7 @@ export function Part({ state, route, refresh, shown }) {
     try {
       await post(`studio/start/${path}`, body);
       say(words);
-      if (path !== "resume" && body.name) setName(free(body.name, [...state.models, { id: body.name }]));
+      if (path !== "resume" && body.name) setName(freeName(body.name, [...state.models, { id: body.name }]));
     } catch (error) {
       setProblem(error.message);
     }
@@ -229,20 +230,6 @@ function about(known, origin, way, name, step) {
   return way === "resume"
     ? "The run trains on from its newest checkpoint."
     : `${what}The recipe is written to ${known.folder}/${name || "NAME"}.yaml.`;
-}
-
-function free(name, models) {
-  const taken = new Set(models.map((model) => model.id));
-  const clean =
-    name
-      .replace(/[^A-Za-z0-9._-]/g, "-")
-      .replace(/^[^A-Za-z0-9]+/, "")
-      .slice(0, 90) || "run";
-  const base = clean.replace(/-\d+$/, "");
-  let n = 2;
-  if (!taken.has(clean)) return clean;
-  while (taken.has(`${base}-${n}`)) n += 1;
-  return `${base}-${n}`;
 }
 
 function key(origin) {

@@ -1,0 +1,68 @@
+"""The page's part Home in a browser: a folder becomes a run by clicks, and the other choices lead to the parts."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser import AXE, Studio, axe, open_studio, screenshot
+from gptworks.recipe import load_recipe
+from test_draft import prose
+
+pytestmark = pytest.mark.browser
+
+SIZES = {"phone": (390, 844), "laptop": (1280, 800), "4k": (3840, 2160)}
+
+
+@pytest.fixture
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Studio]:
+    """A studio without a run, next to a folder of texts."""
+    monkeypatch.chdir(tmp_path)
+    texts = tmp_path / "letters"
+    texts.mkdir()
+    (texts / "a.txt").write_text(prose(60_000), encoding="utf-8")
+    (texts / "b.txt").write_bytes("Der Fluß führt im Frühling überall mehr Wasser, sagte sie.\n".encode("cp1252") * 9)
+    (texts / "c.pdf").write_bytes(b"broken")
+    (tmp_path / "runs").mkdir()
+    with open_studio(Path("runs")) as opened:
+        yield opened
+
+
+def test_a_folder_becomes_a_run_whose_samples_are_shown(new_page: Callable[..., Any], begun: Studio) -> None:
+    page = new_page()
+    page.goto(f"{begun.url}/#/home")
+    page.get_by_text("There is no model here yet").first.wait_for()
+    page.get_by_label("Folder", exact=True).fill("/etc")
+    assert page.get_by_label("Name", exact=True).input_value() == "etc"
+    page.get_by_role("button", name="Look at it").click()
+    page.get_by_role("alert").get_by_text("folder=/etc lies outside of").wait_for()
+    page.get_by_label("Folder", exact=True).fill("letters")
+    page.get_by_label("Minutes", exact=True).fill("0.1")
+    page.get_by_role("button", name="Look at it").click()
+    page.get_by_role("button", name="Cancel").click()
+    page.get_by_text("Cancelled.").wait_for()
+    page.get_by_role("button", name="Look at it").click()
+    found = page.get_by_role("region", name="What was found")
+    found.get_by_text("2 of 3 files in letters are read").wait_for()
+    assert "cp1252 (guessed)" in found.inner_text() and "c.pdf: " in found.inner_text()
+    assert page.locator(".home-passages pre").count() == 6
+    page.reload()
+    cost = page.get_by_role("region", name="What it will cost")
+    cost.wait_for()
+    assert "parameters" in cost.inner_text() and "at most" in cost.inner_text()
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        for name, (width, height) in SIZES.items():
+            page.set_viewport_size({"width": width, "height": height})
+            assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth"), name
+            if AXE is not None:
+                assert axe(page) == []
+            screenshot(page, f"home-{name}-{scheme}")
+    cost.get_by_role("button", name="Start training letters").click()
+    page.wait_for_url("**/#/runs/letters")
+    page.locator(".sample", has_text="letters, step").first.wait_for()
+    assert load_recipe("runs/letters").data.sources[0].type == "files"
+    page.goto(f"{begun.url}/#/home")
+    page.get_by_role("region", name="Talk to a model").get_by_role("link", name="Play").click()
+    page.get_by_label("Model of column 1").wait_for()

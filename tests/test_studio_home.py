@@ -1,0 +1,108 @@
+"""The studio's routes that draft a recipe for a folder: the one of `gptworks init`, for allowed folders only."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+import commands
+from browser import Studio, open_studio
+from gptworks.draft.texts import look_at
+from gptworks.recipe import load_recipe
+from gptworks.studio import drafting, processes
+from histories import write_run
+from serving import until
+from test_draft import prose
+
+
+@pytest.fixture
+def studio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Studio]:
+    for module in (drafting, processes):
+        monkeypatch.setattr(module, "Popen", lambda words, **options: commands.start(*words[1:], **options))
+    texts = tmp_path / "here" / "texts"
+    texts.mkdir(parents=True)
+    (texts / "a.txt").write_text(prose(60_000), encoding="utf-8")
+    (texts / "b.txt").write_bytes("Der Fluß führt im Frühling überall mehr Wasser, sagte sie.\n".encode("cp1252") * 9)
+    (texts / "c.pdf").write_bytes(b"broken")
+    write_run(tmp_path / "here" / "runs" / "old", [])
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret.txt").write_text("secret " * 9000)
+    monkeypatch.chdir(tmp_path / "here")
+    with open_studio(Path("runs")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def http(studio: Studio) -> Iterator[httpx.Client]:
+    with studio.http() as client:
+        yield client
+
+
+def look(http: httpx.Client, folder: str, status: int = 200, minutes: float = 0.1, name: str = "mine") -> Any:
+    answer = http.post("/studio/home/look", json={"folder": folder, "minutes": minutes, "name": name})
+    assert answer.status_code == status, answer.text
+    return answer.json()["drafting" if status == 200 else "error"]
+
+
+def ended(http: httpx.Client) -> Any:
+    until(lambda: http.get("/studio/home").json()["drafting"]["state"] != "working", 240)
+    return http.get("/studio/home").json()["drafting"]
+
+
+def test_a_folder_is_looked_at_its_recipe_drafted_and_its_run_started(http: httpx.Client) -> None:
+    assert http.get("/studio/home").json()["drafting"] is None
+    assert look(http, "texts")["state"] == "working"
+    assert "wait until that ends" in look(http, "texts", 400)["message"]
+    found = ended(http)
+    assert found["state"] == "ready" and found["problem"] is None
+    expected = look_at(Path("texts"))
+    assert found["texts"]["n_bytes"] == expected.n_bytes and found["texts"]["n_read"] == 2
+    kinds = {kind["kind"]: kind for kind in found["texts"]["kinds"]}
+    assert kinds[".txt"]["notes"] == ["1 read as cp1252 (guessed)"] and kinds[".pdf"]["n_skipped"] == 1
+    assert [kind["reasons"] for kind in kinds.values()] == [kind.reasons for kind in expected.table()]
+    passages = [one["text"] for one in found["texts"]["passages"]]
+    assert passages and all(passage in "\n".join(expected.sample) for passage in passages)
+    draft = found["draft"]
+    Path("drafted.yaml").write_text(draft["text"], encoding="utf-8")
+    recipe = load_recipe("drafted.yaml")
+    assert draft["tokens"] == recipe.train.max_steps * recipe.train.batch_size * recipe.model.context_length
+    assert f"{draft['parameters']:,}" in draft["text"] and draft["disk_bytes"] > draft["weights_bytes"] > 0
+    answer = http.post("/studio/start/new", json={"name": "mine", "text": draft["text"]})
+    assert answer.status_code == 200, answer.text
+    assert load_recipe("runs/mine.yaml").data.sources == recipe.data.sources
+    http.post("/studio/start/stop", json={"run": "mine"})
+
+
+def test_only_folders_inside_are_read_and_nothing_long_begins_in_vain(http: httpx.Client, tmp_path: Path) -> None:
+    (tmp_path / "here" / "link").symlink_to(tmp_path / "outside")
+    outside = (str(tmp_path / "outside"), "link", "../outside", "texts/../../outside", "/", "~", "/etc/passwd")
+    for folder in (*outside, "file:///etc", "https://x.org/a"):
+        assert "lies outside of" in look(http, folder, 400)["message"], folder
+    assert "lies outside of" not in look(http, "texts", 400, name="../up")["message"]
+    assert "exists" in look(http, "texts", 409, name="old")["message"]
+    for body in ({"folder": "a\0b"}, {"folder": ""}, {"minutes": 0}, {"minutes": 1e9}):
+        answer = http.post("/studio/home/look", json={"folder": "texts", "minutes": 1, "name": "mine"} | body)
+        assert answer.status_code == 400, answer.text
+    assert http.get("/studio/home").json()["drafting"] is None
+    look(http, "~nobody-of-this-name")
+    found = ended(http)
+    assert found["state"] == "failed" and "no such file or folder" in found["problem"]
+
+
+def test_cancelling_ends_the_process(http: httpx.Client, studio: Studio) -> None:
+    look(http, "texts", minutes=100)
+    answer = http.post("/studio/home/cancel", json={})
+    assert answer.json()["drafting"]["state"] == "cancelled"
+    assert studio.app.state.studio.drafts.last.process.poll() is not None
+    look(http, "texts", minutes=100)
+    studio.app.state.studio.drafts.last.process.kill()
+    assert "ended with exit code" in ended(http)["problem"]
+
+
+def test_a_read_only_studio_looks_at_no_folder(studio: Studio) -> None:
+    with open_studio(Path("runs"), read_only=True) as closed, closed.http() as http:
+        assert "--read-only" in look(http, "texts", 403)["message"]
+        assert http.post("/studio/home/cancel", json={}).status_code == 403
+        assert http.get("/studio/home").json()["read_only"] is True
