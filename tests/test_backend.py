@@ -2,8 +2,13 @@
 
 import gc
 import random
+import threading
+import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -11,6 +16,8 @@ from torch import Tensor
 
 from gptworks.infer.backends import native
 from gptworks.infer.backends.backend import Chunk, TorchBackend
+from gptworks.infer.backends.cache import SlotCache
+from gptworks.infer.backends.graphs import DecodingGraphs
 from gptworks.model.gpt import GPT
 from tiny import plain_model
 
@@ -167,3 +174,43 @@ def test_a_model_in_training_is_never_computed_natively(monkeypatch: pytest.Monk
     monkeypatch.setattr(native, "NativeBackend", None)
     assert isinstance(native.choose_backend(tiny().train(), 1, 8), TorchBackend)
     assert isinstance(native.choose_backend(tiny(), 1, 8, name="torch"), TorchBackend)
+
+
+def test_graphs_refuse_a_text_that_its_slot_does_not_hold() -> None:
+    """On the GPU, they would write outside the cache."""
+    model = tiny()
+    graphs = DecodingGraphs(model, SlotCache(model.config, 2, 8))
+    with pytest.raises(ValueError, match="9 tokens do not fit in a slot of 8"):
+        graphs.compute([Chunk(0, 3, [1]), Chunk(1, 8, [1])])
+
+
+def test_the_graphs_of_two_models_are_not_captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server has a thread for each model. A capture begins with a wait for the device, which another would forbid."""
+    capturing, together = threading.Lock(), []
+
+    @contextmanager
+    def capture(*_: Any) -> Iterator[None]:
+        alone = capturing.acquire(blocking=False)
+        together.append(not alone)
+        time.sleep(0.1)
+        yield
+        if alone:
+            capturing.release()
+
+    for name in ("Stream", "current_stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(GPT, "features", lambda self, tokens, rows: torch.zeros(*tokens.shape, self.config.d_model))
+    models = [tiny().float() for _ in range(2)]
+    threads = [
+        threading.Thread(
+            target=DecodingGraphs(model, SlotCache(model.config, 2, 8)).compute, args=([Chunk(0, 3, [1])],)
+        )
+        for model in models
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == [False, False]

@@ -49,7 +49,7 @@ def _part_kernel(  # type: ignore[no-untyped-def]
     capped: tl.constexpr,
     windowed: tl.constexpr,
 ):
-    text, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    text, head, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     n_heads, n_parts = tl.num_programs(1), tl.num_programs(2)
     slot, last = tl.load(slots + text), tl.load(positions + text)
     first = tl.maximum(last - window + 1, 0) if windowed else last * 0

@@ -120,9 +120,9 @@ class TorchBackend(Backend):
         self._by_room = scaling is not None and scaling.by_length
 
     def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
-        super().grow(n_slots, capacity, held)
-        if self._graphs is not None:
+        if self._graphs is not None:  # free the old ones' memory first
             self._graphs = DecodingGraphs(self.model, self.cache)
+        super().grow(n_slots, capacity, held)
 
     def compute(self, chunks: Sequence[Chunk], on_cuda: bool = False) -> list[Tensor]:
         results: dict[int, Tensor] = {}

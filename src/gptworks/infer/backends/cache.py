@@ -153,6 +153,11 @@ class SlotCache:
         if self.tokens is not None:
             self.tokens[target, :n_tokens] = self.tokens[source, :n_tokens]
 
+    def check(self, n_tokens: int) -> None:
+        """Raise ValueError if a slot does not hold this many tokens."""
+        if n_tokens > self.capacity:
+            raise ValueError(f"{n_tokens} tokens do not fit in a slot of {self.capacity}")
+
     def rows(self, parts: Sequence[tuple[int, int, int]], room: int | None = None) -> "SlotRows":
         """Return the cache positions for the new tokens of several texts, which form one flat batch [1, N].
 
@@ -163,9 +168,7 @@ class SlotCache:
         Raises:
             ValueError: a text has more tokens than a slot holds.
         """
-        longest = max(start + n_new for _, start, n_new in parts)
-        if longest > self.capacity:
-            raise ValueError(f"{longest} tokens do not fit in a slot of {self.capacity}")
+        self.check(max(start + n_new for _, start, n_new in parts))
         flat = [(slot, start + i) for slot, start, n_new in parts for i in range(n_new)]
         slots, positions = on_device(list(zip(*flat, strict=True)), self.device)
         layers = zip(self.keys, self.values, strict=True)

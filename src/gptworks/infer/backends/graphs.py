@@ -4,7 +4,9 @@ A graph computes one token of each of a number of texts, of any lengths. The num
 last text is then computed several times.
 """
 
+import threading
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +19,16 @@ from gptworks.model.gpt import GPT
 if TYPE_CHECKING:
     from gptworks.infer.backends.backend import Chunk
 
+_CAPTURING = threading.Lock()
+"""Held during a capture: no other thread may begin one then, as that waits for the device, which a capture forbids. A
+server has a thread for each model."""
+
 
 class DecodingGraphs:
-    """Computes decoding steps of a model on CUDA by graphs, each captured at the first step of so many texts."""
+    """Computes decoding steps of a model on CUDA by graphs, each captured at the first step with its number of texts.
+
+    All share one memory pool, as their steps never overlap and their results are copied.
+    """
 
     def __init__(self, model: GPT, cache: SlotCache) -> None:
         self._model, self._cache = model, cache
@@ -29,8 +38,13 @@ class DecodingGraphs:
     def compute(self, chunks: Sequence["Chunk"]) -> tuple[Tensor, Tensor]:
         """Return features [N, C] and logits, float32 [N, V], of one token of each of N texts, and extend their slots.
 
-        Call this in inference mode, with the model in evaluation mode.
+        Call this in inference mode, with the model in evaluation mode. With autocast, all calls must be in the context
+        of the first: graphs read the copies of weights that it keeps.
+
+        Raises:
+            ValueError: a text has more tokens than a slot holds.
         """
+        self._cache.check(1 + max(chunk.start for chunk in chunks))
         if self._weights != (weights := _addresses(self._model)):
             self._graphs, self._weights = {}, weights
         n_texts = 1 << (len(chunks) - 1).bit_length()
@@ -47,7 +61,7 @@ class DecodingGraphs:
 class _Graph:
     def __init__(self, model: GPT, cache: SlotCache, given: Tensor, shared: "_Graph | None") -> None:
         """Capture a step. `given`: token, slot and position of each text, int64 [3, N]. `shared`: a graph whose memory
-        is used again."""
+        pool this one uses too."""
         self._given = given.to(model.device)
 
         def step() -> tuple[Tensor, Tensor]:
@@ -55,20 +69,27 @@ class _Graph:
             features = model.features(self._given[:1], rows)[0]
             return features, model.logits(features).float()
 
-        stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(model.device))
-        with torch.cuda.stream(stream):
-            step()  # libraries allocate their memory before the capture
-        torch.cuda.current_stream(model.device).wait_stream(stream)
+        stream, here = _capture_stream(model.device), torch.cuda.current_stream(model.device)
         self._graph = torch.cuda.CUDAGraph()
         pool = None if shared is None else shared._graph.pool()
-        with torch.cuda.graph(self._graph, pool, stream, "thread_local"):
-            self._results = step()
+        with _CAPTURING:
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                step()  # libraries allocate their memory before the capture
+            here.wait_stream(stream)
+            with torch.cuda.graph(self._graph, pool, stream, "thread_local"):
+                self._results = step()
 
     def replay(self, given: Tensor) -> tuple[Tensor, Tensor]:
         self._given.copy_(given, non_blocking=True)
         self._graph.replay()
         return self._results
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all captures on a device: for each stream, cuBLAS keeps tens of megabytes of workspace."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def captures_graphs(model: GPT) -> bool:
