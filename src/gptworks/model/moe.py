@@ -134,7 +134,8 @@ class MoE(nn.Module):
             readers=("gate", "up"),
         )
         enough = s.n_tokens * c.n_experts_per_token >= GROUPED_ROWS * c.n_experts
-        if not s.on_cpu and s.autocast and enough and c.d_model % 8 == c.d_ff % 8 == 0:  # see `takes_groups`
+        grouped = s.has_flash and s.autocast and enough and c.d_model % 8 == c.d_ff % 8 == 0
+        if grouped:  # see `takes_groups`; these GPUs train in bf16
             parts = [MLP.cost(s, c.d_ff, 0, s.n_tokens * c.n_experts_per_token, expert=True, n_grouped=c.n_experts)]
         else:
             parts = [MLP.cost(s, c.d_ff, 0, share, expert=True) for _ in range(c.n_experts)]
