@@ -44,12 +44,12 @@ def test_a_folder_becomes_a_run_whose_samples_are_shown(new_page: Callable[..., 
     page.get_by_text("Cancelled.").wait_for()
     page.get_by_role("button", name="Look at it").click()
     found = page.get_by_role("region", name="What was found")
-    found.get_by_text("2 of 3 files in letters are read").wait_for()
+    found.get_by_text("2 of 3 files in letters are read").wait_for(timeout=240_000)
     assert "cp1252 (guessed)" in found.inner_text() and "c.pdf: " in found.inner_text()
     assert page.locator(".home-passages pre").count() == 6
     page.reload()
     cost = page.get_by_role("region", name="What it will cost")
-    cost.wait_for()
+    cost.wait_for(timeout=240_000)
     assert "parameters" in cost.inner_text() and "at most" in cost.inner_text()
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
@@ -60,8 +60,8 @@ def test_a_folder_becomes_a_run_whose_samples_are_shown(new_page: Callable[..., 
                 assert axe(page) == []
             screenshot(page, f"home-{name}-{scheme}")
     cost.get_by_role("button", name="Start training letters").click()
-    page.wait_for_url("**/#/runs/letters")
-    page.locator(".sample", has_text="letters, step").first.wait_for()
+    page.wait_for_url("**/#/runs/letters", timeout=240_000)
+    page.locator(".sample", has_text="letters, step").first.wait_for(timeout=240_000)
     assert load_recipe("runs/letters").data.sources[0].type == "files"
     page.goto(f"{begun.url}/#/home")
     page.get_by_role("region", name="Talk to a model").get_by_role("link", name="Play").click()

@@ -48,7 +48,7 @@ def studio(
     signs one browser in, and a new link once it was used.
     """
     if not runs and not DEFAULT_RUNS.is_dir():
-        raise UserError("there is no folder runs here: name run folders, or folders of them: gptworks studio RUNS.")
+        raise UserError("there is no folder runs here: make it, or name folders of runs: gptworks studio RUNS.")
     try:
         from gptworks.serve.log import logged_to_stderr
         from gptworks.serve.server import make_server

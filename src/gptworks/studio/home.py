@@ -61,6 +61,6 @@ async def cancel(request: Request) -> Response:
 def _answer(studio: Studio) -> Response:
     last = studio.drafts.last
     return as_json({
-        "read_only": studio.read_only, "folders": studio.allowed, "at": str(studio.library.roots[0]),
+        "read_only": studio.read_only, "folders": studio.allowed,
         "drafting": None if last is None else last.describe(),
     })  # fmt: skip

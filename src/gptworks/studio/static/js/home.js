@@ -92,7 +92,7 @@ export function Part({ state, shown, refresh }) {
     ${shown && html`<${Training} ...${{ state, shown, act, readOnly: state.read_only }} />`}
     ${
       drafting?.draft &&
-      html`<${Cost} drafting=${drafting} at=${home.at} busy=${busy}
+      html`<${Cost} drafting=${drafting} busy=${busy}
       start=${() => act("new", { name: drafting.name, text: drafting.draft.text })} />`
     }
     ${
@@ -135,10 +135,13 @@ function Ask({ home, working, look, models }) {
     <label>Name <input class="field" required maxlength="100" spellcheck="false" autocomplete="off" value=${name}
       onInput=${(event) => setTyped(event.target.value.trim() || null)} /></label>
     <button class="button primary" disabled=${working}>Look at it</button>
-    <p id="home-where" class="quiet">The folder, or one file, must be in ${home.folders.join(" or ")}.
-      Nothing is trained
-      before you have seen what was found and what it costs.</p>
+    <p id="home-where" class="quiet">The folder, or one file, must be in ${outermost(home.folders).join(" or ")}.
+      Nothing is trained before you have seen what was found and what it costs.</p>
   </form>`;
+}
+
+function outermost(folders) {
+  return folders.filter((one) => !folders.some((other) => one.startsWith(`${other}/`)));
 }
 
 function Working({ drafting, cancel }) {

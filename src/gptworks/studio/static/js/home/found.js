@@ -3,13 +3,13 @@
 import { bytes, count, rate, short } from "../format.js";
 import { html } from "../ui.js";
 
-export function Cost({ drafting, at, start, busy }) {
+export function Cost({ drafting, start, busy }) {
   const { draft, name } = drafting;
   const figures = {
     "Size of the model": `${short(draft.parameters)} parameters, ${bytes(draft.weights_bytes)}`,
-    Time: `about ${minutes(draft.minutes)}, at ${rate(draft.rate)} tokens a second measured on ${draft.device}`,
-    Training: `reads ${count(draft.tokens)} tokens: the text ${rate(draft.epochs)} times`,
-    Disk: draft.disk_bytes == null ? "unknown" : `at most ${bytes(draft.disk_bytes)}, in ${at}/${name}`,
+    Time: `about ${time(draft.minutes)}, at ${rate(draft.rate)} tokens a second measured on ${draft.device}`,
+    Training: `reads ${count(draft.tokens)} tokens: the text ${rounded(draft.epochs)} times`,
+    Disk: draft.disk_bytes == null ? "unknown" : `at most ${bytes(draft.disk_bytes)}, for checkpoints and tokens`,
     Memory: `${bytes(draft.memory_bytes)} at the peak, of ${bytes(draft.free_bytes)} free`,
   };
   return html`<section class="card home-wide" aria-label="What it will cost">
@@ -29,8 +29,9 @@ export function Found({ texts, folder }) {
   const more = texts.n_kinds - texts.kinds.length;
   return html`<section class="card home-found" aria-label="What was found">
     <h2>What was found</h2>
-    <p>${count(texts.n_read)} of ${count(texts.n_read + texts.n_skipped)} files in ${folder} are read:
-      ${bytes(texts.n_bytes)} of text.</p>
+    <p>${`${count(texts.n_read)} of ${count(texts.n_read + texts.n_skipped)} files in ${folder} are read: `}${bytes(
+      texts.n_bytes,
+    )} of text.</p>
     <div class="home-scroll" tabindex="0" role="group" aria-label="Files by kind"><table>
       <thead><tr><th scope="col">kind</th>${["read", "skipped", "text"].map(
         (name) => html`<th key=${name} scope="col" class="home-number">${name}</th>`,
@@ -60,8 +61,12 @@ export function Passages({ passages }) {
   </section>`;
 }
 
-function minutes(n) {
-  if (n >= 120) return `${rate(n / 60)} hours`;
-  const shown = rate(n);
-  return `${shown} ${shown === "1" ? "minute" : "minutes"}`;
+function time(minutes) {
+  if (minutes < 2) return `${rounded(60 * minutes)} seconds`;
+  return minutes < 120 ? `${rounded(minutes)} minutes` : `${rounded(minutes / 60)} hours`;
+}
+
+/** An estimate in two digits. */
+function rounded(x) {
+  return x < 10 ? String(Number(x.toPrecision(2))) : count(Number(x.toPrecision(2)));
 }
