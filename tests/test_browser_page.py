@@ -132,7 +132,7 @@ def test_a_link_signs_one_browser_in_and_a_typed_key_one_tab(new_page: Callable[
         page.reload()
         page.get_by_role("link", name="Model", exact=True).wait_for()
         tab = page.context.new_page()  # of the same browser
-        tab.goto(guarded.url)
+        tab.goto(f"{guarded.url}/#/play")
         tab.wait_for_selector(".play")
         other.goto(link)
         other.get_by_role("heading", name="This server asks for a key").wait_for()
