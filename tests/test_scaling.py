@@ -68,6 +68,7 @@ def rehearsed_rows(arguments: str) -> list[list[str]]:
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(1200)  # 1,024 fake ranks of 2.7B
 @pytest.mark.parametrize("arguments", dict.fromkeys(row[0].strip("`") for row in rows("What was shown")))
 def test_what_the_page_says_was_shown_is_what_rehearse_shows(arguments: str) -> None:
     shown = [row for row in rows("What was shown") if row[0] == f"`{arguments}`"]
