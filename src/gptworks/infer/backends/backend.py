@@ -145,14 +145,18 @@ class TorchBackend(Backend):
 
     def _compute(self, chunks: list[Chunk], stays: bool) -> list[Tensor]:
         """Compute chunks together; the logits of each, on the model's device if it `stays` there, else on the CPU."""
+        decodes = all(len(chunk.tokens) == chunk.n_logits == 1 for chunk in chunks)
+        with eval_mode(self.model), torch.inference_mode():
+            graphs = self._graphs if decodes else None
+            rows, logits = self._pass(chunks) if graphs is None else graphs.compute(chunks)
+            logits = logits if stays else logits.cpu()
+        if self.features is not None:
+            self._keep(chunks, rows)
+        return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
+
+    def _pass(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor]:
+        """Run the model on the chunks; return the features [n, C] and the logits, float32 [n, V], of wanted tokens."""
         device = self.model.device
-        if self._graphs is not None and all(len(chunk.tokens) == chunk.n_logits == 1 for chunk in chunks):
-            with eval_mode(self.model), torch.inference_mode():
-                rows, logits = self._graphs.compute(chunks)
-                logits = logits if stays else logits.cpu()
-            if self.features is not None:
-                self._keep(chunks, rows)
-            return list(torch.split(logits, 1))
         tokens = on_device([[token for chunk in chunks for token in chunk.tokens]], device)  # 1 N
         parts = [(chunk.slot, chunk.start, len(chunk.tokens)) for chunk in chunks]
         wanted: list[int] = []
@@ -160,11 +164,6 @@ class TorchBackend(Backend):
         for chunk in chunks:
             end += len(chunk.tokens)
             wanted += range(end - chunk.n_logits, end)
-        with eval_mode(self.model), torch.inference_mode():
-            features = self.model.features(tokens, self.cache.rows(parts, chunks[0].room if self._by_room else None))
-            rows = features[0] if len(wanted) == end else features[0].index_select(0, on_device(wanted, device))
-            logits = self.model.logits(rows).float()
-            logits = logits if stays else logits.cpu()
-        if self.features is not None:
-            self._keep(chunks, rows)
-        return list(torch.split(logits, [chunk.n_logits for chunk in chunks]))
+        features = self.model.features(tokens, self.cache.rows(parts, chunks[0].room if self._by_room else None))
+        rows = features[0] if len(wanted) == end else features[0].index_select(0, on_device(wanted, device))
+        return rows, self.model.logits(rows).float()
