@@ -1,18 +1,13 @@
 """Triton's attention over the cache against attention without one: on a GPU, and on a CPU in Triton's interpreter."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
-from importlib.metadata import version
 
-import numpy as np
 import pytest
 import torch
 
 from gptworks.infer.backends.cache import Vectors
 from gptworks.model.scores import Scores, attend_reference
+from triton_interpreter import interpret
 
 CASES = [
     # cache, key/value heads, query heads, width, window, softcap, programs
@@ -46,13 +41,7 @@ def check_all(device: str) -> None:
 
 
 def test_cached_attention_in_tritons_interpreter() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    if version("triton") < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("this Triton's interpreter does not work with numpy 2.4")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    interpret(__file__)
 
 
 @pytest.mark.cuda

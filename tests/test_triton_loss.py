@@ -1,13 +1,7 @@
 """Triton's cross-entropy against the definition in float64: on a GPU, and on a CPU in Triton's interpreter."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +15,7 @@ from gptworks.model.loss import (
     target_logprobs,
     token_nats,
 )
+from triton_interpreter import interpret
 
 COLUMNS = (1, 5, 257, 4096, 4097, 9001)
 """Vocabulary sizes: less than a block of the kernel, one, and several with a part."""
@@ -89,13 +84,7 @@ def check_all(device: str) -> None:
 
 
 def test_rows_in_tritons_interpreter() -> None:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    if version("triton") < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("this Triton's interpreter does not work with numpy 2.4")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    interpret(__file__)
 
 
 @pytest.mark.parametrize("dtype", fused_loss.DTYPES)
