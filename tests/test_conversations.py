@@ -1,5 +1,6 @@
 """Records of three shapes in files of four kinds, and the errors for broken ones."""
 
+import csv
 import gzip
 import json
 from pathlib import Path
@@ -40,7 +41,7 @@ def turns(conversation: Conversation) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("shape", "record"), [("alpaca", ALPACA), ("sharegpt", SHAREGPT), ("messages", MESSAGES)])
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "parquet", "dataset", "saved"])
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "NDJSON", "json", "parquet", "dataset", "saved"])
 def test_shapes_are_recognized_in_every_kind_of_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, record: dict[str, Any], kind: str
 ) -> None:
@@ -48,7 +49,7 @@ def test_shapes_are_recognized_in_every_kind_of_file(
     if shape == "messages":  # a table's column has one type
         record = {"messages": [message | {"content": text} for message, (_, text) in zip(
             record["messages"], TURNS[shape], strict=True)]}  # fmt: skip
-    if kind == "jsonl":
+    if kind in ("jsonl", "NDJSON"):
         write_jsonl(file, [record, record])
     elif kind == "jsonl.gz":
         file.write_bytes(gzip.compress((json.dumps(record) + "\n").encode() * 2))
@@ -75,6 +76,17 @@ def test_shapes_are_recognized_in_every_kind_of_file(
         (TURNS[shape], shape, 1),
         (TURNS[shape], shape, 2),
     ]
+
+
+@pytest.mark.parametrize(("ending", "delimiter"), [("csv", ","), ("CSV", ";"), ("tsv", "\t")])
+def test_a_table_gives_one_record_a_row(tmp_path: Path, ending: str, delimiter: str) -> None:
+    rows = [["instruction", "input", "output"], ["Translate.", "Guten Tag", "Good day"], ["Sum up.", "", "In short"]]
+    with (tmp_path / f"data.{ending}").open("w", newline="") as file:
+        csv.writer(file, delimiter=delimiter).writerows(rows)
+    found = read(tmp_path)
+    assert [(turns(one), one.shape) for one in found] == [
+        (TURNS["alpaca"], "alpaca"), ([("user", "Sum up."), ("assistant", "In short")], "alpaca"),
+    ]  # fmt: skip
 
 
 def test_messages_in_parts_and_files_of_a_folder(tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ def test_a_json_list_is_read_like_json_loads(
         (b"", {}, r"a list of objects is expected instead of ''"),
         (b'[{"text": "caf\xe9"}]', {}, r"a\.json is not UTF-8 text"),
         (b"[" + b'{"a": ' * 100_000, {}, r"a\.json, record 1: values are nested too deeply"),
+        (b'[{"text": "a", "more": {"a": 1, "a": 2}}]', {}, r"a\.json, record 1: the key 'a' is given twice"),
         (b'[{"body": "a"}]', {}, r"a\.json, record 1: no field `text`; its fields are body"),
     ],
 )

@@ -88,11 +88,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_folder_gives_its_files_in_order_of_path(tmp_path: Path) -> None:
-    for name in ("b.txt", "a/z.md", "a/b.txt", "c.py"):
+    for name in ("b.txt", "a/z.MD", "a/b.txt", "c.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert documents(text(tmp_path)) == ["a/b.txt", "a/z.md", "b.txt"]
-    assert documents(text(tmp_path, extensions=(".py",))) == ["c.py"]
+    assert documents(text(tmp_path)) == ["a/b.txt", "a/z.MD", "b.txt"]
+    assert documents(text(tmp_path, extensions=(".PY",))) == ["c.py"]
     assert documents(text(tmp_path / "**" / "*.txt")) == ["a/b.txt", "b.txt"]
     assert documents(text(tmp_path / "c.py"), text(tmp_path / "b.txt")) == ["c.py", "b.txt"]
 
@@ -193,6 +193,7 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
         ('{"text": "cut', r"a\.jsonl:2: not JSON"),
         ('["text"]', r"a\.jsonl:2: a list, not an object"),
         ('{"id": 1, "body": "x"}', r"a\.jsonl:2: no field `text`; its fields are id, body"),
+        ('{"text": "a", "text": "b"}', r"a\.jsonl:2: not JSON \(the key 'text' is given twice"),
         ('{"text": null}', r"a\.jsonl:2: field `text` is null"),
     ],
 )

@@ -39,7 +39,7 @@ def mapping_of(data: bytes) -> dict[str, Any]:
     if data.startswith(codecs.BOM_UTF8):
         raise ValueError("it begins with a byte order mark, which JSON does not allow; save it without one")
     try:
-        values = json.loads(data.decode("utf-8"), object_pairs_hook=_without_repeats)
+        values = json.loads(data.decode("utf-8"), object_pairs_hook=without_repeats)
     except RecursionError as error:
         raise ValueError(str(error)) from None
     if not isinstance(values, dict):
@@ -47,7 +47,7 @@ def mapping_of(data: bytes) -> dict[str, Any]:
     return values
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the key-value pairs as a mapping.
 
     Raises:

@@ -90,7 +90,7 @@ def _look(path: Path | None, as_json: bool) -> None:
 
 def tune(
     base: Annotated[str, Argument(metavar="BASE", help="A run, a Hugging Face folder, or ORG/NAME[@revision].")],
-    data: Annotated[Path, Argument(metavar="DATA", help="Conversations or instructions: .jsonl, .json, .parquet.")],
+    data: Annotated[Path, Argument(metavar="DATA", help="Conversations or questions: .jsonl, .json, .csv, .parquet.")],
     out: Out = Path("tune.yaml"),
     preference: Annotated[bool, Option("--preference", help="The records are pairs of answers.")] = False,
     as_json: options.AsJSON = False,

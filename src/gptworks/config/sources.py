@@ -228,9 +228,9 @@ class RecordsSource(FileSource):
 class ConversationsSource(RecordsSource):
     """Conversations, or instructions with answers. Each record is one example.
 
-    Records come from .jsonl, .json (one list) or .parquet files, or from a Hugging Face dataset. Each file's shape is
-    recognized by the keys of its records: alpaca (`instruction`, `input`, `output`), sharegpt (`conversations` of
-    `from` and `value`) or messages (`messages` of `role` and `content`).
+    Records come from .jsonl, .ndjson, .json (one list), .csv, .tsv or .parquet files, or from a Hugging Face dataset.
+    Each file's shape is recognized by the keys of its records: alpaca (`instruction`, `input`, `output`), sharegpt
+    (`conversations` of `from` and `value`) or messages (`messages` of `role` and `content`).
     """
 
     type: Measured[Literal["conversations"]]

@@ -12,9 +12,19 @@ from typing import Any
 from gptworks.chat_template import Message
 from gptworks.config import ConversationsSource
 from gptworks.data.conversations.keys import Fields, Shape, is_stated, learns, short, unread_in_record, unread_in_turn
+from gptworks.data.sources.delimited import CSV, read_table
 from gptworks.data.sources.json_lists import read_json
-from gptworks.data.sources.opening import plain_name
-from gptworks.data.sources.records import AnyRecords, Records, open_dataset, read_jsonl, read_parquet, whole_text
+from gptworks.data.sources.opening import has_ending
+from gptworks.data.sources.records import (
+    JSONL,
+    AnyRecords,
+    Parquet,
+    Records,
+    open_dataset,
+    read_jsonl,
+    read_parquet,
+    whole_text,
+)
 from gptworks.errors import UserError
 
 READING_VERSION = 2
@@ -307,11 +317,12 @@ def origins(source: AnyRecords) -> Iterator[tuple[str, Iterable[Any]]]:
         yield open_dataset(source)
         return
     for file in Records(source).files():
-        read = next((read for ending, read in _READ.items() if plain_name(file.name).endswith(ending)), read_json)
+        read = next((read for endings, read in _READ.items() if has_ending(file.name, endings)), read_json)
         yield str(file), (record for _, record in read(file))
 
 
-_READ: dict[str, Callable[[Path], Iterator[tuple[object, Mapping[str, Any]]]]] = {
-    ".jsonl": read_jsonl,
-    ".parquet": read_parquet,
+_READ: dict[tuple[str, ...], Callable[[Path], Iterator[tuple[object, Mapping[str, Any]]]]] = {
+    JSONL.endings: read_jsonl,
+    CSV.endings: read_table,
+    Parquet.endings: read_parquet,
 }

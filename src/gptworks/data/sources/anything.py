@@ -46,7 +46,7 @@ from gptworks.machine import usable_cpus
 PROSE = (".txt", ".md", ".text", ".rst", ".tex", ".org", ".adoc", ".markdown", ".log", "")
 CODE = tuple({ending.lower(): None for endings in LANGUAGES.values() for ending in endings})
 _ENDINGS: dict[str, Iterable[str]] = {
-    "text": (*PROSE, *CODE), "subtitles": (".srt", ".vtt"), "jsonl": (*JSONL.endings, ".ndjson"), "json": JSON.endings,
+    "text": (*PROSE, *CODE), "subtitles": (".srt", ".vtt"), "jsonl": JSONL.endings, "json": JSON.endings,
     "csv": CSV.endings, "parquet": Parquet.endings, "archive": Archive.endings, "html": HTML.endings,
     "warc": WARC.endings, **{kind: (f".{kind}",) for kind in PACKAGES if kind != "html"},
 }  # fmt: skip

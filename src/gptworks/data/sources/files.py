@@ -8,7 +8,7 @@ from pathlib import Path
 
 from gptworks.config.sources import FileSource
 from gptworks.data.shards import MANIFEST_FILE, TOKENIZER_FOLDER
-from gptworks.data.sources.opening import plain_name
+from gptworks.data.sources.opening import has_ending
 from gptworks.errors import UserError
 from gptworks.files import check_inside, is_url
 from gptworks.files.fetch import cache_folder, fetched
@@ -42,7 +42,7 @@ def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
 
 def _files_of_folder(folder: Path, endings: tuple[str, ...]) -> list[Path]:
     everything = list(walk(folder))
-    files = [file for file in everything if plain_name(file.name).endswith(endings) and file.is_file()]
+    files = [file for file in everything if has_ending(file.name, endings) and file.is_file()]
     check_links_of(folder, files)
     if not files:
         found = Counter(file.suffix or "(none)" for file in everything).most_common(5)

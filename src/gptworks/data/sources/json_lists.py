@@ -12,6 +12,7 @@ from gptworks.data.sources.base import Unit
 from gptworks.data.sources.opening import open_file
 from gptworks.data.sources.records import MOST_LINE_BYTES, Fields
 from gptworks.errors import UserError
+from gptworks.json_files import without_repeats
 
 _CHUNK_BYTES = 1 << 16
 _SPACE = " \t\r\n"
@@ -100,7 +101,7 @@ class _Text:
         self._held, self._at = "", 0
         self._decode = codecs.getincrementaldecoder("utf-8-sig")().decode
         self._ended = False
-        self._json = json.JSONDecoder()
+        self._json = json.JSONDecoder(object_pairs_hook=without_repeats)
 
     def peek(self) -> str:
         """Return the next character that is not white space, without taking it; empty at the end."""
@@ -133,6 +134,8 @@ class _Text:
                 cut_off = error.msg.startswith("Unterminated") or error.pos > len(self._held) - _LONGEST_WORD
                 if self._ended or not cut_off:
                     raise UserError(f"{where}: not JSON: {error.msg}, at its character {error.pos:,}.") from None
+            except ValueError as error:
+                raise UserError(f"{where}: {error}.") from None
             if len(self._held) > MOST_LINE_BYTES:
                 raise UserError(
                     f"{where}: larger than {MOST_LINE_BYTES:,} characters, the limit for a value, or a quotation mark "

@@ -39,6 +39,11 @@ def plain_name(name: str) -> str:
     return _full(name).rpartition(".")[0] if compression(name) else name
 
 
+def has_ending(name: str, endings: tuple[str, ...]) -> bool:
+    """Return whether a file's name, without the ending of its compression, has one of these endings in any case."""
+    return plain_name(name).lower().endswith(tuple(ending.lower() for ending in endings))
+
+
 def _full(name: str) -> str:
     """Return the name with an ending like `.tgz` written as `.tar.gz`."""
     stem, dot, ending = name.rpartition(".")

@@ -30,6 +30,7 @@ from gptworks.data.sources.opening import compression, open_file
 from gptworks.data.sources.sums import contents
 from gptworks.errors import UserError, not_installed
 from gptworks.files import check_tree, open_regular
+from gptworks.json_files import without_repeats
 
 AnyRecords = ConversationsSource | PreferencesSource
 AnyDataset = HuggingFaceSource | AnyRecords
@@ -51,7 +52,7 @@ class JSONL(Fields):
     """A source of files with one JSON object per line."""
 
     settings: JSONLSource
-    endings = (".jsonl",)
+    endings = (".jsonl", ".ndjson")
 
     def records(self, unit: Unit) -> Iterator[tuple[object, Mapping[str, Any]]]:
         return read_jsonl(unit.file, unit.start, unit.end)
@@ -80,7 +81,7 @@ class Records(Source):
     """A source of files, or a dataset, whose records are conversations or preference pairs."""
 
     settings: AnyRecords
-    endings = (".jsonl", ".json", ".parquet")
+    endings = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
     def signature(self) -> list[list[Any]]:
         return _dataset_signature(self.settings) if self.settings.dataset else super().signature()
@@ -239,7 +240,7 @@ def read_jsonl(
             continue
         where = Line(file, start, number)
         try:
-            record = json.loads(line)
+            record = json.loads(line, object_pairs_hook=without_repeats)
         except (ValueError, RecursionError) as error:
             skip(UserError(f"{where}: not JSON ({error}). {rule}"))
             continue

@@ -6,7 +6,7 @@ from pathlib import Path
 from gptworks.config.sources import TextSource
 from gptworks.data.sources.base import Piece, Source, Unit, borders, document, units_between
 from gptworks.data.sources.files import local_files, walk
-from gptworks.data.sources.opening import compression, open_file, plain_name, unpacked_size
+from gptworks.data.sources.opening import compression, has_ending, open_file, unpacked_size
 from gptworks.files import open_regular
 
 
@@ -34,4 +34,4 @@ class Text(Source):
             return []
         endings = self.settings.extensions
         files = walk(Path(self.settings.path).expanduser())  # yields nothing if the path is a file
-        return [file for file in files if not file.name.startswith(".") and not plain_name(file.name).endswith(endings)]
+        return [file for file in files if not file.name.startswith(".") and not has_ending(file.name, endings)]
