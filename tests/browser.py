@@ -95,15 +95,15 @@ class Studio:
 
 
 @contextmanager
-def open_studio(runs: Path, key: str | None = None, read_only: bool = False) -> Iterator[Studio]:
-    """Run a studio inside the `with`."""
+def open_studio(runs: Path | None = None, key: str | None = None, read_only: bool = False) -> Iterator[Studio]:
+    """Run a studio inside the `with`; None: of the folder `runs` here, which its first run makes."""
     from gptworks.serve.settings import ServerSettings
     from gptworks.studio.app import create_studio
 
     settings = ServerSettings(api_keys=() if key is None else (key,))
-    app = create_studio([runs], settings, device="cpu", read_only=read_only)
+    app = create_studio([] if runs is None else [runs], settings, device="cpu", read_only=read_only)
     with listening(app) as url:
-        OPEN[url] = Studio(url, runs, key, app)
+        OPEN[url] = Studio(url, app.state.studio.library.roots[0], key, app)
         yield OPEN[url]
         del OPEN[url]
 

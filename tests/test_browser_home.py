@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from browser import AXE, Studio, axe, open_studio, screenshot
+from browser import AXE, HOSTILE, Studio, axe, open_studio, screenshot
 from gptworks.recipe import load_recipe
 from test_draft import prose
 
@@ -24,9 +24,55 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Studio]:
     (texts / "a.txt").write_text(prose(60_000), encoding="utf-8")
     (texts / "b.txt").write_bytes("Der Fluß führt im Frühling überall mehr Wasser, sagte sie.\n".encode("cp1252") * 9)
     (texts / "c.pdf").write_bytes(b"broken")
-    (tmp_path / "runs").mkdir()
-    with open_studio(Path("runs")) as opened:
+    with open_studio() as opened:
         yield opened
+
+
+def test_a_folder_is_chosen_with_the_keys_alone(new_page: Callable[..., Any], begun: Studio, tmp_path: Path) -> None:
+    (tmp_path / HOSTILE / "b").mkdir(parents=True)
+    page = new_page()
+    page.goto(f"{begun.url}/#/home")
+    page.get_by_text("The first run makes the folder runs.").wait_for()
+    page.get_by_label("Folder", exact=True).fill("no such folder")
+    page.get_by_role("button", name="Browse…").focus()
+    page.keyboard.press("Enter")
+    dialog = page.get_by_role("dialog", name="Choose a folder")
+    dialog.get_by_role("status").get_by_text("2 folders, 0 files").wait_for()
+
+    def focused(name: str) -> None:
+        page.wait_for_function("(name) => document.activeElement.dataset.name === name", arg=name)
+
+    focused(HOSTILE)
+    page.keyboard.press("ArrowRight")
+    focused("b")
+    page.keyboard.press("Backspace")
+    focused(HOSTILE)
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    dialog.get_by_role("status").get_by_text("0 folders, 3 files").wait_for()
+    focused("a.txt")
+    if AXE is not None:
+        assert axe(page) == []
+    for name, (width, height) in SIZES.items():
+        page.set_viewport_size({"width": width, "height": height})
+        inside = "(one) => one.getBoundingClientRect().right <= innerWidth && one.scrollWidth <= one.clientWidth"
+        assert dialog.evaluate(inside)
+        screenshot(page, f"home-picker-{name}")
+    dialog.get_by_label("Only names with").fill("C.P")
+    dialog.get_by_role("status").get_by_text("0 folders, 1 file with").wait_for()
+    page.keyboard.press("Tab")
+    focused("c.pdf")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    dialog.wait_for(state="detached")
+    assert page.get_by_label("Folder", exact=True).input_value() == str(tmp_path / "letters")
+    assert page.get_by_label("Name", exact=True).input_value() == "letters"
+    page.keyboard.press("Enter")
+    focused("a.txt")
+    page.keyboard.press("Escape")
+    dialog.wait_for(state="detached")
+    assert page.get_by_label("Folder", exact=True).input_value() == str(tmp_path / "letters")
+    assert page.evaluate("() => document.activeElement.textContent") == "Browse…"
 
 
 def test_a_folder_becomes_a_run_whose_samples_are_shown(new_page: Callable[..., Any], begun: Studio) -> None:

@@ -545,9 +545,23 @@ def test_the_command_opens_the_runs_of_this_folder(runs: Path, monkeypatch: pyte
     monkeypatch.chdir(runs.parent)
     app, _ = started_with(monkeypatch)
     assert "demo" in app.state.studio.library.runs()
+
+
+def test_the_command_works_before_there_is_a_folder_of_runs(
+    tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    app, _ = started_with(monkeypatch)
+    assert app.state.studio.describe()["models"] == [] and not Path("runs").exists()
+    for arguments, message in ((["none"], "none: no such folder"), (["--read-only"], "no folder runs here")):
+        result = CliRunner().invoke(cli.app, ["studio", *arguments])
+        assert isinstance(result.exception, UserError) and message in str(result.exception)
+    Path("runs").write_text("not a folder")
+    result = CliRunner().invoke(cli.app, ["studio"])
+    assert isinstance(result.exception, UserError) and "runs is not a folder" in str(result.exception)
     monkeypatch.chdir(runs / "demo")
     result = CliRunner().invoke(cli.app, ["studio"])
-    assert isinstance(result.exception, UserError) and "no folder runs here" in str(result.exception)
+    assert isinstance(result.exception, UserError) and "gptworks studio ." in str(result.exception)
 
 
 def test_a_missing_extra_is_named(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

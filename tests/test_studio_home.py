@@ -1,17 +1,20 @@
 """The studio's routes that draft a recipe for a folder: the one of `gptworks init`, for allowed folders only."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
+import yaml
 
 import commands
-from browser import Studio, open_studio
+import tiny
+from browser import HOSTILE, Studio, open_studio
 from gptworks.draft.texts import look_at
 from gptworks.recipe import load_recipe
-from gptworks.studio import drafting, processes
+from gptworks.studio import drafting, folders, processes
 from histories import write_run
 from serving import until
 from test_draft import prose
@@ -91,6 +94,54 @@ def test_only_folders_inside_are_read_and_nothing_long_begins_in_vain(http: http
     assert found["state"] == "failed" and "no such file or folder" in found["problem"]
 
 
+def inside(http: httpx.Client, status: int = 200, **query: str) -> Any:
+    answer = http.get("/studio/home/folders", params=query)
+    assert answer.status_code == status, answer.text
+    return answer.json() if status == 200 else answer.json()["error"]["message"]
+
+
+def test_the_picker_lists_what_may_be_read_and_follows_no_link(
+    http: httpx.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    for name in (HOSTILE, "line\nbreak", "Größe", ".hidden", os.fsdecode(b"\xff")):
+        (here / name).mkdir()
+    for name, where in (("out", tmp_path / "outside"), ("texts2", here / "texts"), ("round", here)):
+        (here / name).symlink_to(where)
+    found = inside(http)
+    names = [one["name"] for one in found["folders"]]
+    assert found["path"] == str(here) and names == [HOSTILE, "Größe", "line\nbreak", "runs", "texts", "\\udcff"]
+    assert found["folders"][-1]["path"] is None, "no request can state this name"
+    assert found["notes"] == ["Not listed: 1 hidden name and 3 links."]
+    assert [one["path"] for one in inside(http, words="TEX")["folders"]] == [str(here / "texts")]
+    texts = inside(http, folder=str(here / "texts"))
+    assert [one["name"] for one in texts["above"]] == ["here", "texts"] and texts["folders"] == []
+    sizes = {path.name: path.stat().st_size for path in (here / "texts").iterdir()}
+    assert {one["name"]: one["n_bytes"] for one in texts["files"]} == sizes
+    for folder in (str(tmp_path), "/", "..", "texts/..", "out", str(here / "out"), "~", "file:///etc"):
+        assert "lies outside of" in inside(http, 400, folder=folder), folder
+    for folder in ("none", "texts/a.txt"):
+        assert "cannot be read" in inside(http, 400, folder=folder), folder
+    monkeypatch.setattr(folders, "MOST_SHOWN", 2)
+    assert len(inside(http)["folders"]) == 2 and inside(http)["n_folders"] == len(names)
+    monkeypatch.setattr(folders, "MOST_ENTRIES", 3)
+    assert "Only 3 entries" in inside(http)["notes"][-1]
+    with open_studio(Path("runs"), read_only=True) as closed, closed.http() as other:
+        assert "--read-only" in inside(other, 403)
+
+
+def test_the_picker_begins_with_the_places_if_there_are_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here", "elsewhere/runs"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    with open_studio(tmp_path / "elsewhere" / "runs") as opened, opened.http() as http:
+        places = [str(tmp_path / "here"), str(tmp_path / "elsewhere" / "runs")]
+        assert [one["path"] for one in inside(http)["folders"]] == places
+        assert inside(http, folder=places[1])["above"] == [{"name": "runs", "path": places[1]}]
+
+
 def test_cancelling_ends_the_process(http: httpx.Client, studio: Studio) -> None:
     look(http, "texts", minutes=100)
     answer = http.post("/studio/home/cancel", json={})
@@ -106,3 +157,15 @@ def test_a_read_only_studio_looks_at_no_folder(studio: Studio) -> None:
         assert "--read-only" in look(http, "texts", 403)["message"]
         assert http.post("/studio/home/cancel", json={}).status_code == 403
         assert http.get("/studio/home").json()["read_only"] is True
+
+
+def test_the_first_run_makes_the_folder_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "Popen", lambda words, **options: commands.start(*words[1:], **options))
+    monkeypatch.chdir(tmp_path)
+    with open_studio() as begun, begun.http() as http:
+        assert http.get("/studio/home").json()["makes"] == "runs" and not Path("runs").exists()
+        recipe = yaml.safe_dump(tiny.recipe_tree(tmp_path))
+        answer = http.post("/studio/start/new", json={"name": "first", "text": recipe})
+        assert answer.status_code == 200, answer.text
+        assert Path("runs/first.yaml").is_file() and http.get("/studio/home").json()["makes"] is None
+        http.post("/studio/start/stop", json={"run": "first"})

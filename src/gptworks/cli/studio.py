@@ -15,13 +15,11 @@ from typer import Argument, Option
 from gptworks.cli import options
 from gptworks.cli.printing import notice
 from gptworks.cli.serve import is_loopback, shown_host
-from gptworks.errors import UserError, not_installed
+from gptworks.errors import not_installed
 from gptworks.files import write_whole
 
 if TYPE_CHECKING:
     from gptworks.serve.sign_in import SignIn
-
-DEFAULT_RUNS = Path("runs")
 
 
 def studio(
@@ -29,7 +27,7 @@ def studio(
         list[Path] | None,
         Argument(
             metavar="RUNS",
-            help="Run folders, or folders of them. Default: runs in this folder.",
+            help="Run folders, or folders of them. Default: runs in this folder, which the first run makes.",
             callback=options.fetched_paths,
         ),
     ] = None,
@@ -47,8 +45,6 @@ def studio(
     The runs may still be training: the studio loads a checkpoint when you ask for it. The command prints a link that
     signs one browser in, and a new link once it was used.
     """
-    if not runs and not DEFAULT_RUNS.is_dir():
-        raise UserError("there is no folder runs here: make it, or name folders of runs: gptworks studio RUNS.")
     try:
         from gptworks.serve.log import logged_to_stderr
         from gptworks.serve.server import make_server
@@ -58,9 +54,9 @@ def studio(
         raise not_installed(error.name or "a package", "studio", "the studio") from None
     local, keys = is_loopback(host), options.without_environment(api_key)
     settings = ServerSettings(api_keys=keys, local_names_only=local and not keys, client_share=1.0)
-    app = create_studio(
-        runs or [DEFAULT_RUNS], settings, device=device, backend=backend, read_only=read_only, runs_at_once=at_once
-    )
+    app = create_studio(runs or [], settings, device=device, backend=backend, read_only=read_only, runs_at_once=at_once)
+    if (missing := app.state.studio.library.missing) is not None:
+        notice(f"there is no folder {missing} here yet: the first run that you start on the page makes it.")
     with ExitStack() as stack:
 
         def started(actual_port: int) -> None:

@@ -21,6 +21,7 @@ from gptworks.studio.state import Served, Studio
 ROUTERS = [one.router for one in (home, play, runs, read, data, model, start, tries)]
 PARTS = ("home", "play", "runs", "read", "time", "data", "model", "start")
 """The tabs of the page, in order. The tab `time` uses the routes of Play and Read."""
+DEFAULT_RUNS = Path("runs")
 
 
 def create_studio(
@@ -34,6 +35,8 @@ def create_studio(
     max_idle_bytes: int | None = None,
 ) -> FastAPI:
     """Create the studio's ASGI app for run folders, or folders that contain them. Its state is `app.state.studio`.
+
+    Without folders it is the studio of the folder `runs` here, which the first run makes if it does not exist.
 
     Every request needs an API key from `settings`, or a session, for which `app.state.service.sign_in` issues codes.
 
@@ -49,6 +52,7 @@ def create_studio(
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder. Give run folders, or a folder of them: gptworks studio runs.")
+    folders = folders or [_default_folder(read_only)]
     app = create_app({}, settings, routers=[page.router, *ROUTERS, home.actions, start.actions], home=page.home)
     service, library = app.state.service, Library(folders)
     engines = Engines(service, library, device=device, backend=backend, max_idle_bytes=max_idle_bytes)
@@ -57,6 +61,25 @@ def create_studio(
     app.state.studio = Studio(service, library, engines, feed, processes, PARTS, read_only)
     app.state.tries = tries.Tries(feed)
     return app
+
+
+def _default_folder(read_only: bool) -> Path:
+    """Return the folder `runs` here, which may be missing.
+
+    Raises:
+        UserError: it is not a folder, or nothing could make it.
+    """
+    if DEFAULT_RUNS.is_dir():
+        return DEFAULT_RUNS
+    if DEFAULT_RUNS.exists() or DEFAULT_RUNS.is_symlink():
+        raise UserError(f"{DEFAULT_RUNS} is not a folder: rename it, or name folders of runs: gptworks studio RUNS.")
+    if Path("recipe.yaml").is_file():
+        raise UserError(
+            "this folder is a run, and has no folder runs: name it, gptworks studio . (the dot is this folder)."
+        )
+    if read_only:
+        raise UserError("there is no folder runs here, and with --read-only nothing makes it: name folders of runs.")
+    return DEFAULT_RUNS
 
 
 def create_served(

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from pydantic import Field
 
@@ -12,16 +12,18 @@ from gptworks.serve import openai
 from gptworks.serve.app import body_of
 from gptworks.studio.answers import as_json
 from gptworks.studio.checking import check_within
+from gptworks.studio.folders import entries, outermost
 from gptworks.studio.start import new_folder, writable
 from gptworks.studio.state import Studio, studio_of
 
 router = APIRouter(include_in_schema=False)
 actions = APIRouter(include_in_schema=False, dependencies=[writable])
-"""Routes that start or end processes. A read-only studio rejects requests to these routes."""
+"""Routes that start or end processes, or serve those. A read-only studio rejects requests to these routes."""
+_PATH = r"^[^\x00]+$"
 
 
 class LookRequest(openai.Wire):
-    folder: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
+    folder: Annotated[str, Field(min_length=1, max_length=4096, pattern=_PATH)]
     minutes: Annotated[float, Field(ge=0.1, le=100_000)]
     """Minutes that training may take."""
     name: str
@@ -50,6 +52,17 @@ async def look(request: Request) -> Response:
     return _answer(studio)
 
 
+@actions.get("/studio/home/folders")
+async def folders(
+    request: Request,
+    folder: Annotated[str | None, Query(max_length=4096, pattern=_PATH)] = None,
+    words: Annotated[str, Query(max_length=256)] = "",
+) -> Response:
+    """Return the folders and files in a folder whose names contain `words`; see `entries`."""
+    studio = studio_of(request)
+    return as_json(await studio.checks.in_thread(lambda: entries(folder, words, studio.allowed)))
+
+
 @actions.post("/studio/home/cancel")
 async def cancel(request: Request) -> Response:
     """End the process that looks at a folder."""
@@ -59,8 +72,8 @@ async def cancel(request: Request) -> Response:
 
 
 def _answer(studio: Studio) -> Response:
-    last = studio.drafts.last
+    last, missing = studio.drafts.last, studio.library.missing
     return as_json({
-        "read_only": studio.read_only, "folders": studio.allowed,
+        "read_only": studio.read_only, "folders": outermost(studio.allowed), "makes": missing and str(missing),
         "drafting": None if last is None else last.describe(),
     })  # fmt: skip

@@ -106,6 +106,11 @@ class Library:
         self.recipes = Recipes()
         self._settings_of: dict[Path, tuple[Recipe, dict[str, Any]]] = {}
 
+    @property
+    def missing(self) -> Path | None:
+        """The folder into which new runs go, if it does not exist yet."""
+        return None if self.roots[0].is_dir() else self.roots[0]
+
     def runs(self) -> dict[str, RunFolder]:
         """Return the runs by id, ordered by the given folders, then by name."""
         with self._lock:

@@ -4,6 +4,7 @@ import { get, post } from "./api.js";
 import { freeName } from "./choice.js";
 import { count } from "./format.js";
 import { Cost, Found, Passages } from "./home/found.js";
+import { Picker } from "./home/picker.js";
 import { addressOf, go } from "./shell.js";
 import { Training } from "./start/training.js";
 import { html, useCallback, useEffect, useState } from "./ui.js";
@@ -121,27 +122,27 @@ function Ask({ home, working, look, models }) {
   const [folder, setFolder] = useState(was?.folder ?? "");
   const [minutes, setMinutes] = useState(String(was?.minutes ?? 10));
   const [typed, setTyped] = useState(null);
+  const [picks, setPicks] = useState(false);
   const name = typed ?? freeName(folder.split(/[\\/]/).filter(Boolean).at(-1) ?? "", models);
   const submit = (event) => {
     event.preventDefault();
     look({ folder: folder.trim(), minutes: Number(minutes), name });
   };
   return html`<form class="home-ask" onSubmit=${submit}>
-    <label class="home-folder">Folder <input class="field" required maxlength="4096" spellcheck="false"
+    <div class="home-folder"><label>Folder <input class="field" required maxlength="4096" spellcheck="false"
       autocomplete="off" placeholder="texts" value=${folder} aria-describedby="home-where"
       onInput=${(event) => setFolder(event.target.value)} /></label>
+      <button type="button" class="button" onClick=${() => setPicks(true)}>Browse…</button></div>
     <label>Minutes <input class="field number" type="number" required min="0.1" max="100000" step="any"
       value=${minutes} onInput=${(event) => setMinutes(event.target.value)} /></label>
     <label>Name <input class="field" required maxlength="100" spellcheck="false" autocomplete="off" value=${name}
       onInput=${(event) => setTyped(event.target.value.trim() || null)} /></label>
     <button class="button primary" disabled=${working}>Look at it</button>
-    <p id="home-where" class="quiet">The folder, or one file, must be in ${outermost(home.folders).join(" or ")}.
-      Nothing is trained before you have seen what was found and what it costs.</p>
-  </form>`;
-}
-
-function outermost(folders) {
-  return folders.filter((one) => !folders.some((other) => one.startsWith(`${other}/`)));
+    <p id="home-where" class="quiet">The folder, or one file, must be in ${home.folders.join(" or ")}.
+      Nothing is trained before you have seen what was found and what it
+      costs.${home.makes && ` The first run makes the folder ${home.makes}.`}</p>
+  </form>
+  ${picks && html`<${Picker} start=${folder.trim()} choose=${setFolder} close=${() => setPicks(false)} />`}`;
 }
 
 function Working({ drafting, cancel }) {

@@ -1,0 +1,104 @@
+"""List the folders and files that the page may read, for the picker of Home. Links are not followed."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gptworks.errors import UserError
+from gptworks.studio.checking import check_within
+from gptworks.units import counted
+
+MOST_ENTRIES = 50_000
+"""Maximum number of entries of a folder that are looked at."""
+MOST_SHOWN = 300
+"""Maximum number of folders, and of files, in an answer."""
+
+Tree = dict[str, Any]
+
+
+def outermost(folders: Sequence[str]) -> list[str]:
+    """Return the folders that lie in no other one."""
+    return [one for one in folders if not any(other != one and Path(one).is_relative_to(other) for other in folders)]
+
+
+def entries(folder: str | None, words: str, allowed: Sequence[str]) -> Tree:
+    """Return a folder's folders and files, sorted by name.
+
+    Args:
+        folder: its path; None: the allowed folders, or what is in the only one.
+        words: return only entries whose names contain this, in any case.
+
+    Returns:
+        `path`; `above`, the folder and those around it that are allowed, outermost first; `folders` and `files`, each
+        with its `name`, its `path` (None if the name is not UTF-8, so that a request cannot state it) and a file's
+        `n_bytes`; the numbers `n_folders` and `n_files` of all that were found; and `notes` on what is left out.
+
+    Raises:
+        UserError: the folder is not allowed, or cannot be read.
+    """
+    places = outermost(allowed)
+    if folder is None and len(places) > 1:
+        found = [{"name": one, "path": one} for one in places]
+        return {"path": None, "above": [], "folders": found, "files": [], "n_folders": len(found), "n_files": 0,
+                "notes": []}  # fmt: skip
+    given = places[0] if folder is None else folder
+    path = Path(os.path.expanduser(given))  # noqa: PTH111 (which leaves an unknown user's folder as it is)
+    check_within("folder", given, [path], allowed, "use gptworks init")
+    path = path.absolute()
+    return {"path": _stated(path), "above": _above(path, places), **_sorted(path, words.casefold())}
+
+
+def _above(path: Path, places: Sequence[str]) -> list[Tree]:
+    inside = [one for one in (path, *path.parents) if any(one.is_relative_to(place) for place in places)]
+    return [{"name": one.name or str(one), "path": _stated(one)} for one in reversed(inside)]
+
+
+def _sorted(path: Path, words: str) -> Tree:
+    folders, files = dict[str, Tree](), dict[str, Tree]()
+    n_seen = n_hidden = n_links = 0
+    try:
+        with os.scandir(path) as found:
+            for entry in found:
+                n_seen += 1
+                if n_seen > MOST_ENTRIES:
+                    break
+                n_hidden += (is_hidden := entry.name.startswith("."))
+                n_links += (is_link := not is_hidden and entry.is_symlink())
+                if is_hidden or is_link or words not in entry.name.casefold():
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    folders[entry.name] = {"name": entry.name, "path": _stated(entry.path)}
+                elif entry.is_file(follow_symlinks=False):
+                    files[entry.name] = {"name": entry.name, "path": _stated(entry.path), "n_bytes": _size(entry)}
+    except OSError as error:
+        raise UserError(f"folder={path} cannot be read: {error.strerror}. Choose another.") from None
+    left_out = [counted(n, word) for n, word in ((n_hidden, "hidden name"), (n_links, "link")) if n]
+    notes = [f"Not listed: {' and '.join(left_out)}."] if left_out else []
+    if n_seen > MOST_ENTRIES:
+        notes.append(f"Only {MOST_ENTRIES:,} entries of this folder were looked at.")
+    return {
+        "folders": _first(folders), "files": _first(files), "n_folders": len(folders), "n_files": len(files),
+        "notes": notes,
+    }  # fmt: skip
+
+
+def _first(entries: dict[str, Tree]) -> list[Tree]:
+    names = sorted(entries, key=lambda name: (name.casefold(), name))
+    return [entries[name] for name in names[:MOST_SHOWN]]
+
+
+def _size(entry: "os.DirEntry[str]") -> int | None:
+    try:
+        return entry.stat(follow_symlinks=False).st_size
+    except OSError:  # it was deleted
+        return None
+
+
+def _stated(path: str | Path) -> str | None:
+    """Return the path if JSON can state it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return None
+    return str(path)
