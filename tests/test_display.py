@@ -41,39 +41,103 @@ def quiet_display() -> Display:
 def test_the_time_left_goes_down_during_a_long_step(clock: Clock) -> None:
     display = quiet_display()
     display.step("step 1/10", 0.1, 3.0, eta=190.0)
-    assert "3:10 left" in display.figures()
+    assert "3:10 left" in display.line_of(80)
     clock.now += 60
-    assert "2:10 left" in display.figures()
+    assert "2:10 left" in display.line_of(80)
 
 
 def test_the_loss_shown_is_a_mean_over_steps(clock: Clock) -> None:
     display = quiet_display()
     for step in range(400):
         display.step(f"step {step}", step / 400, 2.0 if step % 2 else 4.0, eta=1.0)
-    assert "loss 2.97" in display.figures() or "loss 3.0" in display.figures()
+    assert re.search(r"loss (2\.97|3\.0)", display.line_of(80))
     display.step("step 400", 1.0, math.nan, eta=0.0)
-    assert "nan" not in display.figures()
+    assert "nan" not in display.line_of(80)
 
 
 def test_the_line_moves_in_whatever_takes_long(clock: Clock) -> None:
     display = quiet_display()
-    assert display.figures() == "first step"
+    assert display.line_of(80) == "step 0  first step"
     clock.now += 7
-    assert display.figures() == "first step 0:07"
+    assert display.line_of(80) == "step 0  first step 0:07"
     display.step("step 1/10", 0.1, 3.0, eta=3.0)
-    assert "this step" not in display.figures()
+    assert "this step" not in display.line_of(80)
     clock.now += 9
-    assert display.figures().endswith("0:00 left  this step 0:09")
+    assert display.line_of(80).endswith("0:00 left  this step 0:09")
     with display.during("evaluation"):
         clock.now += 12
-        assert display.figures().endswith("evaluation 0:12")
-    assert "evaluation" not in display.figures()
+        assert display.line_of(80).endswith("evaluation 0:12")
+    assert "evaluation" not in display.line_of(80)
 
 
 def test_the_first_step_shows_its_own_loss(clock: Clock) -> None:
     display = quiet_display()
     display.step("step 1", 0.0, 5.25, eta=1.0)
-    assert "loss 5.2500" in display.figures()
+    assert "loss 5.250" in display.line_of(80)
+
+
+SIZES = {
+    "a short run": ("step 151/1,040", 3.864, 3.7692, 24_206, 0.68, "", 182),
+    "millions of steps, for days": ("step 12,345,678/100,000,000", 2.0, 2.1, 1_234_567_890, 1.0, "", 1e6),
+    "by the clock, with experts": ("step 123,456  10:01:05 of 48:00:00", 11.25, 12.5, 987_654, 0.05, "1.25×", 136_800),
+    "before its speed is known": ("step 1/1,040", 7.8, None, None, None, "", 500),
+    "a large loss": ("step 9,999/10,000", 123_456.789, 123_456.789, 0.5, None, "64.00×", 5),
+}
+
+
+def sized(case: str, console: Console) -> Display:
+    where, loss, held_out, speed, share, load, eta = SIZES[case]
+    display = Display(console)
+    display.step(where, 0.5, loss, eta)
+    if held_out is not None:
+        display.validation(151, held_out, "")
+    if speed is not None:
+        display.speed(speed, share, load)
+    return display
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+@pytest.mark.parametrize("case", SIZES)
+def test_the_line_fits_its_terminal_at_every_size_of_numbers(case: str, width: int, clock: Clock) -> None:
+    out = io.StringIO()
+    display = sized(case, Console(file=out, width=width, force_terminal=True))
+    for waited in (0, 3600):
+        clock.now += waited
+        shown = Console(file=io.StringIO(), width=width)
+        shown.print(display)
+        lines = [*shown.file.getvalue().splitlines(), display.line_of(width)]  # type: ignore[attr-defined]
+        assert len(lines) <= 3, lines
+        assert all(len(line) <= width for line in lines), lines
+        assert "loss" in "".join(lines[:-1]) and "left" in "".join(lines[:-1]), lines
+        assert "loss" in lines[-1] and "left" in lines[-1], lines
+
+
+def test_the_line_says_in_words_what_its_figures_are(clock: Clock) -> None:
+    display = sized("a short run", Console(file=io.StringIO(), width=80))
+    shown = Console(file=io.StringIO(), width=80)
+    shown.print(display)
+    assert shown.file.getvalue().splitlines()[1] == (  # type: ignore[attr-defined]
+        "loss 3.864, held out 3.769  24,206 tokens a second, 68% of full speed"
+    )
+    assert display.line_of(100) == (
+        "step 151/1,040  loss 3.864, held out 3.769  24,206 tokens a second, 68% of full speed  3:02 left"
+    )
+    assert display.line_of(80) == "step 151/1,040  loss 3.864, held out 3.769  24,206 tokens a second  3:02 left"
+    assert display.line_of(40) == "step 151/1,040  loss 3.864  3:02 left"
+
+
+def test_the_lines_of_a_run_fit_80_columns_of_a_terminal_and_are_plain_elsewhere(tmp_path: Path) -> None:
+    tree = tiny.recipe_tree(tmp_path, max_steps=6, evaluate_every=3, micro_batch_size=4, evaluate_sequences=2)
+    plain, screen = io.StringIO(), io.StringIO()
+    train(parse_recipe(tree), display=Display(Console(file=plain, width=80)))
+    assert "\x1b" not in plain.getvalue() and "\r" not in plain.getvalue()
+    tree["run_dir"] = str(tmp_path / "again")
+    train(parse_recipe(tree), display=Display(Console(file=screen, width=80, force_terminal=True)))
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    long = [line for line in re.split(r"[\r\n]+", shown) if len(line) > 80 and str(tmp_path) not in line]
+    assert not long
+    assert "loss: how badly" in plain.getvalue() and "full speed: " in plain.getvalue() and "MFU" in plain.getvalue()
+    assert re.search(r"held out: .* 2 of \d+ sequences", " ".join(plain.getvalue().split()))
 
 
 def test_a_run_says_at_its_start_what_it_trains_and_where(tmp_path: Path) -> None:

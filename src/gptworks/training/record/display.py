@@ -1,70 +1,74 @@
 """Shows the progress of a run: as a live line on a terminal, as plain lines elsewhere."""
 
 import math
+import re
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from gptworks.terminal import Console
+from gptworks.units import readable
 
-PLAIN_LINE_SECONDS = 10.0
+PLAIN_LINE_SECONDS, PLAIN_COLUMNS = 10.0, 100
 SLOW_SECONDS = 2.0
 """Seconds after which the progress line shows the current activity and its duration."""
 LOSS_MEMORY = 0.95
 """Decay of the progress line's running mean of losses, which covers about 20 steps."""
-
-
-class _Figures(ProgressColumn):
-    """The column of the progress line with loss, speed and time left; updated between steps too."""
-
-    max_refresh = None
-
-    def __init__(self, display: "Display") -> None:
-        super().__init__()
-        self._display = display
-
-    def render(self, task: Task) -> Text:
-        return Text(self._display.figures())
+FORMS = range(8)
+"""Forms of the progress line, from all figures in words to the loss and the time left."""
+LEAST_BAR, MOST_BAR = 8, 40
+"""Columns of the bar on a terminal; it is left out if there is room for fewer."""
 
 
 class Display:
-    """Shows a run's progress and, above it, messages."""
+    """Shows a run's progress and, above it, messages.
+
+    On a terminal, the progress has two lines, no wider than the terminal: step, bar and time left; then the losses and
+    the speed. Elsewhere it is one plain line, now and then.
+    """
 
     every_seconds = PLAIN_LINE_SECONDS
     """Seconds between progress lines, if the output is not a terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
-        self._progress: Progress | None = None
+        self._live: Live | None = None
         self._last_plain = 0.0
-        self._validation = self._speed = ""
+        self._where, self._share_done = "step 0", 0.0
+        self._held_out: float | None = None
+        self._speed: tuple[float, float | None, str] | None = None
         self._loss, self._loss_weight = 0.0, 0.0
         self._end: float | None = None  # expected end of the run, as `time.monotonic()`
         self._doing, self._since = "first step", time.monotonic()
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
-            columns = (TextColumn("{task.fields[where]}"), BarColumn(bar_width=24), _Figures(self))
-            self._progress = Progress(*columns, console=self.console, transient=True, refresh_per_second=2)
-            self._progress.add_task("train", total=1.0, where="step 0")
-            self._progress.start()
+            self._live = Live(self, console=self.console, transient=True, refresh_per_second=2)
+            self._live.start()
         self._since = time.monotonic()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def message(self, text: str) -> None:
-        """Print a message, on a terminal above the progress line."""
+        """Print a message: on a terminal above the progress, and broken between words."""
+        if self.console.is_terminal:
+            text = _broken(text, self.console.width)
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def line(self, text: str) -> None:
@@ -73,7 +77,7 @@ class Display:
 
     def validation(self, step: int, loss: float, note: str) -> None:
         """Show the result of an evaluation."""
-        self._validation = f"  val {loss:.4f}"
+        self._held_out = loss
         self.message(f"step {step:>6,}  validation loss {loss:.4f}{note}")
 
     def sample(self, step: int, prompt: str, text: str) -> None:
@@ -107,26 +111,90 @@ class Display:
             self._loss_weight = LOSS_MEMORY * self._loss_weight + 1 - LOSS_MEMORY
         now = time.monotonic()
         self._end, self._doing, self._since = now + eta, "this step", now
-        if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=share_done, where=where)
-        elif now - self._last_plain >= self.every_seconds or share_done >= 1:
+        self._where, self._share_done = where, share_done
+        if self._live is None and (now - self._last_plain >= self.every_seconds or share_done >= 1):
             self._last_plain = now
-            self.line(f"{where}  {self.figures()}")
+            self.line(self.line_of(PLAIN_COLUMNS))
 
-    def speed(self, tokens_per_second: float, utilization: float | None, note: str = "") -> None:
-        """Set the speed to show, measured over several steps; `note` is shown before it."""
-        used = "" if utilization is None else f", {utilization:.0%} MFU"
-        self._speed = f"{note}  {tokens_per_second:,.0f} tokens/s{used}"
+    def speed(self, tokens_per_second: float, utilization: float | None, busiest_expert: str = "") -> None:
+        """Set the speed to show, measured over several steps, and the busiest expert's load, such as 1.25×."""
+        self._speed = tokens_per_second, utilization, busiest_expert
 
-    def figures(self) -> str:
-        """Return the right part of the progress line: loss, speed and the time left."""
-        now = time.monotonic()
-        waiting = f"{self._doing} {clock(now - self._since)}" if now - self._since >= SLOW_SECONDS else ""
+    def line_of(self, width: int) -> str:
+        """Return the progress as one line: the first of `FORMS` that is at most `width` columns wide."""
+        found = ""
+        for form in FORMS:
+            parts = [self._reached(form), *self._figures(form), self._left(), "" if form > 4 else self._waiting()]
+            found = "  ".join(filter(None, parts))
+            if len(found) <= width:
+                return found
+        return found[:width]
+
+    def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """Yield the two lines of a terminal."""
+        width = options.max_width
+        for form in FORMS:
+            ends = [self._reached(form), "  ".join(filter(None, [self._left(), "" if form > 4 else self._waiting()]))]
+            room = width - sum(map(len, ends)) - 2
+            if room >= 0:
+                break
+        row = Table.grid(padding=(0, 1))
+        bar = [ProgressBar(total=1.0, completed=self._share_done, width=min(room - 1, MOST_BAR))]
+        row.add_row(ends[0], *(bar if room > LEAST_BAR else []), ends[1][: width - len(ends[0]) - 1])
+        yield row
+        figures = ("  ".join(filter(None, self._figures(form))) for form in FORMS)
+        yield Text(next((one for one in figures if len(one) <= width), ""), no_wrap=True)
+
+    def _reached(self, form: int) -> str:
+        if form < 6:
+            return self._where
+        short = re.sub(r"\d+(,\d{3})+", lambda number: _brief(float(number[0].replace(",", ""))), self._where)
+        return short if form == 6 else re.split("/|  ", short)[0]
+
+    def _figures(self, form: int) -> tuple[str, ...]:
+        """Return the losses and the speed."""
         if self._end is None:
-            return waiting or self._doing
-        loss = f"loss {self._loss / self._loss_weight:.4f}" if self._loss_weight else "loss not finite"
-        left = f"{clock(self._end - now)} left" + (f"  {waiting}" if waiting else "")
-        return f"{loss}{self._validation}{self._speed}  {left}"
+            return ()
+        loss = "loss not finite"
+        if self._loss_weight:
+            loss = f"loss {_loss(self._loss / self._loss_weight)}"
+        if self._held_out is not None and form < 4:
+            loss += f", held out {_loss(self._held_out)}"
+        if self._speed is None or form > 4:
+            return (loss,)
+        rate, share, busiest = self._speed
+        speed = f"{rate:,.{0 if rate >= 10 else 2}f} tokens a second" if form < 3 else f"{_brief(rate)} tokens/s"
+        speed += f", {share:.0%} of full speed" if share is not None and form < 2 else ""
+        return loss, f"busiest expert {busiest}" if busiest and form == 0 else "", speed
+
+    def _left(self) -> str:
+        return "" if self._end is None else f"{clock(self._end - time.monotonic())} left"
+
+    def _waiting(self) -> str:
+        """Return the current activity and its duration, once it has taken `SLOW_SECONDS`."""
+        waited = time.monotonic() - self._since
+        if waited >= SLOW_SECONDS:
+            return f"{self._doing} {clock(waited)}"
+        return self._doing if self._end is None else ""
+
+
+def _loss(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 1000 else f"{value:.3g}"
+
+
+def _brief(number: float) -> str:
+    return readable(number, "").replace(" ", "")
+
+
+def _broken(text: str, width: int) -> str:
+    """Return the text with lines of at most `width` columns, broken between words; a longer word keeps its line."""
+    lines = []
+    for line in text.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        lines += textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        ) or [""]  # fmt: skip
+    return "\n".join(lines)
 
 
 def clock(seconds: float) -> str:

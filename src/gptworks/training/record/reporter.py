@@ -21,7 +21,7 @@ from gptworks.training.record.metrics import LOG, MetricsLog, NoLog, write_sampl
 from gptworks.training.record.throughput import Throughput
 from gptworks.training.record.writers import open_log
 from gptworks.training.step import TrainStep
-from gptworks.units import epochs_words, significant
+from gptworks.units import counted, epochs_words, significant
 
 DESCRIBED_EVERY_SECONDS = 60.0
 """Minimum time between updates of curves.svg and the card; the first evaluation and the end always update them."""
@@ -68,7 +68,24 @@ class Reporter(Listener):
         )
         if self.recipe.data.mixture:
             self.display.message(self._mixture(progress))
+        self.display.message("\n".join(self._legend()))
         self._started = time.monotonic(), self.length.share_done(progress)
+
+    def _legend(self) -> list[str]:
+        """Return lines that explain the figures of the progress."""
+        unit, guessing = self.recipe.objective.loss_unit, math.log(self.recipe.model.vocab_size)
+        what = f"{unit}; lower is better"
+        if unit == "nats per token":
+            what = f"how badly the next token is predicted, in nats; blind guessing has {guessing:.2f}"
+        n_there = self.objective.n_validation
+        n_read = self.objective.n_evaluated or n_there
+        share = f"{n_read:,} of {counted(n_there, 'sequence')}" if n_read < n_there else counted(n_there, "sequence")
+        reaches = "this machine reaches" if self._ranks.size == 1 else f"{self._ranks.size} such devices reach"
+        return [
+            f"loss: {what}",
+            f"held out: the same on data that is not trained on, {share}",
+            f"full speed: what {reaches} in large products of matrices (a share of it: MFU)",
+        ]
 
     def _epochs(self, progress: Progress) -> str:
         """Return a phrase with the tokens and epochs of the whole run; empty if its number of steps is unknown."""
@@ -135,8 +152,8 @@ class Reporter(Listener):
                     **({} if load is None else {"busiest_expert_load": load}),
                 }
             )
-            note = "" if load is None else f"  busiest expert {load:.2f}×"
-            self.display.speed(pace.tokens_per_second, pace.utilization, note)
+            busiest = "" if load is None else f"{load:.2f}×"
+            self.display.speed(pace.tokens_per_second, pace.utilization, busiest)
         self.display.step(self.length.reached(progress), done, losses.loss, self._seconds_left(progress, done))
 
     def _seconds_left(self, progress: Progress, done: float) -> float:
@@ -187,7 +204,6 @@ class Reporter(Listener):
         bits = f"  perplexity {significant(report.perplexity)}" if likelihood else ""
         bits += "".join(f"  {name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
         bits += f"  {report.bits_per_byte:.4f} bits per byte" if report.bits_per_byte is not None else ""
-        bits += f"  of {n_read:,} of {n_there:,} held-out sequences" if n_read < n_there else ""
         self.display.validation(progress.step, report.loss, bits + ("  (best)" if found.is_best else ""))
         if self._ranks.is_rank_zero and time.monotonic() - self._described >= DESCRIBED_EVERY_SECONDS:
             self._describe(progress)
