@@ -437,6 +437,9 @@ def test_files_that_are_missing_damaged_or_can_run_code_are_refused(folder: Path
     refused(r"pytorch_model\.bin is of a kind that can run code", pickled)
     (pickled / "pytorch_model.bin").unlink()
     refused("holds no model.safetensors", pickled)
+    shards = copy("shards")
+    (shards / "model.safetensors").rename(shards / "model-00001-of-00002.safetensors")
+    refused(r"It has model-00001-of-00002\.safetensors: get the index of these files", shards)
     damaged = copy("damaged")
     (damaged / "model.safetensors").write_bytes((damaged / "model.safetensors").read_bytes()[:-100])
     refused("is damaged", damaged)
@@ -485,6 +488,37 @@ def test_tensors_of_other_numbers_are_refused(folder: Path, tmp_path: Path) -> N
     tensors = load_file(file)
     save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].double()}, file)
     with pytest.raises(UserError, match=r"`model\.norm\.weight` is torch\.float64"):
+        import_huggingface(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("", "_orig_mod.", r"names like `_orig_mod\..*`, in which torch\.compile adds `_orig_mod\.`"),
+        ("", "module.", r"in which DistributedDataParallel adds `module\.`"),
+        ("q_proj.", "q_proj.base_layer.", r"in which PEFT adds `base_layer\.`: .* the merged model"),
+    ],
+)
+def test_a_wrapper_that_renames_tensors_is_named(
+    before: str, after: str, message: str, folder: Path, tmp_path: Path
+) -> None:
+    file = folder / "model.safetensors"
+    save_file({name.replace(before, after, 1): tensor for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(UserError, match=message):
+        import_huggingface(folder, tmp_path / "out")
+
+
+def test_weights_that_are_there_twice_are_named(folder: Path, tmp_path: Path) -> None:
+    """transformers reads model.safetensors, even if an index names other files."""
+    whole = load_file(folder / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(whole, "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file(whole, folder / "model-00001-of-00001.safetensors", {"format": "pt"})
+    said = "model.safetensors, which is read, and model.safetensors.index.json of model-00001-of-00001.safetensors"
+    assert any(said in note for note in import_huggingface(folder, tmp_path / "run").notes)
+    part = {name: tensor for name, tensor in whole.items() if "layers.0" in name}
+    save_file(part, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"`model\.embed_tokens\.weight` is missing.*index\.json of model-00001"):
         import_huggingface(folder, tmp_path / "out")
 
 

@@ -308,8 +308,11 @@ def test_a_run_without_an_adapter_has_none_to_write(tmp_path: Path) -> None:
     [
         ({"peft_type": "IA3"}, "peft_type `IA3`"),
         ({"bias": "all"}, "bias `all`"),
-        ({"use_dora": True}, "`use_dora`=True"),
-        ({"modules_to_save": ["lm_head"]}, "`modules_to_save`"),
+        ({"use_dora": True}, r"`use_dora`=True: DoRA .*matrix\. Merge it in PEFT"),
+        ({"modules_to_save": ["lm_head"]}, r"`modules_to_save`.*base\. Merge it in PEFT"),
+        ({"lora_bias": True}, r"`lora_bias`=True.*own\. Merge it in PEFT"),
+        ({"trainable_token_indices": [1]}, r"`trainable_token_indices`.*embedding\. Merge it in PEFT"),
+        ({"arrow_config": {"top_k": 1}}, "cannot be merged"),
         ({"layer_replication": [[0, 1], [0, 1]]}, "`layer_replication`.*repeats layers"),
         ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4.*random search"),
         ({"init_lora_weights": "corda"}, "corda.*activations"),
@@ -340,6 +343,20 @@ def test_what_is_more_than_lora_is_refused(change: dict[str, Any], words: str, e
     with pytest.raises(UserError, match=words):
         import_adapter(tmp_path / "out", tmp_path / "back", tmp_path / "out/base")
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_an_adapter_of_the_embedding_or_the_head_is_named(head: bool, exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported, tmp_path / "out")
+    settings, tensors = tmp_path / "out/adapter_config.json", tmp_path / "out/adapter_model.safetensors"
+    tree = json.loads(settings.read_text())
+    module = "lm_head" if head else "embed_tokens"
+    settings.write_text(json.dumps(tree | {"target_modules": [*tree["target_modules"], module]}))
+    kind, place = ("lora_", "base_model.model.") if head else ("lora_embedding_", "base_model.model.model.")
+    halves = {f"{place}{module}.{kind}{half}{'.weight' if head else ''}": torch.zeros(2, 2) for half in "AB"}
+    save_file(load_file(tensors) | halves, tensors)
+    with pytest.raises(UserError, match=rf"`.*{module}.*`, for which gptworks has no adapter.* Merge it in PEFT"):
+        import_adapter(tmp_path / "out", tmp_path / "back", tmp_path / "out/base")
 
 
 def test_a_tensor_without_a_place_is_named(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from gptworks.interop.huggingface.verify import (
     verify_import,
 )
 from gptworks.interop.imported import further_training, write_run
-from gptworks.interop.peft_settings import CONFIG_FILE, LoraSettings, read_settings
+from gptworks.interop.peft_settings import CONFIG_FILE, MERGE, LoraSettings, read_settings
 from gptworks.interop.tensors import (
     STACKED,
     STACKED_HALVES,
@@ -328,6 +328,8 @@ def from_peft(
         targeted = settings.targets(theirs)
         if a is None and b is None and not (targeted and settings.target_modules != "all-linear"):
             continue
+        if f"{theirs}.lora_embedding_A" in left:  # an embedding's adapter, which is refused below
+            continue
         if a is None or b is None:
             missing = " and ".join(f"`{theirs}.lora_{half}.weight`" for half, x in (("A", a), ("B", b)) if x is None)
             raise UserError(f"{TENSORS_FILE} has no {missing}, but {CONFIG_FILE} names the module: it is incomplete.")
@@ -350,7 +352,7 @@ def from_peft(
     if strange or not found:
         raise UserError(
             f"the adapter has `{strange[0] if strange else 'nothing'}`, for which gptworks has no adapter in a "
-            f"`{family.model_type}`: it supports only the blocks' linear layers."
+            f"`{family.model_type}`: it supports only the blocks' linear layers. {MERGE}."
         )
     rank, scale = max(len(a) for a, _, _ in found.values()), next(iter(found.values()))[2]
     fields = {"rank": rank, "alpha": scale * rank, "dropout": settings.lora_dropout, "targets": sorted(targets)}

@@ -54,10 +54,17 @@ INITS = frozenset({"gaussian", "orthogonal", "eva", "pissa", "olora"})
 """Accepted values of `init_lora_weights` besides true and false. Each leaves the base unchanged, or moves a part of it
 (see `part_of_base`) into the adapter."""
 
+MERGE = "Merge it in PEFT (`merge_and_unload`), and import the merged model"
 _CONVERT = (
     "Save the adapter again with PEFT's `save_pretrained(path_initial_model_for_weight_conversion=...)`, which makes "
-    "it plain LoRA, or merge it in PEFT and import the merged model"
+    "it plain LoRA, or merge it in PEFT (`merge_and_unload`) and import the merged model"
 )
+_FIXES: Mapping[str, str] = {
+    **dict.fromkeys(("loftq_config", "corda_config", "lora_ga_config"), _CONVERT),
+    **dict.fromkeys(("alora_invocation_tokens", "arrow_config"), "It cannot be merged: train a plain LoRA adapter"),
+}
+"""What to do about a refused setting: PEFT converts adapters whose initialization changes the base, and merges most
+others."""
 _QUANTIFIERS = 8
 _SECONDS = 0.1
 """Limit on seconds of processor time for matching a pattern with a module's name."""
@@ -193,7 +200,7 @@ def read_settings(folder: Path) -> LoraSettings:
         if name in LoraSettings.model_fields or name in WITHOUT_EFFECT or not value:
             continue
         reason = REFUSED.get(name, "gptworks does not know this setting, so it may be more than LoRA")
-        raise UserError(f"{path} has `{name}`={_short(value)}: {reason}. {_CONVERT}.")
+        raise UserError(f"{path} has `{name}`={_short(value)}: {reason}. {_FIXES.get(name, MERGE)}.")
     try:
         return LoraSettings.model_validate({n: value for n, value in settings.items() if value not in (None, [])})
     except ValidationError as error:

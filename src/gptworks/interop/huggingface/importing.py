@@ -157,7 +157,10 @@ def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig)
         opened = {path: stack.enter_context(safe_open(path, "pt")) for path in sorted(set(files.values()))}
         for place in tensor_places(family.places, config, expected):
             if place.theirs not in theirs:
-                raise UserError(f"the tensor `{place.theirs}` is missing: config.json describes a model with it.")
+                cause = _cause(files, next(iter(files.values())).parent)
+                raise UserError(
+                    f"the tensor `{place.theirs}` is missing: config.json describes a model with it.{cause}"
+                )
             name = theirs.pop(place.theirs)
             tensor = opened[files[name]].get_tensor(name)
             if tuple(tensor.shape) != (shape := their_shape(place, config, expected)):
@@ -179,6 +182,34 @@ def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig)
     missing = expected.keys() - tensors.keys()
     assert not missing, f"no place for {sorted(missing)[0]}"
     return {name: tensors[name] for name in expected}
+
+
+_WRAPPERS = {
+    "_orig_mod": "torch.compile", "_fsdp_wrapped_module": "FSDP", "_checkpoint_wrapped_module": "checkpoint_wrapper",
+    "module": "DistributedDataParallel", "_forward_module": "DeepSpeed or Lightning", "base_layer": "PEFT",
+}  # fmt: skip
+"""Parts of tensors' names -> the program that adds them to the names of the model that it wraps."""
+
+
+def _cause(files: Mapping[str, Path], folder: Path) -> str:
+    """Return a sentence on why the files lack a tensor: a wrapper renamed all of them, or other files are read."""
+    parts = {part: name for name in files for part in name.split(".")}
+    if wrapper := next((part for part in _WRAPPERS if part in parts), None):
+        return (
+            f" The files have names like `{parts[wrapper]}`, in which {_WRAPPERS[wrapper]} adds `{wrapper}.`: save the "
+            f"model inside the wrapper (of PEFT, the merged model)."
+        )
+    return f" {stray}" if (stray := _stray(folder)) else ""
+
+
+def _stray(folder: Path) -> str:
+    """Return a sentence about files that an index names and that are not read, since model.safetensors is there."""
+    if not (folder / WEIGHTS).exists() or not (folder / INDEX).exists():
+        return ""
+    others = sorted(set(read_index(folder).values()) - {WEIGHTS})
+    if not others:
+        return ""
+    return f"The folder has {WEIGHTS}, which is read, and {INDEX} of {others[0]}, which is not: delete the wrong one."
 
 
 def _by_known_name(files: Mapping[str, Path], family: Family) -> dict[str, str]:
@@ -228,7 +259,9 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
                 f"{folder / others[0]} is of a kind that can run code when it is read: gptworks reads only "
                 f"safetensors. Save the model again with transformers (`save_pretrained` writes safetensors)."
             )
-        raise UserError(f"{folder} holds no {WEIGHTS} and no {INDEX}.")
+        found = ", ".join(sorted(path.name for path in folder.glob("*.safetensors"))[:3])
+        other = f" It has {found}: get the index of these files, or name the only one {WEIGHTS}." if found else ""
+        raise UserError(f"{folder} holds no {WEIGHTS} and no {INDEX}.{other}")
     if single.exists():
         return dict.fromkeys(stored_tensors(single, inside=folder), single)
     files = {tensor: folder / name for tensor, name in read_index(folder).items()}
@@ -289,6 +322,8 @@ def _notes(folder: Path, tokenizer: Tokenizer, templates: FolderTemplates) -> It
     for keys in (TOKENIZER_CONFIG_KEYS, TOKENS_MAP_KEYS, GENERATION_KEYS):
         if (folder / keys.file).exists():
             yield from keys.notes(read_json(folder / keys.file))
+    if stray := _stray(folder):
+        yield stray
     special = special_tokens(tokenizer)
     if not special.ends:
         yield "the folder states no token that ends a text: generation stops only at its length"
