@@ -1,6 +1,7 @@
 """The output that a person sees during a run."""
 
 import io
+import json
 import math
 import re
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 from rich.console import Console
 
 import tiny
+from gptworks.data.prepare import prepare
+from gptworks.errors import UserError
 from gptworks.recipe import parse_recipe
 from gptworks.training.loop import Run, train
 from gptworks.training.record import display as display_module
@@ -138,6 +141,17 @@ def test_the_lines_of_a_run_fit_80_columns_of_a_terminal_and_are_plain_elsewhere
     assert not long
     assert "loss: how badly" in plain.getvalue() and "full speed: " in plain.getvalue() and "MFU" in plain.getvalue()
     assert re.search(r"held out: .* 2 of \d+ sequences", " ".join(plain.getvalue().split()))
+
+
+def test_a_sample_that_cannot_begin_names_its_setting(tmp_path: Path) -> None:
+    tree = tiny.recipe_tree(tmp_path, precision="fp32", max_steps=3, sample_every=1)
+    prepared = prepare(parse_recipe(tree))
+    plain = json.loads((prepared.folder / "tokenizer/tokenizer.json").read_text())
+    plain["added_tokens"] = []
+    (tmp_path / "plain.json").write_text(json.dumps(plain))
+    tree["tokenizer"] = {"type": "file", "path": str(tmp_path / "plain.json")}
+    with pytest.raises(UserError, match=r"train\.sample_prompts has '': the prompt is empty .* train\.sample_every=0"):
+        train(parse_recipe(tree))
 
 
 def test_a_run_says_at_its_start_what_it_trains_and_where(tmp_path: Path) -> None:

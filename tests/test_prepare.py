@@ -118,6 +118,25 @@ def test_the_shards_hold_the_text_in_both_splits(kind: dict[str, Any], make: Mak
     assert not prepared.reused
 
 
+@pytest.mark.parametrize("added", [[], ["<|endoftext|>"]])
+def test_a_tokenizer_without_a_separator_is_named_and_can_be_given_one(
+    added: list[str], make: Make, tmp_path: Path
+) -> None:
+    write(tmp_path, *essays(30))
+    prepared = prepare(make(validation={"fraction": 0.3}))
+    tree = json.loads((prepared.folder / "tokenizer/tokenizer.json").read_text())
+    del tree["model"]["vocab"]["<|endoftext|>"]
+    tree["added_tokens"] = [token for token in tree["added_tokens"] if token["content"] != "<|endoftext|>"]
+    (tmp_path / "plain.json").write_text(json.dumps(tree))
+    tokenizer = {"type": "file", "path": str(tmp_path / "plain.json"), "added_tokens": added}
+    said = list[str]()
+    prepared = prepare(make(tokenizer, validation={"fraction": 0.3}), report=lambda stage, *_: said.append(stage))
+    assert any("no token that begins or ends a document" in line for line in said) == (not added)
+    shards = TokenShards(prepared.folder, "train")
+    begins = {prepared.tokenizer.id_to_token(int(shards.read(at, 1)[0])) for at in shards.document_starts().tolist()}
+    assert begins == set(added or "E")
+
+
 def test_each_document_begins_with_the_separator(make: Make, tmp_path: Path) -> None:
     write(tmp_path, *essays(30))
     prepared = prepare(make(validation={"fraction": 0.3}))

@@ -33,7 +33,8 @@ from gptworks.data.workers import Advance, Report, adding_up, in_order
 from gptworks.errors import UserError
 from gptworks.files import make_folder, new_folder, open_regular, replacing
 from gptworks.recipe import with_vocab_size
-from gptworks.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer, vocabulary_size
+from gptworks.special_tokens import SEPARATOR
+from gptworks.tokenizer import document_frame, load_tokenizer, save_tokenizer, train_tokenizer, vocabulary_size
 
 _BPE_TRAINING_BYTES = 200_000_000
 _SAMPLE_BYTES = 100_000_000
@@ -99,6 +100,8 @@ def keep_tokenizer(
         texts = [_Text(data, found, split_by(data, found.sources), weight) for data, weight, found in datasets]
         sample = folder.with_name(f".{folder.name}.sample")
         trained = _train(recipe, texts, sample, report)
+        if not any(document_frame(trained)) and any(data.texts for data, _, _ in datasets):
+            report(_NO_SEPARATOR, 0, None)
         source = find_chat_template(recipe.tokenizer)
         with new_folder(folder) as aside:
             save_tokenizer(trained, aside)
@@ -110,6 +113,12 @@ def keep_tokenizer(
     if isinstance(recipe, Recipe):
         with_vocab_size(recipe, vocabulary_size(tokenizer))  # raises if the recipe states another size
     return tokenizer
+
+
+_NO_SEPARATOR = (
+    f"the tokenizer has no token that begins or ends a document, so documents follow one another without a sign. "
+    f"tokenizer.added_tokens=['{SEPARATOR}'] gives it one"
+)
 
 
 def _train(recipe: AnyRecipe, texts: list[_Text], sample: Path, report: Report) -> Tokenizer:

@@ -66,7 +66,12 @@ class Session:
         template = load_chat_template(setup.prepared.folder / "tokenizer", tokenizer)
         self.engine = Engine(self.model, tokenizer, cache_dtype=setup.precision.dtype, chat_template=template)
         for prompt in recipe.train.sample_prompts if recipe.train.sample_every else ():
-            self.engine.encode_prompt(prompt)
+            try:
+                self.engine.encode_prompt(prompt)
+            except UserError as error:
+                raise UserError(
+                    f"train.sample_prompts has {prompt[:100]!r}: {error} Or set train.sample_every=0 for no samples."
+                ) from None
         norms = LayerNorms(self.model, self.parallel, recipe.train.log_every)
         self.listeners: tuple[Listener, ...] = (norms, self.state, self.reporter)
 
