@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,29 @@ def choose_device(name: str = "auto") -> torch.device:
         there = ", ".join(device for device, there in available.items() if there)
         raise UserError(f"device {name} is not available here: use one of {there}, or auto.")
     return torch.device(name)
+
+
+@contextlib.contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Have CUDA compute the same bits each time. Otherwise the backward pass of attention adds its shares in whatever
+    order they are ready, so that a resumed run would drift from an unbroken one. Other devices need nothing.
+
+    Raises:
+        RuntimeError: within it, if an operation has no such implementation on CUDA.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, torch refuses products in this mode
+    settings: Any = torch.utils.deterministic  # its attribute is made at run time
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False  # the step reads no memory that it has not written
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        settings.fill_uninitialized_memory = before[1]
 
 
 @cache

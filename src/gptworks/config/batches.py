@@ -97,6 +97,12 @@ class BatchSettings(Section):
     compile: Free[Literal["auto", "none", "block"]] = Field(
         "auto", description="block: compile each block with torch.compile. auto: only on CUDA, if it pays."
     )
+    deterministic: Free[bool] = Field(
+        True,
+        description="Compute gradients on CUDA with the same bits at each run, so that a resumed run is exact. false: "
+        "attention adds them up in whatever order they are ready, which was up to a fifth faster. Other devices "
+        "compute the same bits in any case.",
+    )
     router_balance_weight: Steering[float] = Field(
         0.01, ge=0, description="Weight of the experts' load-balancing loss (Fedus et al., 2021)."
     )

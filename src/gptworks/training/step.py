@@ -2,6 +2,7 @@
 do the trace and the measurement of a step (rehearsal/)."""
 
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from gptworks.config import TrainConfig
 from gptworks.data.samples import Batch
-from gptworks.device import Precision, Scalars
+from gptworks.device import Precision, Scalars, deterministic
 from gptworks.model.gpt import GPT
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.objectives.next_token import LossFunction
@@ -71,7 +72,7 @@ class TrainStep:
         self.stopwatch = Stopwatch(model.device)
         self.optimizer = Optimizer(model, train, parallel.mesh)
         self.scaler = torch.amp.GradScaler(model.device.type, enabled=precision.needs_scaler)
-        self._grad_clip = train.grad_clip
+        self._grad_clip, self._same_bits = train.grad_clip, train.deterministic
         self._scalars = Scalars()
 
     def accumulate(
@@ -100,11 +101,11 @@ class TrainStep:
         for number, batch in zip(numbers, micro_batches, strict=True):
             self.ranks.count_point()
             torch.manual_seed(int(np.random.SeedSequence((*seed, number)).generate_state(1, np.uint64)[0]))
-            with self.stopwatch.part("forward"), self.precision.autocast():
+            with self.stopwatch.part("forward"), self._determinism(), self.precision.autocast():
                 losses = self.loss(self.model, batch)
             if number == numbers[-1]:
                 self.parallel.begin_all_reduce(lambda: self.stopwatch.part(exchange))
-            with self.stopwatch.part("backward"):
+            with self.stopwatch.part("backward"), self._determinism():
                 self.scaler.scale(losses.objective / max(1, n_targets)).backward()  # type: ignore[no-untyped-call]
             total += losses.loss
             for name, value in losses.figures.items():
@@ -123,6 +124,9 @@ class TrainStep:
                 self._scalars[f"{kind}/{name}"] = self.parallel.all_reduce(value)
         self._scalars["loss"] = self.parallel.all_reduce(total) / max(1, n_targets)
         return StepLosses(self._scalars, n_targets, list(sums), counts, expert_tokens)
+
+    def _determinism(self) -> AbstractContextManager[None]:
+        return deterministic(self.model.device) if self._same_bits else nullcontext()
 
     def gradient_norm(self) -> float:
         """Undo the loss scaling of the step's gradients, and return their norm over all ranks. On CUDA, the host reads
