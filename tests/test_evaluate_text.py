@@ -16,6 +16,7 @@ import yaml
 
 import hf
 import tiny
+from gptworks.api import evaluate
 from gptworks.checkpoint import load_run
 from gptworks.cli import main
 from gptworks.config import CharTokenizer
@@ -243,6 +244,14 @@ def test_a_moved_run_is_measured_on_the_shards_it_was_trained_on(
     file.write_bytes(content)
     with pytest.raises(UserError, match=r"validation-00000\.tokens is corrupt"):
         EvaluatedRun(moved, device="cpu").validation()
+
+
+def test_a_byte_order_mark_is_no_text(trained_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"line 1 ends\n" * 9)
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbf" + b"line 1 ends\n" * 9)
+    found = evaluate(trained_run, text=[tmp_path / "a.txt", tmp_path / "b.txt"], save=False).evaluations
+    assert found[0].metrics["bits per byte"].value == found[1].metrics["bits per byte"].value
+    assert found[0].fingerprint == found[1].fingerprint
 
 
 def test_line_ends_of_a_text_are_measured_as_they_are(trained_run: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from gptworks.config import (
     TextSource,
 )
 from gptworks.config.sources import FileSource
-from gptworks.data.conversations.reading import origins
+from gptworks.data.conversations.reading import iter_conversations, origins
 from gptworks.data.opened import held_out_text
 from gptworks.data.prepare import find_prepared, prepare
 from gptworks.data.registry import by_settings
@@ -365,6 +365,22 @@ def test_a_dataset_of_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> No
         files[:] = ["hf://datasets/a/b@0123/data.jsonl", foreign]
         with pytest.raises(UserError, match=re.escape(f"dataset a/b: its README.md names {foreign} as its data")):
             documents(source)
+
+
+@pytest.mark.parametrize("kind", [HuggingFaceSource, ConversationsSource])
+def test_a_dataset_whose_files_have_different_columns_is_named(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "one", "instruction": "one", "output": "two", "more": null}\n')
+    (folder / "b.jsonl").write_text('{"text": "two", "instruction": "one", "output": "two", "other": {"n": 1}}\n')
+    name = "huggingface" if kind is HuggingFaceSource else "conversations"
+    source = kind(type=name, dataset=str(folder))
+    read = documents if kind is HuggingFaceSource else lambda one: list(iter_conversations([one]))
+    with pytest.raises(UserError, match=r"dataset .*after its row .*differ in their columns"):
+        read(source)
 
 
 @pytest.mark.parametrize("how", ["link", "up", "absolute", "address"])

@@ -106,6 +106,13 @@ def test_a_border_is_drawn_before_spaces(engine: Engine, context: str, continuat
     assert decode(after) == expected[1]
 
 
+def test_a_continuation_that_becomes_part_of_the_contexts_last_token_is_scored_by_itself(engine: Engine) -> None:
+    encode = {"Ans": [2], "wer": [3], "Answer": [1]}.__getitem__
+    assert encode_pair(encode, "Ans", "wer") == ([2], [3])
+    with pytest.raises(UserError, match="item 2 has no tokens of its own"):
+        score_pairs(engine, [([1], [2]), ([1], [])])
+
+
 # --------------------------------------------------------------------------------------------------------- tasks
 
 

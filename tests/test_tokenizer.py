@@ -188,10 +188,11 @@ def test_loading_gives_the_same_tokenizer(tokenizer: Tokenizer, tmp_path: Path) 
     assert fingerprint(train_tokenizer(FileTokenizer(type="file", path=tmp_path), [])) == fingerprint(tokenizer)
 
 
-def test_truncation_and_padding_of_a_foreign_file_are_dropped(tmp_path: Path) -> None:
+def test_truncation_padding_and_dropout_of_a_foreign_file_are_dropped(tmp_path: Path) -> None:
     tokenizer = bpe()
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=8)
+    tokenizer.model.dropout = 0.9
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path).encode(TEXT).ids == BPE.encode(TEXT).ids
 

@@ -309,6 +309,8 @@ def _plain_text(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.encode_special_tokens = True  # True: a special token's name in a text is ordinary text
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None  # it would give another encoding of a text each time
     return tokenizer
 
 

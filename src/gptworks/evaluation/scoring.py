@@ -37,17 +37,18 @@ def encode_pair(encode: Callable[[str], list[int]], context: str, continuation: 
     """Return the token ids of a context and of its continuation, split as lm-evaluation-harness splits them.
 
     Spaces at the end of the context move to the continuation. Context and continuation are encoded together, and split
-    after as many tokens as the context has by itself. If a token crosses the border, the split is not exactly there.
+    after as many tokens as the context has by itself. If a token crosses the border, the split is not exactly there, or
+    the continuation is encoded by itself if no token would remain for it.
 
     Raises:
-        UserError: the continuation has no tokens of its own.
+        UserError: the continuation has no tokens.
     """
     kept = context.rstrip()
     context, continuation = kept, context[len(kept) :] + continuation
     before, whole = encode(context), encode(context + continuation)
     if not context and whole[: len(before)] != before:  # `encode` returns the separator for an empty text only
         whole = before + whole
-    after = whole[len(before) :]
+    after = whole[len(before) :] or (encode(continuation) if continuation else [])
     if not after:
         raise UserError(f"the continuation {continuation!r} of {context[-40:]!r} adds no token to it.")
     return before, after
@@ -71,6 +72,8 @@ def score_pairs(
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, (context, continuation) in enumerate(pairs):
+        if not continuation:
+            raise UserError(f"the continuation of item {i + 1} has no tokens of its own.")
         if len(continuation) > engine.context:
             raise UserError(f"a continuation has {len(continuation)} tokens and the model's context {engine.context}.")
         groups.setdefault(tuple(context), []).append(i)

@@ -6,6 +6,7 @@ the file that was checked is the one that is read. A link that stays inside the 
 is a link from `snapshots/REVISION/` to `blobs/` in Hugging Face's cache.
 """
 
+import codecs
 import contextlib
 import errno
 import os
@@ -97,13 +98,13 @@ def open_given(path: Path, max_bytes: int) -> BinaryIO:
 
 
 def read_given(path: Path, max_bytes: int) -> str:
-    """Read the UTF-8 text of a file or pipe that a command's option names; see `open_given`.
+    """Read the UTF-8 text of a file or pipe that a command's option names, without a byte order mark; see `open_given`.
 
     Raises:
         UserError, OSError: as `open_given`; UserError also if the text is not UTF-8.
     """
     with open_given(path, max_bytes) as file:
-        return _decoded(_bounded(file, path, max_bytes), path)
+        return _decoded(_bounded(file, path, max_bytes).removeprefix(codecs.BOM_UTF8), path)
 
 
 def _copied(pipe: int, path: Path, max_bytes: int) -> BinaryIO:

@@ -20,6 +20,7 @@ from gptworks.data.sources.records import (
     AnyRecords,
     Parquet,
     Records,
+    iter_rows,
     open_dataset,
     read_jsonl,
     read_parquet,
@@ -314,7 +315,8 @@ def _kind(value: object) -> str:
 def origins(source: AnyRecords) -> Iterator[tuple[str, Iterable[Any]]]:
     """Yield the name and the records of each file or dataset of a source."""
     if source.dataset:
-        yield open_dataset(source)
+        name, rows = open_dataset(source)
+        yield name, iter_rows(name, rows)
         return
     for file in Records(source).files():
         read = next((read for endings, read in _READ.items() if has_ending(file.name, endings)), read_json)

@@ -28,7 +28,7 @@ from gptworks.data.sources.base import (
 from gptworks.data.sources.files import walk
 from gptworks.data.sources.opening import compression, open_file
 from gptworks.data.sources.sums import contents
-from gptworks.errors import UserError, not_installed
+from gptworks.errors import UserError, not_installed, shortened
 from gptworks.files import check_tree, open_regular
 from gptworks.json_files import without_repeats
 
@@ -106,7 +106,7 @@ class HuggingFace(Source):
         where, rows = open_dataset(self.settings)
         if unit.end is not None:
             where, rows = f"{where}, file {unit.start}", rows.shard(rows.num_shards, unit.start)
-        for number, record in enumerate(rows):
+        for number, record in enumerate(iter_rows(where, rows)):
             yield from record_document(f"{where}, row {number}", record, self.settings.field)
 
     def check(self) -> None:
@@ -308,6 +308,26 @@ def _parquet_file(file: Path) -> Any:
         reason = " ".join(str(error).split())
         raise UserError(
             f"{file} is not a parquet file: {reason}. Check the path, or use another source type."
+        ) from None
+
+
+def iter_rows(where: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a dataset that `open_dataset` opened as `where`.
+
+    Raises:
+        UserError: the library `datasets` cannot read a row, such as one whose columns differ from those before it.
+    """
+    n_read = 0
+    try:
+        for row in rows:
+            yield row
+            n_read += 1
+    except UserError:
+        raise
+    except Exception as error:  # `datasets` raises many types of errors
+        raise UserError(
+            f"{where}, after its row {n_read}: {shortened(' '.join(str(error).split()), 300)} If its files differ in "
+            f"their columns, give them as a source with a `path`, which reads each record by itself."
         ) from None
 
 
