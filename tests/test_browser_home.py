@@ -1,11 +1,14 @@
 """The page's part Home in a browser: a folder becomes a run by clicks, and the other choices lead to the parts."""
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kinds_of_files
 from browser import AXE, HOSTILE, Studio, axe, open_studio, screenshot
 from gptworks.recipe import load_recipe
 from test_draft import prose
@@ -75,6 +78,39 @@ def test_a_folder_is_chosen_with_the_keys_alone(new_page: Callable[..., Any], be
     assert page.evaluate("() => document.activeElement.textContent") == "Browse…"
 
 
+def test_the_table_names_every_file_that_is_left_out(
+    new_page: Callable[..., Any], begun: Studio, tmp_path: Path
+) -> None:
+    pytest.importorskip("all2md")
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    (mixed / "good.txt").write_text(prose(40_000), encoding="utf-8")
+    (mixed / "good.docx").write_bytes(kinds_of_files.docx(kinds_of_files.PARAGRAPHS))
+    (mixed / f"{HOSTILE.replace('/', '')}.docx").write_bytes(b"no docx")
+    (mixed / "also broken.docx").write_bytes(b"no docx")
+    (mixed / "empty.csv").write_bytes(b"")
+    (mixed / "picture.png").write_bytes(b"\x89PNG")
+    (mixed / "nowhere.md").symlink_to("nowhere")
+    os.mkfifo(mixed / "waits.html")
+    page = new_page()
+    page.goto(f"{begun.url}/#/home")
+    page.get_by_label("Folder", exact=True).fill("mixed")
+    page.get_by_role("button", name="Look at it").click()
+    found = page.get_by_role("region", name="What was found")
+    found.get_by_text("2 of 8 files in mixed are read").wait_for(timeout=240_000)
+    rows = {row.locator("th").inner_text(): row.inner_text() for row in found.locator("tbody tr").all()}
+    for kind, why in ((".docx", "and 1 more: a broken DOCX"), (".csv", "it is empty"), (".html", "a FIFO"),
+                      (".md", "a link that leads nowhere"), (".png", "not a kind")):  # fmt: skip
+        assert why in rows[kind], rows
+    found.get_by_text("Left out, in whole or in part: 6").click()
+    left_out = found.get_by_role("list", name="What is left out").inner_text()
+    assert {line.partition(": ")[0] for line in left_out.splitlines()} == {
+        path.name for path in mixed.iterdir() if not path.name.startswith("good")
+    }  # fmt: skip
+    screenshot(page, "home-left-out")
+    page.get_by_role("button", name="Cancel").click()
+
+
 def test_a_folder_becomes_a_run_whose_samples_are_shown(new_page: Callable[..., Any], begun: Studio) -> None:
     page = new_page()
     page.goto(f"{begun.url}/#/home")
@@ -106,8 +142,19 @@ def test_a_folder_becomes_a_run_whose_samples_are_shown(new_page: Callable[..., 
                 assert axe(page) == []
             screenshot(page, f"home-{name}-{scheme}")
     cost.get_by_role("button", name="Start training letters").click()
-    page.wait_for_url("**/#/runs/letters", timeout=240_000)
-    page.locator(".sample", has_text="letters, step").first.wait_for(timeout=240_000)
+    live = page.get_by_role("region", name="Training of letters")
+    live.get_by_text(re.compile("It trains: .* of .* steps, .*% done, about .* left")).wait_for(timeout=240_000)
+    live.get_by_text("it hesitates as if between").wait_for()
+    live.get_by_label("Sample 1 of letters").wait_for(timeout=240_000)
+    screenshot(page, "home-live")
+    assert cost.get_by_role("button").count() == 0, "started once"
+    live.get_by_text("It has ended, after").wait_for(timeout=240_000)
+    if AXE is not None:
+        assert axe(page) == []
+    screenshot(page, "home-ended")
+    live.get_by_role("link", name="Talk to it", exact=True).click()
+    page.get_by_label("Model of column 1").wait_for()
+    assert page.get_by_label("Model of column 1").input_value() == "letters"
     assert load_recipe("runs/letters").data.sources[0].type == "files"
     page.goto(f"{begun.url}/#/home")
     page.get_by_role("region", name="Talk to a model").get_by_role("link", name="Play").click()

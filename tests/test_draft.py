@@ -95,6 +95,12 @@ def test_more_speed_and_time_make_a_larger_model_and_little_text_bounds_it(texts
     assert "epochs; reading a text more often teaches little" in draft.text()
 
 
+def test_a_text_that_repeats_itself_gets_the_vocabulary_that_it_has_pairs_for(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("The keeper of the lighthouse counted the ships and wrote them down.\n" * 2000)
+    recipe = drafted(look_at(tmp_path), 1, 1e9).plan.recipe
+    assert recipe.tokenizer.type == "bpe" and 256 < recipe.tokenizer.vocab_size < 512
+
+
 def test_its_tokens_are_about_those_of_the_text(texts: Texts, tmp_path: Path) -> None:
     from gptworks.data.prepare import prepare
 

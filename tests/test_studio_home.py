@@ -1,6 +1,7 @@
 """The studio's routes that draft a recipe for a folder: the one of `gptworks init`, for allowed folders only."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 import yaml
 
 import commands
+import kinds_of_files
 import tiny
 from browser import HOSTILE, Studio, open_studio
 from gptworks.draft.texts import look_at
 from gptworks.recipe import load_recipe
 from gptworks.studio import drafting, folders, processes
-from histories import write_run
+from histories import training, validation, write_run
 from serving import until
 from test_draft import prose
 
@@ -76,6 +78,30 @@ def test_a_folder_is_looked_at_its_recipe_drafted_and_its_run_started(http: http
     assert answer.status_code == 200, answer.text
     assert load_recipe("runs/mine.yaml").data.sources == recipe.data.sources
     http.post("/studio/start/stop", json={"run": "mine"})
+
+
+def test_of_a_folder_of_30_kinds_all_is_read_that_can_be_and_every_skip_is_named(http: httpx.Client) -> None:
+    """Each kind is also broken, in another encoding, empty, huge and unreadable: nothing stops."""
+    for package in ("all2md", "pyarrow", "warcio", "trafilatura"):
+        pytest.importorskip(package, exc_type=ImportError)
+    Path("kinds").mkdir()
+    expected = kinds_of_files.write_folder(Path("kinds")) | {"letters.txt": ""}
+    Path("kinds/letters.txt").write_text(prose(300_000), encoding="utf-8")
+    look(http, "kinds")
+    found = ended(http)
+    assert found["state"] == "ready" and found["problem"] is None and found["draft"]["parameters"] > 0
+    texts = found["texts"]
+    reasons = dict(line.split(": ", 1) for line in texts["left_out"])
+    for name, why in expected.items():
+        if why:
+            assert re.search(why, reasons.pop(name)), name
+    assert {Path(name).suffix for name in reasons} == {".zip"}, "of these only a part, a picture, is left out"
+    assert (texts["n_read"], texts["n_skipped"]) == (
+        list(expected.values()).count(""),
+        sum(map(bool, expected.values())),
+    )
+    assert {kind["kind"] for kind in texts["kinds"]} >= kinds_of_files.KINDS.keys()
+    assert texts["n_bytes"] == look_at(Path("kinds")).n_bytes and len(texts["passages"]) == 6
 
 
 def test_only_folders_inside_are_read_and_nothing_long_begins_in_vain(http: httpx.Client, tmp_path: Path) -> None:
@@ -169,3 +195,21 @@ def test_the_first_run_makes_the_folder_of_runs(tmp_path: Path, monkeypatch: pyt
         assert answer.status_code == 200, answer.text
         assert Path("runs/first.yaml").is_file() and http.get("/studio/home").json()["makes"] is None
         http.post("/studio/start/stop", json={"run": "first"})
+
+
+def test_a_run_that_trains_says_how_far_it_is(http: httpx.Client, studio: Studio) -> None:
+    def progress(run: str) -> Any:
+        return http.get("/studio/home/run", params={"run": run}).json()
+
+    assert progress("old") == progress("no such run") | {"steps": 20}, "nothing is recorded yet"
+    sample = {"kind": "sample", "step": 10, "tokens": 2560, "prompt": "Once", "text": " upon"}
+    records = [training(5, 3.0), training(10, 2.0), validation(10, 2.1), sample | {"step": 5}, sample]
+    write_run(studio.runs / "half", records, train={"max_steps": 40})
+    write_run(studio.runs / "timed", records, train={"max_steps": None, "max_minutes": 0.5})
+    until(lambda: progress("half")["step"] == progress("timed")["step"] == 10, 60)
+    found = progress("half")
+    assert (found["share"], found["seconds_left"], found["steps"]) == (0.25, 15.0, 40)
+    assert (found["first_loss"], found["loss"], found["unit"]) == (3.0, 2.0, "nats per token")
+    assert found["samples"] == [{"step": 10, "prompt": "Once", "text": " upon"}], "those of the newest step"
+    timed = progress("timed")
+    assert (timed["steps"], timed["seconds_left"]) == (None, 25.0) and timed["share"] == 5 / 30

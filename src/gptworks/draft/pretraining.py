@@ -48,7 +48,8 @@ BYTES_PER_VOCABULARY_TOKEN = 1024
 VOCABULARIES = ((1280, 32_768), (768, 16_384), (384, 8192), (0, 4096))
 """Pairs of a width and the largest vocabulary for models of that width or more. The head's cost grows with both."""
 
-LEAST_VOCABULARY = 512
+LEAST_VOCABULARY, N_BYTES = 512, 256
+"""Minimum size of a vocabulary, unless the text has too few pairs to merge; and its part of single bytes."""
 STEP_TOKENS, LEAST_STEP_TOKENS, MANY_TOKENS = 4096, 1024, 2**23
 """Usual and minimum number of tokens per step; runs of more than MANY_TOKENS tokens have larger steps."""
 
@@ -304,8 +305,8 @@ class Search:
             try:
                 return self.bytes_per_token(BPETokenizer(type="bpe", vocab_size=most))
             except UserError:  # a text that repeats itself has few pairs to merge
-                most //= 2
-                if most < LEAST_VOCABULARY:
+                most = most // 2 if most > LEAST_VOCABULARY else N_BYTES + (most - N_BYTES) // 2
+                if most < N_BYTES + 4:
                     raise
 
     def bytes_per_token(self, config: TokenizerConfig) -> tuple[int, float]:

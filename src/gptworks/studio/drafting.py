@@ -14,14 +14,16 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
-from gptworks.data.sources.report import Kind
+from gptworks.data.sources.report import Kind, reasons
 from gptworks.draft.pretraining import Draft, Search
 from gptworks.draft.texts import Texts, look_at
-from gptworks.errors import RunError, UserError
+from gptworks.errors import RunError, UserError, shortened
 from gptworks.files.fetch import REACH
 
 MOST_KINDS, MOST_REASONS, N_PASSAGES = 200, 8, 6
 """Maximum number of kinds, of notes and of reasons of a kind, and the number of passages, in an answer."""
+MOST_LEFT_OUT, MOST_WORDS = 1_000, 300
+"""Maximum number of left-out files in an answer, and of characters of each with its reason."""
 MOST_TEXT = 100_000
 """Maximum number of characters in a recipe's text."""
 _PAUSE_SECONDS = 0.2
@@ -145,11 +147,12 @@ def main() -> None:
 
 
 def _texts(texts: Texts) -> Tree:
-    """Return the files by kind, and passages, as JSON."""
-    kinds = texts.table()
+    """Return the files by kind, those left out in whole or in part, and passages, as JSON."""
+    kinds, left_out = texts.table(), reasons(texts.items)
     return {
         "n_read": texts.read.total(), "n_skipped": texts.skipped.total(), "n_bytes": texts.n_bytes,
         "kinds": [_kind(kind) for kind in kinds[:MOST_KINDS]], "n_kinds": len(kinds),
+        "left_out": [shortened(line, MOST_WORDS) for line in left_out[:MOST_LEFT_OUT]], "n_left_out": len(left_out),
         "passages": [asdict(one) for one in texts.passages(N_PASSAGES)],
     }  # fmt: skip
 

@@ -1,24 +1,29 @@
-"""Routes of the Home tab: draft a recipe for a folder of texts. The route of Start that starts a new run trains it."""
+"""Routes of the Home tab: draft a recipe for a folder of texts, and how far a run is. A route of Start starts it."""
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from pydantic import Field
 
+from gptworks.errors import shortened
+from gptworks.runs.watch import Watched
 from gptworks.serve import openai
 from gptworks.serve.app import body_of
 from gptworks.studio.answers import as_json
 from gptworks.studio.checking import check_within
 from gptworks.studio.folders import entries, outermost
+from gptworks.studio.play import RunName
 from gptworks.studio.start import new_folder, writable
 from gptworks.studio.state import Studio, studio_of
 
 router = APIRouter(include_in_schema=False)
 actions = APIRouter(include_in_schema=False, dependencies=[writable])
 """Routes that start or end processes, or serve those. A read-only studio rejects requests to these routes."""
+MOST_SAMPLES, MOST_CHARACTERS = 4, 4_000
+"""Maximum number of samples of a run in an answer, and of characters of a prompt or a text."""
 _PATH = r"^[^\x00]+$"
 
 
@@ -69,6 +74,41 @@ async def cancel(request: Request) -> Response:
     studio = studio_of(request)
     await studio.checks.in_thread(studio.drafts.cancel)
     return _answer(studio)
+
+
+@router.get("/studio/home/run")
+async def progress(request: Request, run: RunName) -> Response:
+    """Return how far a run has trained; see `_progress`."""
+    feed = studio_of(request).feed
+    return as_json(await feed.ask(lambda watch: _progress(watch.use([run])[0] if run in watch.runs else None)))
+
+
+def _progress(one: Watched | None) -> dict[str, Any]:
+    """Return a run's last `step` of `steps` (None if unknown), the `share` done, the `seconds_left` at its pace so far,
+    its `first_loss` and newest `loss`, their `unit`, and the `samples` of the newest step that has some."""
+    found: dict[str, Any] = dict.fromkeys(("steps", "share", "seconds_left", "first_loss", "loss", "unit"))
+    found |= {"step": 0, "samples": []}
+    if one is None or one.problem is not None:
+        return found
+    series, recipe = one.series, one.series.recipe
+    found["steps"] = recipe.train.max_steps
+    if not series.at_end or not series.step:
+        return found
+    step, seconds, minutes = series.step, one.row()["seconds"], recipe.train.max_minutes
+    shares = [step / recipe.train.max_steps] if recipe.train.max_steps else []
+    shares += [seconds / (60 * minutes)] if minutes else []
+    share = min(1.0, max(shares)) if shares else None
+    _, losses = series.curve("train.loss", "step")
+    newest = series.samples(MOST_SAMPLES)
+    return found | {
+        "step": step, "share": share, "seconds_left": seconds / share * (1 - share) if share else None,
+        "first_loss": losses[0].item() if len(losses) else None, "loss": losses[-1].item() if len(losses) else None,
+        "unit": recipe.objective.loss_unit,
+        "samples": [
+            {"step": text["step"]} | {key: shortened(text[key], MOST_CHARACTERS) for key in ("prompt", "text")}
+            for text in reversed(newest) if text["step"] == newest[0]["step"]
+        ],
+    }  # fmt: skip
 
 
 def _answer(studio: Studio) -> Response:

@@ -4,13 +4,13 @@ import { get, post } from "./api.js";
 import { freeName } from "./choice.js";
 import { count } from "./format.js";
 import { Cost, Found, Passages } from "./home/found.js";
+import { Live } from "./home/live.js";
 import { Picker } from "./home/picker.js";
-import { addressOf, go } from "./shell.js";
+import { addressOf } from "./shell.js";
 import { Training } from "./start/training.js";
 import { html, useCallback, useEffect, useState } from "./ui.js";
 
 const EVERY_MS = 500; // while the folder is looked at
-const LISTED_MS = 1000; // until the server's list has the new run
 const INSIDE = {
   read: ["Read", "why it wrote this token"],
   time: ["Through time", "what it had learned when"],
@@ -39,24 +39,18 @@ export function Part({ state, shown, refresh }) {
     const timer = setInterval(() => ask(() => get("studio/home")), EVERY_MS);
     return () => clearInterval(timer);
   }, [shown, working]);
-  const listed = state.models.some((model) => model.id === started);
-  useEffect(() => {
-    if (!shown || !started) return undefined;
-    if (listed) return (go("runs", started), setStarted(null));
-    const timer = setInterval(refresh, LISTED_MS);
-    return () => clearInterval(timer);
-  }, [shown, started, listed]);
   const act = async (path, body) => {
     setBusy(true);
     try {
       await post(`studio/start/${path}`, body);
       setProblem(null);
-      if (path === "new") setStarted(body.name);
+      if (path === "new") (setStarted(body.name), refresh(), ask(() => get("studio/home")));
     } catch (error) {
       setProblem(error.message);
     }
     setBusy(false);
   };
+  const isThere = (name) => name === started || state.models.some((model) => model.id === name);
   const look = (body) => (setStarted(null), ask(() => post("studio/home/look", body)));
   return html`<div class="cards home-part">
     <h1>What would you like to do?</h1>
@@ -85,15 +79,10 @@ export function Part({ state, shown, refresh }) {
       <p>See why a model writes what it writes.</p>
       <${Go} models=${state.models} links=${Object.entries(INSIDE).map(([key, words]) => [key, ...words])} />
     </section>
-    ${
-      started &&
-      html`<p class="home-wide" role="status">${started} is started. It prepares its texts; then its curves and
-      samples are shown.</p>`
-    }
-    ${shown && html`<${Training} ...${{ state, shown, act, readOnly: state.read_only }} />`}
+    <${Training} ...${{ state, shown, act, refresh, started, readOnly: state.read_only }} card=${Live} />
     ${
       drafting?.draft &&
-      html`<${Cost} drafting=${drafting} busy=${busy}
+      html`<${Cost} drafting=${drafting} busy=${busy} started=${isThere(drafting.name)}
       start=${() => act("new", { name: drafting.name, text: drafting.draft.text })} />`
     }
     ${

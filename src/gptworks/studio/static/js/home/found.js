@@ -3,7 +3,8 @@
 import { bytes, count, rate, short } from "../format.js";
 import { html } from "../ui.js";
 
-export function Cost({ drafting, start, busy }) {
+/** `started`: whether a run has the draft's name. */
+export function Cost({ drafting, start, busy, started }) {
   const { draft, name } = drafting;
   const figures = {
     "Size of the model": `${short(draft.parameters)} parameters, ${bytes(draft.weights_bytes)}`,
@@ -18,8 +19,12 @@ export function Cost({ drafting, start, busy }) {
       ([what, figure]) => html`<div key=${what}><dt>${what}</dt><dd class="number">${figure}</dd></div>`,
     )}</dl>
     <div class="toolbar">
-      <button class="button primary" disabled=${busy} onClick=${start}>Start training ${name}</button>
-      <span class="quiet">It can be stopped at any time, and resumed.</span></div>
+      ${
+        started
+          ? html`<span class="quiet">${name} is started: its card is above.</span>`
+          : html`<button class="button primary" disabled=${busy} onClick=${start}>Start training ${name}</button>
+            <span class="quiet">It can be stopped at any time, and resumed.</span>`
+      }</div>
     <details><summary>The recipe, with the reason for each setting</summary>
       <pre class="home-recipe" tabindex="0" aria-label="Recipe">${draft.text}</pre></details>
   </section>`;
@@ -48,6 +53,17 @@ export function Found({ texts, folder }) {
       html`<p class="quiet">
       And ${count(more)} kinds more: <code>gptworks init --look</code> lists all.</p>`
     }
+    ${
+      texts.n_left_out > 0 &&
+      html`<details><summary>${`Left out, in whole or in part: ${count(texts.n_left_out)}`}</summary>
+        <ul class="home-left-out" tabindex="0" aria-label="What is left out">${texts.left_out.map(
+          (line) => html`<li key=${line}>${line}</li>`,
+        )}</ul>
+        ${
+          texts.n_left_out > texts.left_out.length &&
+          html`<p class="quiet">The first ${count(texts.left_out.length)} are listed.</p>`
+        }</details>`
+    }
   </section>`;
 }
 
@@ -61,7 +77,8 @@ export function Passages({ passages }) {
   </section>`;
 }
 
-function time(minutes) {
+/** A duration in words, in two digits. */
+export function time(minutes) {
   if (minutes < 2) return `${rounded(60 * minutes)} seconds`;
   return minutes < 120 ? `${rounded(minutes)} minutes` : `${rounded(minutes / 60)} hours`;
 }

@@ -6,7 +6,8 @@ import { html, useEffect, useState } from "../ui.js";
 const EVERY_MS = 1500;
 const ENDED_LINES = 4; // of a run that ended well: its result and the next commands
 
-export function Training({ state, shown, act, readOnly }) {
+/** `card`: the component that shows a run, which also gets `more`. */
+export function Training({ state, shown, act, readOnly, card = Process, ...more }) {
   const [found, setFound] = useState([]);
   const [hidden, hide] = useState(new Set());
   const running = state.models.filter((model) => model.state === "running").map((model) => model.id);
@@ -33,13 +34,13 @@ export function Training({ state, shown, act, readOnly }) {
     .filter((one) => !hidden.has(`${one.run} ${one.code}`))
     .reverse();
   return rows.map(
-    (one) => html`<${Process} key=${one.run} one=${one} act=${act} readOnly=${readOnly}
-    known=${state.models.some((model) => model.id === one.run)}
-    hide=${() => hide(new Set([...hidden, `${one.run} ${one.code}`]))} />`,
+    (one) => html`<${card} key=${one.run} ...${{ one, act, readOnly, shown, ...more }}
+      model=${state.models.find((model) => model.id === one.run)}
+      hide=${() => hide(new Set([...hidden, `${one.run} ${one.code}`]))} />`,
   );
 }
 
-function Process({ one, act, readOnly, known, hide }) {
+function Process({ one, act, readOnly, model, hide }) {
   const ended = one.running === false;
   const lines = one.code === 0 ? one.lines.slice(-ENDED_LINES) : one.lines;
   const words = ended
@@ -52,7 +53,7 @@ function Process({ one, act, readOnly, known, hide }) {
   return html`<section class="card start-process" aria-label=${`${one.run}, ${words}`}>
     <div class="toolbar"><h2>${one.run}</h2>
       <span class=${one.code ? "problem" : "quiet"} role="status">${words}</span><span class="fill"></span>
-      ${known && html`<a href=${`#/runs/${one.run.split("/").map(encodeURIComponent).join("/")}`}>Curves</a>`}
+      ${model && html`<a href=${`#/runs/${one.run.split("/").map(encodeURIComponent).join("/")}`}>Curves</a>`}
       ${
         ended
           ? html`<button class="button small" onClick=${hide}>Hide</button>`
