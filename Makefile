@@ -45,10 +45,8 @@ help:
 
 demo: .venv/.installed
 	$(BIN)/gptworks train demo --resume
-	@echo; echo "Completions:"
-	$(BIN)/gptworks generate runs/demo "def read_lines(path" --max-tokens 120 --temperature 0.3 --frequency-penalty 0.5 --seed 1
-	@echo
-	$(BIN)/gptworks generate runs/demo "class Queue(" --max-tokens 120 --temperature 0.3 --frequency-penalty 0.5 --seed 2
+	@echo; echo "Held-out files, chosen before training by the rule below, and how the model continues them:"
+	$(BIN)/gptworks generate runs/demo --held-out 3 --max-tokens 80 --temperature 0.3 --frequency-penalty 0.5 --seed 1
 	@echo; echo "Held-out text, and what compressors make of it:"
 	$(BIN)/gptworks evaluate runs/demo --compressors
 	@echo; echo "Go on with: $(BIN)/gptworks chat runs/demo"

@@ -111,10 +111,10 @@ def test_its_tokens_are_about_those_of_the_text(texts: Texts, tmp_path: Path) ->
     assert draft.plan.data.train_tokens == pytest.approx(prepared.manifest.splits["train"].tokens, rel=0.03)
 
 
-def test_samples_begin_with_two_different_lines_also_of_one_file(tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_text(prose(200_000), encoding="utf-8")
-    prompts = drafted(look_at(tmp_path), 1, 1e9).plan.recipe.train.sample_prompts
-    assert len(set(prompts)) == 2 and all(len(prompt.split()) == 3 for prompt in prompts)
+def test_samples_continue_held_out_text(texts: Texts) -> None:
+    draft = drafted(texts, 1, 1e9)
+    assert draft.plan.recipe.train.sample_held_out == 2 and draft.plan.recipe.train.sample_prompts == ()
+    assert "sample_held_out: 2" in draft.text() and "chosen before training" in draft.text()
 
 
 def test_what_a_folder_holds(tmp_path: Path) -> None:

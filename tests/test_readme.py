@@ -195,7 +195,7 @@ def test_the_recipe_for_own_texts_in_the_guide_warms_up_evaluates_and_shows_samp
     assert settings.warmup_steps
     assert 0 < settings.evaluate_every <= 100
     assert settings.sample_every
-    assert settings.sample_prompts
+    assert settings.sample_held_out
 
 
 def test_nothing_is_loaded_from_a_pickle() -> None:

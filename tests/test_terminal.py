@@ -98,6 +98,7 @@ def test_no_other_console_is_made() -> None:
         "runs/compare.py",
         "runs/compare_evaluations.py",
         "cli/printing.py",
+        "training/record/display.py",
     }
     assert found <= typed, found
 

@@ -46,6 +46,9 @@ def generate(
     regex: Annotated[str | None, Option(help="Write a text that matches this regular expression.")] = None,
     chat: Annotated[bool, Option("--chat", help="Ask by the run's chat template; print the answer.")] = False,
     samples: Annotated[int, Option(help="Number of continuations.")] = 1,
+    held_out: Annotated[
+        int | None, Option(min=1, max=100, metavar="N", help="Continue N beginnings of the run's held-out data.")
+    ] = None,
     slide: options.Slide = False,
     input_file: Annotated[
         Path | None, Option("--input", metavar="FILE", help="Continue a .jsonl file's prompts.")
@@ -84,6 +87,12 @@ def generate(
     )  # fmt: skip
     if not speculative:
         refuse_unused("is for --speculative N: add it, or", draft_model=draft_model)
+    if held_out is not None:
+        if prompt or chat or input_file is not None:
+            raise UserError(
+                "--held-out takes its prompts from the run's data: leave out the prompt, --chat and --input."
+            )
+        refuse_unused("does nothing with --held-out, which prints one text of each", samples=samples > 1, slots=slots)
     if (input_file is None) != (output_file is None) or (input_file is not None and prompt):
         raise UserError("--input and --output belong together, without a prompt.")
     if chat and input_file is None and not prompt:
@@ -102,6 +111,9 @@ def generate(
         run, checkpoint, device, overrides, n_slots=slots, drafter=drafter, backend=backend, cache=cache,
         weights=weights,
     )  # fmt: skip
+    if held_out is not None:
+        _generate_held_out(engine, run, held_out, settings, as_json)
+        return
     encode: Callable[[str], Prompt] = str
     if chat:
         settings, encode = _asked(engine, settings)
@@ -137,6 +149,30 @@ def generate(
         notice("stopped: the context is full. With --slide it continues from the context's last half.")
     if (rate := engine.statistics().acceptance_rate) is not None:
         notice(f"{rate:.0%} of the draft tokens were accepted.")
+
+
+def _generate_held_out(engine: "Engine", run: Path, n: int, settings: "SamplingSettings", as_json: bool) -> None:
+    """Continue `n` beginnings of the run's held-out data, and say by which rule they are chosen."""
+    from gptworks.data.beginnings import beginnings, rule
+    from gptworks.data.shards import TokenShards
+    from gptworks.recipe import load_recipe
+    from gptworks.runs.data import data_of
+
+    shards = TokenShards(data_of(run).prepared.folder, "validation")
+    most = load_recipe(run).train.held_out_tokens(engine.model.config.context_length)
+    found = beginnings(shards, engine.tokenizer, n, most, settings.max_tokens)
+    with working("generating"):
+        requests = [engine.submit(one.prompt, settings, overflow="slide") for one in found]
+        texts = [completion.text for (completion,) in engine.finish(requests)]
+    if as_json:
+        rows = [
+            {"prompt": one.text, "text": text, "follows": one.follows} for one, text in zip(found, texts, strict=True)
+        ]
+        print_json({"rule": rule(shards, n, most), "completions": rows})
+        return
+    notice(f"{rule(shards, n, most)}. The model continues after ▸")
+    for i, (one, text) in enumerate(zip(found, texts, strict=True)):
+        sys.stdout.write(f"--- {i + 1} of {len(found)}\n{one.text}▸{text}\n")
 
 
 def _asked(engine: "Engine", settings: "SamplingSettings") -> "tuple[SamplingSettings, Callable[[str], Prompt]]":

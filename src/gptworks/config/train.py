@@ -5,11 +5,14 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from gptworks.choices import DeviceName, PrecisionName
-from gptworks.config.base import Fixed, Fraction, Free, Measured, PositiveInt, Steering
+from gptworks.config.base import Fixed, Fraction, Free, Measured, PositiveInt, Steering, derived
 from gptworks.config.optimizers import OptimizerSettings
 
 EVALUATED_TOKENS = 2**17
 """Maximum number of tokens that an evaluation reads by default."""
+
+HELD_OUT_TOKENS = 96
+"""Most tokens of the beginning of a held-out text that a sample continues; at most a quarter of the context."""
 
 
 class TrainConfig(OptimizerSettings):
@@ -91,7 +94,18 @@ class TrainConfig(OptimizerSettings):
         description="Also keep checkpoints with optimizer state every this many steps, and weights of step 0. 0: none.",
     )
     sample_every: Free[int] = Field(0, ge=0, le=1_000_000_000, description="Steps between samples. 0: none.")
-    sample_prompts: Free[tuple[str, ...]] = Field(("",), max_length=1000, description="Prompts of the samples.")
+    sample_held_out: Free[int] = Field(
+        0,
+        ge=0,
+        le=100,
+        description="Samples that continue held-out text: beginnings of this many evenly spaced documents of the "
+        "validation split, chosen before training. They come before those of sample_prompts.",
+    )
+    sample_prompts: Free[tuple[str, ...]] = Field(
+        default_factory=derived("sample_held_out", lambda n: () if n else ("",)),
+        max_length=1000,
+        description="Prompts of samples. Default: an empty one, or none with sample_held_out.",
+    )
     sample_tokens: Free[PositiveInt] = Field(100, le=1 << 22, description="Length of a sample in tokens.")
 
     early_stopping_patience: Free[PositiveInt | None] = Field(
@@ -131,6 +145,10 @@ class TrainConfig(OptimizerSettings):
         if wanted is None:
             wanted = max(1, EVALUATED_TOKENS // context_length)
         return 0 if wanted >= n_there else wanted
+
+    def held_out_tokens(self, context_length: int) -> int:
+        """Return the most tokens of the beginning of a held-out text that a sample continues."""
+        return max(1, min(HELD_OUT_TOKENS, context_length // 4))
 
     @property
     def averages(self) -> bool:

@@ -285,17 +285,8 @@ class Search:
             ("checkpoint_every", max(1, steps // N_SAMPLES), "the most that a crash can lose"),
             ("keep_every", max(1, steps // N_SAMPLES), "all are kept, to see later what was learned when"),
             ("sample_every", max(1, steps // N_SAMPLES), ""),
-            ("sample_prompts", self._prompts(), "the beginnings of lines of the text"),
+            ("sample_held_out", 2, "beginnings of held-out text, chosen before training"),
         ]
-
-    def _prompts(self) -> list[str]:
-        """Return the beginnings of two different lines, after a third and after two thirds of the text."""
-        lines = [line.split() for text in self.texts.sample for line in text.splitlines()]
-        found: list[str] = []
-        for first in (len(lines) // 3, 2 * len(lines) // 3):
-            beginnings = (" ".join(words[:3]) for words in lines[first:] if len(words) > 3 and len(words[0]) < 20)
-            found.append(next((one for one in beginnings if one not in found), ""))
-        return found
 
     def _tokenizer(self, most: int) -> tuple[int, float]:
         """Return the size of a vocabulary of at most `most` tokens for this text, and its bytes per token."""

@@ -236,8 +236,12 @@ def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = 
         model = model.model_copy(update={"vocab_size": 1})
         recipe = recipe.model_copy(update={"model": model})
     micro = train.rank_micro_batch_size(layout.data_parallel)
-    prompts = train.sample_prompts if train.sample_every else ()
+    prompts, n_held_out = (train.sample_prompts, train.sample_held_out) if train.sample_every else ((), 0)
     longest_prompt = max((len(prompt.encode("utf-8")) for prompt in prompts), default=0)  # tokens are fewer
+    if n_held_out:  # a conversation may fill the context
+        whole = model.context_length
+        limit = whole if recipe.data.conversations else train.held_out_tokens(whole)
+        longest_prompt = max(longest_prompt, limit)
     return replace(
         Setting.of(model, train, precision, on_cpu, recipe.adapter, recipe.freeze),
         micro_batch_size=micro,
@@ -245,7 +249,7 @@ def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = 
         saves=True,
         starts_from=recipe.initialize_from is not None,
         layout=layout,
-        n_texts=ANSWERS_AT_ONCE if objective.rollouts else len(prompts),
+        n_texts=ANSWERS_AT_ONCE if objective.rollouts else len(prompts) + n_held_out,
         text_tokens=model.context_length if objective.rollouts else longest_prompt + train.sample_tokens,
         objective=objective,
         several_texts=bool(recipe.data.conversations) and objective.several_texts,

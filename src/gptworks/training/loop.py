@@ -214,13 +214,12 @@ class Run(Session):
         return True
 
     def sample(self) -> None:
-        """Generate and report a text for each of the recipe's prompts, always with the same seed."""
+        """Continue each of the run's beginnings and prompts, always with the same seed, and report the texts."""
         if not (self.parallel.samples or self.parallel.gathers_once):
             return
         sampling = SamplingSettings(
             max_tokens=self.settings.sample_tokens, temperature=0.8, top_k=50, seed=self.recipe.seed
         )
-        prompts = self.settings.sample_prompts
         with (
             self.display.during("sample"),
             self.step.stopwatch.part("samples"),
@@ -230,9 +229,9 @@ class Run(Session):
         ):
             if not self.parallel.samples:  # this rank only takes part in gathering the blocks
                 return
-            requests = [self.engine.submit(prompt, sampling, overflow="slide") for prompt in prompts]
-            for prompt, (completion,) in zip(prompts, self.engine.finish(requests), strict=True):
-                self.reporter.sample(self.progress, prompt, completion.text)
+            requests = [self.engine.submit(one.prompt, sampling, overflow="slide") for one in self.samples]
+            for one, (completion,) in zip(self.samples, self.engine.finish(requests), strict=True):
+                self.reporter.sample(self.progress, one, completion.text)
         self.reporter.sampled()
 
     def finish(self, reason: str, stop: str | None) -> Outcome:

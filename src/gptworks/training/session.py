@@ -6,6 +6,7 @@ import torch
 from gptworks.chat_template import load_chat_template, other_templates, save_chat_template, save_other_templates
 from gptworks.checkpoint import checkpoints
 from gptworks.config import Recipe
+from gptworks.data.beginnings import Beginning, beginnings
 from gptworks.errors import UserError
 from gptworks.files import shown, write_sums
 from gptworks.infer.engine import Engine
@@ -65,15 +66,28 @@ class Session:
         tokenizer = setup.prepared.tokenizer
         template = load_chat_template(setup.prepared.folder / "tokenizer", tokenizer)
         self.engine = Engine(self.model, tokenizer, cache_dtype=setup.precision.dtype, chat_template=template)
-        for prompt in recipe.train.sample_prompts if recipe.train.sample_every else ():
-            try:
-                self.engine.encode_prompt(prompt)
-            except UserError as error:
-                raise UserError(
-                    f"train.sample_prompts has {prompt[:100]!r}: {error} Or set train.sample_every=0 for no samples."
-                ) from None
+        self.samples = self._samples()
         norms = LayerNorms(self.model, self.parallel, recipe.train.log_every)
         self.listeners: tuple[Listener, ...] = (norms, self.state, self.reporter)
+
+    def _samples(self) -> list[Beginning]:
+        """Return the texts that the run's samples continue: held-out beginnings, then the recipe's prompts."""
+        train, held_out = self.settings, self.objective.samples.validation_shards
+        if not train.sample_every:
+            return []
+        chosen = [Beginning(prompt, None, None) for prompt in train.sample_prompts]
+        if train.sample_held_out:
+            most, tokenizer = train.held_out_tokens(self.recipe.model.context_length), self.setup.prepared.tokenizer
+            chosen = beginnings(held_out, tokenizer, train.sample_held_out, most, train.sample_tokens) + chosen
+        for one in chosen:
+            try:
+                self.engine.encode_prompt(one.prompt)
+            except UserError as error:
+                name = "sample_prompts" if one.follows is None else "sample_held_out"
+                raise UserError(
+                    f"train.{name} has {one.text[:100]!r}: {error} Or set train.sample_every=0 for no samples."
+                ) from None
+        return chosen
 
     @property
     def progress(self) -> Progress:

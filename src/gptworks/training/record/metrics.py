@@ -282,7 +282,7 @@ def _parsed(line: bytes) -> Record | str:
     return _fault(record) or _checked(record)
 
 
-_TEXTS = ("kind", "prompt", "text", "unit")
+_TEXTS = ("kind", "prompt", "text", "follows", "unit")
 _NOT_FINITE = ("nan", "inf", "-inf")
 """Strings that the log contains instead of numbers that JSON lacks."""
 
@@ -358,15 +358,21 @@ def _line(record: Record) -> str:
     return json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def write_samples(metrics: Path, path: Path) -> None:
-    """Write the run's samples as Markdown, oldest first: each prompt with its continuation."""
+def write_samples(metrics: Path, path: Path, rule: str = "") -> None:
+    """Write the run's samples as Markdown, oldest first: each prompt with its continuation.
+
+    Args:
+        rule: how the beginnings of held-out texts were chosen.
+    """
     samples = list(read_metrics(metrics, kinds=("sample",)))
     if not samples:
         return
-    parts = []
+    parts = [f"Held-out texts: {rule}.\n"] if rule else []
     for record in samples:
         given, made = fenced(str(record["prompt"])), fenced(str(record["text"]))
-        parts.append(f"## Step {record['step']:,}\n\nPrompt:\n\n{given}\n\nContinuation:\n\n{made}\n")
+        actual = f"\nThe held-out text continues:\n\n{fenced(str(record['follows']))}\n" if "follows" in record else ""
+        what = "Beginning of a held-out text" if actual else "Prompt"
+        parts.append(f"## Step {record['step']:,}\n\n{what}:\n\n{given}\n\nContinuation:\n\n{made}\n{actual}")
     write_whole(path, "\n".join(["# Samples\n", *parts]))
 
 

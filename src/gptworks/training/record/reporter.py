@@ -7,6 +7,7 @@ import time
 import torch
 
 from gptworks.config import Recipe
+from gptworks.data.beginnings import Beginning, rule
 from gptworks.device import BusyCores, Precision, advice_on_threads, device_name, memory_figures
 from gptworks.files import shown
 from gptworks.model.moe import busiest_load
@@ -81,11 +82,20 @@ class Reporter(Listener):
         n_read = self.objective.n_evaluated or n_there
         share = f"{n_read:,} of {counted(n_there, 'sequence')}" if n_read < n_there else counted(n_there, "sequence")
         reaches = "this machine reaches" if self._ranks.size == 1 else f"{self._ranks.size} such devices reach"
-        return [
+        lines = [
             f"loss: {what}",
             f"held out: the same on data that is not trained on, {share}",
             f"full speed: what {reaches} in large products of matrices (a share of it: MFU)",
         ]
+        return [*lines, f"samples continue {chosen}"] if (chosen := self._samples_rule()) else lines
+
+    def _samples_rule(self) -> str:
+        """Return the rule by which the held-out beginnings were chosen; empty if the samples have none."""
+        train, held_out = self.recipe.train, self.objective.samples.validation_shards
+        if not train.sample_every or not train.sample_held_out:
+            return ""
+        most = train.held_out_tokens(self.recipe.model.context_length)
+        return f"{rule(held_out, train.sample_held_out, most)}; chosen before training"
 
     def _epochs(self, progress: Progress) -> str:
         """Return a phrase with the tokens and epochs of the whole run; empty if its number of steps is unknown."""
@@ -216,15 +226,16 @@ class Reporter(Listener):
         epochs = self.objective.samples.epochs(progress.position)
         write_model_card(self.recipe, progress, reason, samples, self.precision, memory, self._layout, epochs)
 
-    def sample(self, progress: Progress, prompt: str, text: str) -> None:
-        """Log and show a prompt and its continuation."""
-        self.log.write({"kind": "sample", "step": progress.step, "prompt": prompt, "text": text})
-        self.display.sample(progress.step, prompt, text)
+    def sample(self, progress: Progress, begun: Beginning, text: str) -> None:
+        """Log and show a prompt, or the beginning of a held-out text, and its continuation."""
+        actual = {} if begun.follows is None else {"follows": begun.follows}
+        self.log.write({"kind": "sample", "step": progress.step, "prompt": begun.text, "text": text, **actual})
+        self.display.sample(progress.step, begun.text, text)
 
     def sampled(self) -> None:
         """Write samples.md; called after all samples of a step."""
         if self._ranks.is_rank_zero:
-            write_samples(self.recipe.run_dir / LOG, self.recipe.run_dir / "samples.md")
+            write_samples(self.recipe.run_dir / LOG, self.recipe.run_dir / "samples.md", self._samples_rule())
 
     def end(self, progress: Progress, reason: str, memory: MemoryPeaks, talks: bool) -> None:
         """Report the run's end, on rank 0: write curves and card, print a summary and commands to run next.

@@ -1,0 +1,111 @@
+"""Choose beginnings of held-out text, by a rule that knows no model, for samples that show what a model learned."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from gptworks.data.shards import TokenShards
+from gptworks.errors import UserError
+from gptworks.units import counted
+
+_ENDS = r"\n[ \t]*\n+", r"\n", r"[.!?]\s", r"\s"
+"""Ends of a paragraph, a line, a sentence and a word, in the order in which a beginning ends at them."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """A text to continue."""
+
+    text: str
+    token_ids: tuple[int, ...] | None
+    """The tokens up to an answer, of a conversation; None: the text is encoded as any prompt."""
+    follows: str | None
+    """What follows in the held-out data; None: the text is a prompt of the recipe."""
+
+    @property
+    def prompt(self) -> str | Sequence[int]:
+        """The prompt for an engine."""
+        return self.text if self.token_ids is None else self.token_ids
+
+
+def rule(shards: TokenShards, n: int, most_tokens: int) -> str:
+    """Return a sentence with the rule by which `beginnings` chooses."""
+    if shards.manifest.holds_examples:
+        return f"{counted(n, 'held-out conversation')} of {shards.n_documents:,}, evenly spaced, each up to an answer"
+    places = f"{n} of {shards.n_documents:,} held-out documents, evenly spaced, each from its beginning"
+    if _in_documents(shards, n):
+        places = f"{counted(n, 'evenly spaced place')} in the held-out text, each from the next paragraph"
+    return f"{places} to the last end of a paragraph (else line, sentence or word) within {most_tokens} tokens"
+
+
+def beginnings(
+    shards: TokenShards, tokenizer: Tokenizer, n: int, most_tokens: int, n_following: int = 0
+) -> list[Beginning]:
+    """Return `n` beginnings in the validation split, as `rule` states; the same ones whenever the data is the same.
+
+    Args:
+        shards: the validation split.
+        most_tokens: the most tokens of a text's beginning; a conversation is given up to an answer.
+        n_following: the number of tokens to return as what follows.
+
+    Raises:
+        UserError: the split has too little text.
+    """
+    if shards.manifest.holds_examples:
+        return _of_conversations(shards, tokenizer, n, n_following)
+    starts, most = shards.document_starts().tolist(), most_tokens
+    inside = _in_documents(shards, n)
+    found = []
+    for k in range(n):
+        first = (2 * k + 1) * shards.n_tokens // (2 * n) if inside else starts[(2 * k + 1) * len(starts) // (2 * n)]
+        window = shards.read(first, min((2 if inside else 1) * most + n_following, shards.n_tokens - first)).tolist()
+        end = next((start - first for start in starts if start > first), len(window))
+        text = tokenizer.decode(window[:end]).rstrip("\ufffd")
+        if inside:
+            text = text[_next_start(text, len(tokenizer.decode(window[: min(most, end)]))) :]
+        text = text.lstrip("\n")
+        head = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids[:most])
+        cut = _last_end(head) if len(head) < len(text) else len(text) // 2
+        found.append(Beginning(text[:cut], None, text[cut:]))
+    if not any(one.text for one in found):
+        raise UserError("the held-out text is too short for train.sample_held_out: set it to 0.")
+    return [one for one in found if one.text]
+
+
+def _in_documents(shards: TokenShards, n: int) -> bool:
+    """Whether beginnings are inside documents: there are too few documents, or those held out are ends of documents."""
+    made = shards.manifest.made_from.get("validation")
+    return shards.n_documents < n or not isinstance(made, dict) or made.get("by") != "document"
+
+
+def _next_start(text: str, most: int) -> int:
+    """Return where the next paragraph begins, else line, sentence or word, in the first `most` characters."""
+    for end in _ENDS:
+        if (match := re.compile(end).search(text, 0, most)) is not None:
+            return match.end()
+    return 0
+
+
+def _last_end(text: str) -> int:
+    """Return where the text's last paragraph ends, else line, sentence or word, in its second half."""
+    for end in _ENDS:
+        ends = [match.end() for match in re.finditer(end, text) if match.end() > len(text) // 2]
+        if ends:
+            return ends[-1] if text[ends[-1] - 1] == "\n" else ends[-1] - 1  # tokens begin with spaces
+    return len(text)
+
+
+def _of_conversations(shards: TokenShards, tokenizer: Tokenizer, n: int, n_following: int) -> list[Beginning]:
+    starts, found = [*shards.document_starts().tolist(), shards.n_tokens], []
+    n_documents = shards.n_documents
+    for k in range(min(n, n_documents)):
+        place = (2 * k + 1) * n_documents // (2 * min(n, n_documents))
+        first, length = starts[place], starts[place + 1] - starts[place]
+        learned = shards.read_learned(first, length)
+        asked = int(learned.argmax()) if learned.any() else length
+        ids = shards.read(first, length).tolist()
+        follows = tokenizer.decode(ids[asked : asked + n_following])
+        found.append(Beginning(tokenizer.decode(ids[:asked]), tuple(ids[:asked]), follows))
+    return [one for one in found if one.token_ids]
