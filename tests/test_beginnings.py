@@ -24,8 +24,8 @@ SENTENCES = "The cat sat on the mat. A dog ran in the park.\nThe end came soon.\
 def texts(folder: Path, n: int, by: str = "document") -> dict[str, Any]:
     """Write `n` texts, of which a part is held out; return a recipe that reads them."""
     (folder / "texts").mkdir()
-    for i in range(n):
-        text = f"Story {i} begins here. It is short.\n\n" + SENTENCES * (360 // n)
+    for i in range(3, n + 3):
+        text = f"Story {i} begins here. It is short.\n\n" + SENTENCES * (i % 4 * 480 // n)
         (folder / "texts" / f"{i}.txt").write_text(text, encoding="utf-8")
     tree = tiny.recipe_tree(folder, max_steps=4, sample_every=2, sample_held_out=2, sample_tokens=12)
     tree["data"]["sources"] = [{"type": "files", "path": str(folder / "texts")}]
@@ -39,16 +39,18 @@ def test_beginnings_are_those_of_evenly_spaced_held_out_documents_and_end_at_a_p
     found = beginnings(shards, prepared.tokenizer, 3, 40, 10)
     starts = [*shards.document_starts().tolist(), shards.n_tokens]
     documents = [prepared.tokenizer.decode(shards.read(a, b - a).tolist()) for a, b in pairwise(starts)]
-    places = [documents.index(next(text for text in documents if text.startswith(one.text))) for one in found]
-    n = len(documents)
+    long = [text for text in documents if len(text) > 80]  # a character is a token
+    places = [long.index(next(text for text in long if text.startswith(one.text))) for one in found]
+    n = len(long)
+    assert n < len(documents), "short ones are passed over"
     assert places == [n // 6, 3 * n // 6, 5 * n // 6]
     for place, one in zip(places, found, strict=True):
         assert one.text.startswith("Story ") and one.text.endswith("\n\n")
-        assert one.follows and documents[place].startswith(one.text + one.follows)
+        assert one.follows and long[place].startswith(one.text + one.follows)
     assert found == beginnings(shards, prepared.tokenizer, 3, 40, 10)
     assert rule(shards, 3, 40) == (
-        f"3 of {n} held-out documents, evenly spaced, each from its beginning to the last end of a paragraph (else "
-        "line, sentence or word) within 40 tokens"
+        f"3 of {n} held-out documents of over 80 tokens, evenly spaced, each from its start to the last end of a "
+        "paragraph (else line, sentence or word) within 40 tokens"
     )
 
 
@@ -96,3 +98,13 @@ def test_generate_continues_the_same_held_out_texts(tmp_path: Path, capfd: pytes
     assert all(record["prompt"] in result.stdout for record in records)
     assert "2 of" in result.stderr and "evenly spaced" in result.stderr
     assert "--held-out" in tiny.gptworks("generate", tmp_path / "run", "a prompt", "--held-out", "2").stderr
+
+
+def test_a_tuned_run_shows_answers_to_held_out_questions(tmp_path: Path) -> None:
+    train(parse_recipe(base_tree(tmp_path, max_steps=2)), display=Display(Console(quiet=True)))
+    out = io.StringIO()
+    tree = tune_tree(tmp_path, max_steps=2, sample_every=2, sample_held_out=2, sample_tokens=8)
+    train(parse_recipe(tree), display=Display(Console(file=out, width=200)))
+    assert "samples continue 2 held-out conversations of" in out.getvalue()
+    records = list(read_metrics(tmp_path / "tuned" / "metrics.jsonl", kinds=("sample",)))
+    assert all("what of" in one["prompt"] and "of line" in one["follows"] for one in records) and len(records) == 2

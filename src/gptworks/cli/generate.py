@@ -161,6 +161,8 @@ def _generate_held_out(engine: "Engine", run: Path, n: int, settings: "SamplingS
     shards = TokenShards(data_of(run).prepared.folder, "validation")
     most = load_recipe(run).train.held_out_tokens(engine.model.config.context_length)
     found = beginnings(shards, engine.tokenizer, n, most, settings.max_tokens)
+    if engine.chat_template is not None:
+        settings = settings.ending_at(engine.chat_template.end_token_ids)
     with working("generating"):
         requests = [engine.submit(one.prompt, settings, overflow="slide") for one in found]
         texts = [completion.text for (completion,) in engine.finish(requests)]

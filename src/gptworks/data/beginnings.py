@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from gptworks.data.shards import TokenShards
@@ -34,10 +35,13 @@ def rule(shards: TokenShards, n: int, most_tokens: int) -> str:
     """Return a sentence with the rule by which `beginnings` chooses."""
     if shards.manifest.holds_examples:
         return f"{counted(n, 'held-out conversation')} of {shards.n_documents:,}, evenly spaced, each up to an answer"
-    places = f"{n} of {shards.n_documents:,} held-out documents, evenly spaced, each from its beginning"
-    if _in_documents(shards, n):
-        places = f"{counted(n, 'evenly spaced place')} in the held-out text, each from the next paragraph"
-    return f"{places} to the last end of a paragraph (else line, sentence or word) within {most_tokens} tokens"
+    long = _long_documents(shards, most_tokens)
+    where = (
+        f"{n} of {len(long):,} held-out documents of over {2 * most_tokens} tokens, evenly spaced, each from its start"
+    )
+    if _in_documents(shards, len(long), n):
+        where = f"{counted(n, 'evenly spaced place')} in the held-out text, each from the next paragraph"
+    return f"{where} to the last end of a paragraph (else line, sentence or word) within {most_tokens} tokens"
 
 
 def beginnings(
@@ -55,29 +59,35 @@ def beginnings(
     """
     if shards.manifest.holds_examples:
         return _of_conversations(shards, tokenizer, n, n_following)
-    starts, most = shards.document_starts().tolist(), most_tokens
-    inside = _in_documents(shards, n)
-    found = []
+    starts, long = shards.document_starts(), _long_documents(shards, most_tokens)
+    inside, found = _in_documents(shards, len(long), n), []
     for k in range(n):
-        first = (2 * k + 1) * shards.n_tokens // (2 * n) if inside else starts[(2 * k + 1) * len(starts) // (2 * n)]
-        window = shards.read(first, min((2 if inside else 1) * most + n_following, shards.n_tokens - first)).tolist()
-        end = next((start - first for start in starts if start > first), len(window))
-        text = tokenizer.decode(window[:end]).rstrip("\ufffd")
+        first = (2 * k + 1) * shards.n_tokens // (2 * n) if inside else long[(2 * k + 1) * len(long) // (2 * n)]
+        end = int(np.append(starts, shards.n_tokens)[np.searchsorted(starts, first, side="right")])
+        window = shards.read(first, min((1 + inside) * most_tokens + n_following, end - first)).tolist()
+        text = tokenizer.decode(window).rstrip("\ufffd")
         if inside:
-            text = text[_next_start(text, len(tokenizer.decode(window[: min(most, end)]))) :]
+            text = text[_next_start(text, len(tokenizer.decode(window[:most_tokens]))) :]
         text = text.lstrip("\n")
-        head = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids[:most])
-        cut = _last_end(head) if len(head) < len(text) else len(text) // 2
+        head = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids[:most_tokens])
+        cut = _last_end(head.rstrip("\ufffd"))
         found.append(Beginning(text[:cut], None, text[cut:]))
     if not any(one.text for one in found):
         raise UserError("the held-out text is too short for train.sample_held_out: set it to 0.")
     return [one for one in found if one.text]
 
 
-def _in_documents(shards: TokenShards, n: int) -> bool:
-    """Whether beginnings are inside documents: there are too few documents, or those held out are ends of documents."""
+def _long_documents(shards: TokenShards, most_tokens: int) -> list[int]:
+    """Return where the documents start that have more text than a beginning shows."""
+    starts = shards.document_starts()
+    lengths = np.diff(starts, append=shards.n_tokens)
+    return [int(start) for start in starts[lengths > 2 * most_tokens]]
+
+
+def _in_documents(shards: TokenShards, n_long: int, n: int) -> bool:
+    """Whether beginnings are inside documents: there are too few long ones, or those held out are ends of documents."""
     made = shards.manifest.made_from.get("validation")
-    return shards.n_documents < n or not isinstance(made, dict) or made.get("by") != "document"
+    return n_long < n or not isinstance(made, dict) or made.get("by") != "document"
 
 
 def _next_start(text: str, most: int) -> int:

@@ -262,6 +262,8 @@ class _Draft:
             ("evaluate_every", max(1, self.steps // 6), ""),
             ("evaluate_sequences", 64, ""),
             ("checkpoint_every", max(1, self.steps // 3), ""),
+            ("sample_every", max(1, self.steps // 3), ""),
+            ("sample_held_out", 2, "questions of held-out conversations, chosen before training"),
         ]
         return rows
 

@@ -220,6 +220,8 @@ class Run(Session):
         sampling = SamplingSettings(
             max_tokens=self.settings.sample_tokens, temperature=0.8, top_k=50, seed=self.recipe.seed
         )
+        if self.engine.chat_template is not None:
+            sampling = sampling.ending_at(self.engine.chat_template.end_token_ids)
         with (
             self.display.during("sample"),
             self.step.stopwatch.part("samples"),

@@ -26,6 +26,8 @@ LOSS_MEMORY = 0.95
 """Decay of the progress line's running mean of losses, which covers about 20 steps."""
 FORMS = range(8)
 """Forms of the progress line, from all figures in words to the loss and the time left."""
+SAMPLE_LINES = 6
+"""Last lines of a sample's prompt that are shown."""
 LEAST_BAR, MOST_BAR = 8, 40
 """Columns of the bar on a terminal; it is left out if there is room for fewer."""
 
@@ -81,9 +83,10 @@ class Display:
         self.message(f"step {step:>6,}  validation loss {loss:.4f}{note}")
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """Show a prompt and its continuation, with ▸ between them."""
+        """Show a prompt's last lines and its continuation, with ▸ between them."""
         line = Text(f"step {step:>6,}  ")
-        line.append(prompt, style="dim")
+        end = "".join(prompt.splitlines(keepends=True)[-SAMPLE_LINES:])
+        line.append(f"…\n{end}" if len(end) < len(prompt) else prompt, style="dim")
         line.append("▸", style="bold")
         line.append(text)
         self.console.print(line, highlight=False, soft_wrap=True)
