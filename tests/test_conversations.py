@@ -89,6 +89,40 @@ def test_a_table_gives_one_record_a_row(tmp_path: Path, ending: str, delimiter: 
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"question": "Q", "answer": "A"}, [("user", "Q"), ("assistant", "A")]),  # GSM8K
+        (
+            {"system_prompt": "S", "question": "Q", "response": "A"},  # OpenOrca
+            [("system", "S"), ("user", "Q"), ("assistant", "A")],
+        ),
+        ({"query": "Q", "response": "A", "history": [["q", "a"]]},
+         [("user", "q"), ("assistant", "a"), ("user", "Q"), ("assistant", "A")]),  # ms-swift
+        ({"instruction": "Q", "context": "C", "response": "A", "category": "qa"},
+         [("user", "Q\n\nC"), ("assistant", "A")]),  # Dolly
+        ({"input": "Q", "output": "A"}, [("user", "Q"), ("assistant", "A")]),
+        ({"instruction": "", "input": "Q", "output": "A"}, [("user", "Q"), ("assistant", "A")]),
+        ({"conversations": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
+         [("user", "Q"), ("assistant", "A")]),
+        ({"messages": [{"from": "Human ", "value": "Q"}, {"from": "GPT", "value": "A"}]},
+         [("user", "Q"), ("assistant", "A")]),
+        ({"messages": [{"role": "user", "content": "Q"}, {"role": "model", "content": "A"}]},
+         [("user", "Q"), ("assistant", "A")]),
+    ],
+)  # fmt: skip
+def test_fields_that_published_datasets_use_are_read(
+    tmp_path: Path, record: dict[str, Any], expected: list[tuple[str, str]]
+) -> None:
+    (found,) = read(write_jsonl(tmp_path / "x.jsonl", [record]))
+    assert (turns(found), found.unread) == (expected, ())
+
+
+def test_fields_in_another_case_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="`Instruction` is perhaps `instruction`; `Response` is perhaps `response`"):
+        read(write_jsonl(tmp_path / "x.jsonl", [{"Instruction": "Q", "Response": "A"}]))
+
+
 def test_messages_in_parts_and_files_of_a_folder(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "b.jsonl", [MESSAGES])
     (tmp_path / "a.json").write_text(json.dumps([ALPACA, {"prompt": "p", "completion": "c", "input": ""}]))
@@ -100,7 +134,7 @@ def test_messages_in_parts_and_files_of_a_folder(tmp_path: Path) -> None:
 
 
 BROKEN: list[tuple[Any, str]] = [
-    ({"question": "?"}, r"record 2: no field `instruction`; its fields are question .*`instruction` and `output`"),
+    ({"asked": "?"}, r"record 2: no field `instruction`; its fields are asked .*`instruction` and `output`"),
     ({"instruction": "x"}, r"record 2: no answer: none of the fields output, .*read as alpaca"),
     ({"instruction": "x", "output": 3}, r"record 2: `output` is a int, not text"),
     ({"instruction": None, "output": "y"}, r"record 2: `instruction` is nothing, not text"),

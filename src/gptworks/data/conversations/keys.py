@@ -56,9 +56,8 @@ RECORD_KEYS: Mapping[str, Key] = {
     "messages": Key("the turns", ("messages",)),
     "conversations": Key("the turns", ("sharegpt",)),
     **dict.fromkeys(("instruction", "prompt"), Key("the question", _INSTRUCTIONS)),
-    "question": Key("the question", ("preferences",)),
-    "query": Key("the question"),
-    "input": Key("text that belongs to the question", _INSTRUCTIONS),
+    **dict.fromkeys(("question", "query"), Key("the question", _INSTRUCTIONS)),
+    **dict.fromkeys(("input", "context"), Key("text that belongs to the question", _INSTRUCTIONS)),
     **dict.fromkeys(("system", "system_prompt"), Key("the system message", _ALL)),
     "history": Key("earlier turns", _INSTRUCTIONS),
     **dict.fromkeys(("output", "response", "completion", "answer"), Key("an answer", ("alpaca",))),
@@ -127,7 +126,7 @@ def unread_in_record(record: Fields, shape: Shape, messages: Sequence[Message]) 
         elif _SIDES.search(name):
             if not _about_sides(record, name, shape):
                 yield name
-        elif _misspelt(name, RECORD_KEYS):
+        elif misspelt(name, RECORD_KEYS):
             yield name
 
 
@@ -146,7 +145,7 @@ def unread_in_turn(turn: Fields, shape: Shape, answers: bool) -> Iterator[str]:
                     yield name
             elif shape not in key.read_in and not _asks_nothing(key, turn[name]):
                 yield name
-        elif _misspelt(name, TURN_KEYS):
+        elif misspelt(name, TURN_KEYS):
             yield name
 
 
@@ -157,7 +156,7 @@ def meaning(name: str, of_turn: bool) -> str:
         return keys[name].meaning
     if not of_turn and _SIDES.search(name):
         return "about two answers, of which one is preferred"
-    return f"perhaps `{_misspelt(name, keys)}`"
+    return f"perhaps `{misspelt(name, keys)}`"
 
 
 def learns(turn: Fields, number: int) -> bool:
@@ -225,7 +224,7 @@ def _about_sides(record: Fields, name: str, shape: Shape) -> bool:
     return _ABOUT_SIDES.search(name) is not None
 
 
-def _misspelt(name: str, keys: Iterable[str]) -> str | None:
+def misspelt(name: str, keys: Iterable[str]) -> str | None:
     """Return the key that a name misspells (other case or separators, or one wrong letter); None if there is none."""
     plain = _joined(name)
     for key in keys:

@@ -9,6 +9,7 @@ from gptworks.chat_template import Message
 from gptworks.config import PreferencesSource
 from gptworks.data.conversations.keys import Fields, is_stated, short, unread_in_record
 from gptworks.data.conversations.reading import (
+    QUESTIONS,
     Record,
     Turns,
     origins,
@@ -136,21 +137,16 @@ def _side(record: Fields, name: str) -> Turns:
     if isinstance(record.get(name), str):
         return Turns([{"role": "assistant", "content": read_text(record, name)}])
     if isinstance(record.get(name), Mapping):  # in ShareGPT's ranking format, an answer is one turn
-        return read_turns({name: [record[name]]}, name, _turn_shape([record[name]]))
-    return read_turns(record, name, _turn_shape(record.get(name)))
-
-
-def _turn_shape(turns: object) -> Literal["messages", "sharegpt"]:
-    first = turns[0] if isinstance(turns, list) and turns else None
-    return "sharegpt" if isinstance(first, Mapping) and "from" in first and "role" not in first else "messages"
+        return read_turns({name: [record[name]]}, name)
+    return read_turns(record, name)
 
 
 def _prompt(record: Fields) -> Turns:
     """Read the prompt that a record states outside its answers, without the record's field `system`."""
     for field in ("prompt", "messages", "conversations"):
         if isinstance(record.get(field), list) and record[field]:
-            turns = read_turns(record, field, _turn_shape(record[field]))
+            turns = read_turns(record, field)
             if field == "prompt" or turns.messages[-1]["role"] != "assistant":
                 return turns
-    name = next((name for name in ("prompt", "instruction", "question") if is_stated(record, name)), None)
+    name = next((name for name in ("prompt", *QUESTIONS) if is_stated(record, name)), None)
     return Turns(read_history(record) if name is None else [*read_history(record), read_question(record, name)])

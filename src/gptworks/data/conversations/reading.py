@@ -11,7 +11,16 @@ from typing import Any
 
 from gptworks.chat_template import Message
 from gptworks.config import ConversationsSource
-from gptworks.data.conversations.keys import Fields, Shape, is_stated, learns, short, unread_in_record, unread_in_turn
+from gptworks.data.conversations.keys import (
+    Fields,
+    Shape,
+    is_stated,
+    learns,
+    misspelt,
+    short,
+    unread_in_record,
+    unread_in_turn,
+)
 from gptworks.data.sources.delimited import CSV, read_table
 from gptworks.data.sources.json_lists import read_json
 from gptworks.data.sources.opening import has_ending
@@ -28,13 +37,15 @@ from gptworks.data.sources.records import (
 )
 from gptworks.errors import UserError
 
-READING_VERSION = 2
+READING_VERSION = 3
 """Part of a dataset's identity; increase it when records are read differently."""
 
 _ROLES = {
     "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
-    "developer": "system",
+    "model": "assistant", "developer": "system",
 }  # fmt: skip
+QUESTIONS = ("instruction", "prompt", "question", "query")
+"""Fields that hold a question; `input` does if there is none of them."""
 _ANSWERS = ("output", "response", "completion", "answer")
 
 
@@ -121,7 +132,7 @@ def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conve
 
 _RULE = (
     "A record has `instruction` and `output` (alpaca), `conversations` of {from, value} (sharegpt), or `messages` of "
-    "{role, content} (messages)."
+    "{role, content} (messages). Rename the fields, or write records of one of these shapes."
 )
 
 
@@ -140,9 +151,11 @@ def recognized(record: Fields) -> Shape:
     for shape, field in shapes:  # the field is empty: the shape's reader raises the error
         if field in record:
             return shape
-    if "prompt" in record and any(field in record for field in _ANSWERS):
+    if any(name in record for name in (*QUESTIONS, "input")) and any(name in record for name in _ANSWERS):
         return "alpaca"
-    raise ValueError(f"its fields are {', '.join(map(str, record)) or 'none'}")
+    known = (*QUESTIONS, *_ANSWERS, "messages", "conversations")
+    meant = [f"`{name}` is perhaps `{key}`" for name in map(str, record) if (key := misspelt(name, known))]
+    raise ValueError("; ".join([f"its fields are {', '.join(map(str, record)) or 'none'}", *meant]))
 
 
 # ----------------------------------------------------------------------------------------- shapes of records
@@ -167,7 +180,8 @@ class Turns:
 def _alpaca(record: Fields) -> Turns:
     if isinstance(record.get("prompt"), list) and "instruction" not in record:
         return _prompt_and_completion(record)
-    question = read_question(record, "prompt" if "prompt" in record and "instruction" not in record else "instruction")
+    asks = next((name for name in (*QUESTIONS, "input") if name in record), "instruction")
+    question = read_question(record, asks)
     present = [name for name in _ANSWERS if name in record]
     answer = next((name for name in present if is_stated(record, name)), next(iter(present), None))
     if answer is None:
@@ -193,7 +207,7 @@ def _prompt_and_completion(record: Fields) -> Turns:
 _SHAPES: dict[str, Callable[[Fields], Turns]] = {
     "alpaca": _alpaca,
     "sharegpt": lambda record: with_system(record, read_turns(record, "conversations", "sharegpt")),
-    "messages": lambda record: with_system(record, read_turns(record, "messages")),
+    "messages": lambda record: with_system(record, read_turns(record, "messages", "messages")),
 }
 
 
@@ -218,10 +232,10 @@ def with_system(record: Fields, turns: Turns) -> Turns:
 
 
 def read_question(record: Fields, field: str) -> Message:
-    """Return the user's message: the text of `field`, followed by the text of `input` if the record has one."""
+    """Return the user's message: the text of `field`, and that of `input` or `context` after it."""
     asked = read_text(record, field)
-    given = read_text(record, "input") if record.get("input") else ""
-    return {"role": "user", "content": f"{asked}\n\n{given}" if given else asked}
+    given = next((read_text(record, name) for name in ("input", "context") if name != field and record.get(name)), "")
+    return {"role": "user", "content": "\n\n".join(text for text in (asked, given) if text)}
 
 
 def read_history(record: Fields) -> list[Message]:
@@ -247,27 +261,32 @@ def read_history(record: Fields) -> list[Message]:
 
 
 def read_turns(record: Fields, field: str, shape: Shape = "messages") -> Turns:
-    """Read the list of turns in a field: objects {role, content}, or {from, value} in ShareGPT's shape.
+    """Read the list of turns in a field: objects {role, content}, or {from, value} as in ShareGPT.
+
+    Args:
+        shape: the shape that an error names if the first turn has neither.
 
     Raises:
         ValueError: the field is not such a list, or a learning switch has an unknown value.
     """
-    role_field, text_field = ("from", "value") if shape == "sharegpt" else ("role", "content")
     if field not in record:
         raise ValueError(f"no field `{field}`; its fields are {', '.join(map(str, record)) or 'none'}")
     turns = record[field]
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"`{field}` is {_kind(turns) if turns else 'empty'}, not a list of turns")
+    if isinstance(turns[0], Mapping) and ("from" in turns[0]) != ("role" in turns[0]):
+        shape = "sharegpt" if "from" in turns[0] else "messages"
+    role_field, text_field = ("from", "value") if shape == "sharegpt" else ("role", "content")
     messages: list[Message] = []
     unlearned, unread = set[int](), dict[str, None]()
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, Mapping) or role_field not in turn or text_field not in turn:
             raise ValueError(f"turn {number} of `{field}` is not an object with `{role_field}` and `{text_field}`")
-        role = turn[role_field]
-        if not isinstance(role, str) or role not in _ROLES:
-            raise ValueError(f"turn {number} has the role {role!r}; known are {', '.join(_ROLES)}")
-        messages.append({"role": _ROLES[role], "content": _content(turn, text_field, number)})
-        answers = _ROLES[role] == "assistant"
+        role = _ROLES.get(str(turn[role_field]).strip().lower())
+        if role is None:
+            raise ValueError(f"turn {number} has the role {turn[role_field]!r}; known are {', '.join(_ROLES)}")
+        messages.append({"role": role, "content": _content(turn, text_field, number)})
+        answers = role == "assistant"
         if answers and not learns(turn, number):
             unlearned.add(number - 1)
         unread |= dict.fromkeys(f"turn.{name}" for name in unread_in_turn(turn, shape, answers))
