@@ -23,7 +23,7 @@ from test_engine import byte_tokenizer, writing
 class Scripted:
     """An engine with a chat template that gives scripted answers and records its prompts."""
 
-    context, restart_tokens = 2000, 1000
+    context, restart_tokens, defaults = 2000, 1000, SamplingSettings()
 
     def __init__(self, *answers: str) -> None:
         self.tokenizer = byte_tokenizer()

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx2 as httpx
@@ -15,6 +17,7 @@ from gptworks.cli.chat_terminal import Talk
 from gptworks.infer import Engine, SamplingSettings, TurnSession
 from gptworks.infer.fitting import ContextExceeded, fit_conversation
 from gptworks.serve.settings import ServerSettings
+from gptworks.special_tokens import Stated, attach
 from gptworks.studio.app import create_served
 from serving import CONTEXT, KEY, Running, posted, running_app, tiny_engine
 from test_chat import Typed
@@ -169,24 +172,71 @@ def test_the_server_refuses_unless_it_may_truncate(http: httpx.Client) -> None:
 
 
 def test_every_door_has_the_same_default_settings(server: Running, http: httpx.Client) -> None:
-    assert SamplingSettings(**SAMPLING._asdict()) == SamplingSettings()
+    assert SamplingSettings(**SAMPLING._asdict()) == SamplingSettings() == engine().defaults
     commands = get_command(app).commands  # type: ignore[attr-defined]
     for command in ("generate", "chat"):
-        defaults = {parameter.name: parameter.default for parameter in commands[command].params}
-        assert all(defaults[name] == value for name, value in SAMPLING._asdict().items() if name in defaults)
-        assert len(defaults.keys() & SAMPLING._asdict().keys()) >= len(SAMPLING) - 1
-    assert http.get("/studio/state").json()["sampling"] == SAMPLING._asdict()
-    taken = []
-    admission = server.engine("talk").admission
-    submit = admission.request
+        parameters = {one.name: one for one in commands[command].params if one.name in SAMPLING._fields}
+        for name, one in parameters.items():
+            shown = f"{getattr(SAMPLING, name):g}, or what an imported model states"
+            assert (one.default, one.show_default) == (None, shown) or one.default == getattr(SAMPLING, name)
+        assert len(parameters) >= len(SAMPLING) - 1
+    state = http.get("/studio/state").json()
+    assert state["sampling"] == state["models"][0]["sampling"] == SAMPLING._asdict()
+    with taken(server.engine("talk")) as settings:
+        posted(http, "/v1/completions", 200, model="talk", prompt="a", max_tokens=SAMPLING.max_tokens)
+    assert settings == [SamplingSettings()]
+
+
+@contextmanager
+def taken(engine: Engine) -> Iterator[list[SamplingSettings]]:
+    """Collect the sampling settings of the requests inside the `with`."""
+    found: list[SamplingSettings] = []
+    submit = engine.admission.request
 
     def seen(prompt: Any, settings: SamplingSettings, **options: Any) -> Any:
-        taken.append(settings)
+        found.append(settings)
         return submit(prompt, settings, **options)
 
-    admission.request = seen  # type: ignore[method-assign]
+    engine.admission.request = seen  # type: ignore[method-assign]
     try:
-        posted(http, "/v1/completions", 200, model="talk", prompt="a", max_tokens=SAMPLING.max_tokens)
+        yield found
     finally:
-        admission.request = submit  # type: ignore[method-assign]
-    assert taken == [SamplingSettings()]
+        engine.admission.request = submit  # type: ignore[method-assign]
+
+
+def test_a_model_that_states_its_sampling_settings_has_them_at_every_door() -> None:
+    own = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 1.25}
+    made = engine()
+    stated = Stated({"eos_token": "<|endoftext|>"}, (256,), generation=own)
+    made = Engine(made.model, attach(made.tokenizer, stated), chat_template=made.chat_template, backend="torch")
+    expected = SamplingSettings(**own, seed=4, max_tokens=5)
+    messages = conversation(1)
+    with (
+        running_app(create_served({"own": made}, ServerSettings(api_keys=(KEY,)), {})) as server,
+        server.http() as http,
+    ):
+        state = http.get("/studio/state").json()
+        assert state["sampling"] == SAMPLING._asdict() and state["models"][0]["sampling"] == SAMPLING._asdict() | own
+        asked = {"model": "own", "messages": messages}
+        with taken(made) as settings:
+            posted(http, "/v1/completions", 200, model="own", prompt="a", seed=4, max_tokens=5)
+            posted(http, "/v1/completions", 200, model="own", prompt="a", seed=4, max_tokens=5, temperature=0, top_p=0)
+            posted(http, "/v1/chat/completions", 200, **asked, seed=4, max_tokens=5, top_k=-1)
+            http.post("/studio/generate", json=asked | {"n_top": 0, "settings": {"seed": 4, "max_tokens": 5}}).read()
+            made.chat(messages, seed=4, max_tokens=5)
+            "".join(TurnSession(made, seed=4, max_tokens=5).send("a"))
+    greedy = replace(expected, temperature=0, top_p=1.0, top_k=1)
+    bare = [replace(one, stop_token_ids=(), logprobs=None, processed_logprobs=None) for one in settings]
+    assert bare[:4] == [expected, greedy, replace(expected, top_k=0), expected]
+    assert [(one.temperature, one.top_k, one.repetition_penalty) for one in bare[4:]] == [(0.5, 3, 1.25)] * 2
+
+
+def test_python_reads_a_conversation_that_is_too_long_without_its_oldest_turns(talk: Engine) -> None:
+    messages = conversation(8, SYSTEM)
+    ids, n_dropped = expected(talk, messages, CONTEXT - 6)
+    assert n_dropped > 0
+    with pytest.warns(UserWarning, match=f"does not read the first {n_dropped} messages: its context has 128 tokens"):
+        answer = talk.chat(messages, seed=5, max_tokens=6)
+    assert answer == talk.generate(ids, seed=5, max_tokens=6, stop_token_ids=talk.chat_template.end_token_ids)
+    with pytest.raises(ContextExceeded, match="the conversation has"):
+        talk.chat("a" * 200)

@@ -32,7 +32,7 @@ from gptworks.interop.gguf.vocabulary import PATTERNS, read_vocabulary
 from gptworks.interop.tensors import interleaved
 from gptworks.model.rotary import Rotary, rotate
 from gptworks.presets import PRESETS, preset
-from gptworks.special_tokens import special_tokens
+from gptworks.special_tokens import Stated, attach, special_tokens
 from gptworks.tokenizer import prompt_ids, tokenizer_from_json, train_tokenizer, vocabulary_size
 
 VOCABULARY = hf.VOCABULARY
@@ -361,6 +361,21 @@ def test_characters_in_the_file() -> None:
     assert vocabulary.types[:3] == (gguf.TokenType.CONTROL, gguf.TokenType.UNKNOWN, gguf.TokenType.NORMAL)
     assert vocabulary.special_ids == {"bos": 0, "eos": 0, "unk": 1}
     assert "<unk>" in vocabulary.notes[0]
+
+
+def test_the_sampling_settings_that_an_imported_model_states_are_in_the_file(tmp_path: Path) -> None:
+    """llama.cpp#17120: llama.cpp samples with them where a user gives none."""
+    stated = Stated(
+        {}, (0,), generation={"do_sample": True, "temperature": 0.5, "top_k": 20, "repetition_penalty": 1.25}
+    )
+    tokenizer = attach(gpt2_like(), stated)
+    _, reader = export(tmp_path / "stated", config_of("llama"), tokenizer)
+    names = [name for name in reader.fields if name.startswith("general.sampling.")]
+    assert {name.rpartition(".")[2]: field(reader, name) for name in names} == {
+        "temp": 0.5, "top_k": 20, "penalty_repeat": 1.25
+    }  # fmt: skip
+    _, reader = export(tmp_path / "plain", config_of("llama"), gpt2_like())
+    assert not [name for name in reader.fields if name.startswith("general.sampling.")]
 
 
 def test_without_a_tokenizer(tmp_path: Path) -> None:

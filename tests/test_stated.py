@@ -15,11 +15,14 @@ from tokenizers import Tokenizer, processors
 import layouts
 from gptworks.chat_template import find_chat_template, load_chat_template, read_templates
 from gptworks.checkpoint import load_run
+from gptworks.choices import SAMPLING
 from gptworks.config import FileTokenizer
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
 from gptworks.errors import RunError, UserError
+from gptworks.infer.defaults import stated_sampling
 from gptworks.infer.engine import load
+from gptworks.infer.sampling import SamplingSettings
 from gptworks.interop.huggingface import export_huggingface, import_huggingface
 from gptworks.interop.huggingface.importing import Import
 from gptworks.interop.huggingface.keys import (
@@ -155,7 +158,8 @@ HONOURED: dict[str, Any] = {
     "chat_template": "{{ 'other' }}", "add_bos_token": False, "add_eos_token": True, "eos_token_id": [PAD],
     "added_tokens_decoder": {"3": {"content": "<|nowhere|>"}}, "bos_token_id": END, "pad_token_id": END,
     "additional_special_tokens": ["<|nowhere|>"], "extra_special_tokens": {"x": "<|nowhere|>"},
-    "tokenizer_class": "LlamaTokenizer",
+    "tokenizer_class": "LlamaTokenizer", "do_sample": False, "temperature": 0.3, "top_k": 7, "top_p": 0.5,
+    "min_p": 0.1, "repetition_penalty": 1.3,
 }  # fmt: skip
 """Values that change what is read."""
 
@@ -164,7 +168,8 @@ def facts(folder: Path) -> tuple[Any, ...]:
     """Return everything read from the files next to config.json."""
     stated = stated_of(load_tokenizer(folder))
     assert stated is not None
-    return stated.names, stated.ends, stated.bos, stated.pad, stated.notes, read_templates(folder).named
+    sampling = stated_sampling(stated.generation)
+    return stated.names, stated.ends, stated.bos, stated.pad, stated.notes, sampling, read_templates(folder).named
 
 
 @pytest.mark.parametrize("keys", LISTS, ids=[keys.file for keys in LISTS])
@@ -279,6 +284,50 @@ def test_a_folder_that_states_another_end_is_another_dataset(folder: Path, tmp_p
     assert prepare(parse_recipe(tree)).folder == before
     change(folder, "special_tokens_map.json", eos_token="<|end_of_text|>")
     assert prepare(parse_recipe(tree)).folder != before
+
+
+STATED = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.05}
+
+
+def sampled(run: Path) -> dict[str, Any]:
+    """The settings with which a run's texts are sampled where nobody gives any, among those that a folder may state."""
+    return {name: value for name, value in vars(load(run).defaults).items() if name in (*STATED, "min_p")}
+
+
+def test_a_model_that_states_how_its_texts_are_sampled_is_sampled_so(folder: Path) -> None:
+    """mlx-vlm#1331, mlx-lm#1031, vllm#11861, lm-evaluation-harness#3154: read but for eos_token_id, and dropped."""
+    change(folder, "generation_config.json", **STATED)
+    found, _ = imported(folder)
+    run = folder.parent / "run"
+    own = {name: value for name, value in STATED.items() if name != "do_sample"}
+    assert sampled(run) == {**own, "min_p": 0.0}
+    notes = [note for note in found.notes if "temperature" in note]
+    assert len(notes) == 1 and "temperature=0.6, top_k=20, top_p=0.9, repetition_penalty=1.05" in notes[0]
+    engine = load(run)
+    alike = engine.generate("a b", seed=3, max_tokens=9)
+    assert alike == engine.generate("a b", SamplingSettings(**own, seed=3, max_tokens=9))
+    assert alike != engine.generate("a b", SamplingSettings(seed=3, max_tokens=9))
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected", "said"),
+    [
+        ({"do_sample": False, "top_p": 0.9}, {"temperature": 0.0, "top_p": 0.9}, ("top_p=0.9, temperature=0",)),
+        ({"do_sample": ..., "temperature": None, "top_p": ...}, {}, ()),
+        ({"temperature": 0.6, "top_p": 3}, {"temperature": 0.6}, ("top_p=3", "temperature=0.6")),
+        ({"temperature": True, "top_k": 2.5, "top_p": ...}, {}, ("temperature=True", "top_k=2.5")),
+        ({"repetition_penalty": "1.1", "temperature": 1, "top_p": ...}, {"temperature": 1}, ("repetition_penalty=",)),
+    ],
+)  # fmt: skip
+def test_stated_sampling_settings_are_followed_or_said_to_be_left_out(
+    stated: dict[str, Any], expected: dict[str, Any], said: tuple[str, ...], folder: Path
+) -> None:
+    change(folder, "generation_config.json", **stated)
+    found, _ = imported(folder)
+    table = {name: value for name, value in SAMPLING._asdict().items() if name in (*STATED, "min_p")}
+    assert sampled(folder.parent / "run") == table | expected
+    for words in said:
+        assert any(words in note for note in found.notes), found.notes
 
 
 def test_what_was_stated_survives_processes_added_tokens_and_a_second_saving(folder: Path, tmp_path: Path) -> None:

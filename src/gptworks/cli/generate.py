@@ -30,11 +30,11 @@ def generate(
     prompt: Annotated[str, Argument(metavar="PROMPT", help="The text to continue; -: standard input.")] = "",
     overrides: options.Overrides = None,
     max_tokens: options.MaxTokens = SAMPLING.max_tokens,
-    temperature: options.Temperature = SAMPLING.temperature,
-    top_k: options.TopK = SAMPLING.top_k,
-    top_p: options.TopP = SAMPLING.top_p,
-    min_p: options.MinP = SAMPLING.min_p,
-    repetition_penalty: options.RepetitionPenalty = SAMPLING.repetition_penalty,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     frequency_penalty: options.FrequencyPenalty = SAMPLING.frequency_penalty,
     presence_penalty: options.PresencePenalty = SAMPLING.presence_penalty,
     seed: options.Seed = None,
@@ -79,12 +79,13 @@ def generate(
     if _SETTING.fullmatch(prompt):
         prompt, overrides = "", [prompt, *(overrides or [])]
     schema = None if json_schema is None else read_given(json_schema, 1 << 24)
-    settings = SamplingSettings(
+    wanted = _given(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, seed=seed, max_tokens=max_tokens,
         stop=tuple(stop or ()), min_tokens=min_tokens, ignore_eos=ignore_eos, logprobs=logprobs,
         json_schema=schema, regex=regex,
     )  # fmt: skip
+    SamplingSettings(**wanted)  # invalid ones are refused before the model is loaded
     if not speculative:
         refuse_unused("is for --speculative N: add it, or", draft_model=draft_model)
     if held_out is not None:
@@ -111,6 +112,7 @@ def generate(
         run, checkpoint, device, overrides, n_slots=slots, drafter=drafter, backend=backend, cache=cache,
         weights=weights,
     )  # fmt: skip
+    settings = SamplingSettings.of(engine.defaults, **wanted)
     if held_out is not None:
         _generate_held_out(engine, run, held_out, settings, as_json)
         return
@@ -177,6 +179,11 @@ def _generate_held_out(engine: "Engine", run: Path, n: int, settings: "SamplingS
         sys.stdout.write(f"--- {i + 1} of {len(found)}\n{one.text}▸{text}\n")
 
 
+def _given(**settings: Any) -> dict[str, Any]:
+    """Return the sampling settings that the command line gives; None: the model's default."""
+    return {name: value for name, value in settings.items() if value is not None}
+
+
 def _asked(engine: "Engine", settings: "SamplingSettings") -> "tuple[SamplingSettings, Callable[[str], Prompt]]":
     """Return settings that also stop at the tokens that end an answer, and a function from a question to a prompt."""
     template = engine.chat_template
@@ -239,11 +246,11 @@ def _generate_file(engine: "Engine", source: Path, target: Path, settings: "Samp
 def chat(
     run: options.RunFolder,
     max_tokens: options.MaxTokens = SAMPLING.max_tokens,
-    temperature: options.Temperature = SAMPLING.temperature,
-    top_k: options.TopK = SAMPLING.top_k,
-    top_p: options.TopP = SAMPLING.top_p,
-    min_p: options.MinP = SAMPLING.min_p,
-    repetition_penalty: options.RepetitionPenalty = SAMPLING.repetition_penalty,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     frequency_penalty: options.FrequencyPenalty = SAMPLING.frequency_penalty,
     presence_penalty: options.PresencePenalty = SAMPLING.presence_penalty,
     seed: options.Seed = None,
@@ -261,9 +268,11 @@ def chat(
 
     engine = load_engine(run, checkpoint, device, backend=backend, cache=cache, weights=weights, reuse="all")
     session = chat_session(
-        engine, system=system, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty, seed=seed, max_tokens=max_tokens, stop=tuple(stop or ()),
+        engine, system=system, **_given(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+            frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, seed=seed, max_tokens=max_tokens,
+            stop=tuple(stop or ()),
+        ),
     )  # fmt: skip
     kind = "an assistant: it answers" if engine.chat_template else "a base model: it continues"
     notice(f"This is {kind} what you write. /help lists what you can do; Ctrl-C stops an answer, Ctrl-D ends.")

@@ -2,11 +2,11 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from gptworks.choices import BackendName, CacheName, DeviceName, LoadedWeights, Sharding
+from gptworks.choices import SAMPLING, BackendName, CacheName, DeviceName, LoadedWeights, Sharding
 from gptworks.files import fetched_path
 
 
@@ -91,13 +91,23 @@ PerNode = Annotated[int | None, Option(help="Devices, and so ranks, of a node.")
 Price = Annotated[float | None, Option(help="Price of an hour of a device, for the cost of the run.")]
 HostMemoryGiB = Annotated[float | None, Option(help="Memory of the host of a node.")]
 
+
+def _stated(default: float, text: str) -> Any:
+    """Return a sampling option for which an imported model may state its own default; None: it is not given."""
+    return Option(help=text, show_default=f"{default:g}, or what an imported model states")
+
+
 # Sampling options, shared by `generate` and `chat`.
 MaxTokens = Annotated[int, Option(help="Most tokens to generate.")]
-Temperature = Annotated[float, Option(help="0 takes the likeliest token (greedy).")]
-TopK = Annotated[int, Option(help="Keep the k likeliest tokens. 0: all.")]
-TopP = Annotated[float, Option(help="Keep the likeliest tokens that hold this much probability.")]
-MinP = Annotated[float, Option(help="Drop tokens below this share of the likeliest one's probability.")]
-RepetitionPenalty = Annotated[float, Option(help="Above 1: tokens that occurred become less likely.")]
+Temperature = Annotated[float | None, _stated(SAMPLING.temperature, "0 takes the likeliest token (greedy).")]
+TopK = Annotated[int | None, _stated(SAMPLING.top_k, "Keep the k likeliest tokens. 0: all.")]
+TopP = Annotated[float | None, _stated(SAMPLING.top_p, "Keep the likeliest tokens that hold this much probability.")]
+MinP = Annotated[
+    float | None, _stated(SAMPLING.min_p, "Drop tokens below this share of the likeliest one's probability.")
+]
+RepetitionPenalty = Annotated[
+    float | None, _stated(SAMPLING.repetition_penalty, "Above 1: tokens that occurred become less likely.")
+]
 Seed = Annotated[int | None, Option(help="The same seed gives the same text.")]
 Stop = Annotated[list[str] | None, Option(help="End before this string; repeatable.")]
 FrequencyPenalty = Annotated[float, Option(help="Subtracted from a token's logit each time it was generated.")]

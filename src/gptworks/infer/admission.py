@@ -9,12 +9,13 @@ from tokenizers import Tokenizer
 
 from gptworks.errors import UserError
 from gptworks.infer.constrain import Constraints
+from gptworks.infer.defaults import stated_sampling
 from gptworks.infer.logprobs import PromptScores
 from gptworks.infer.request import Listener, Overflow, Prompt, Request
 from gptworks.infer.room import Room
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Sample
-from gptworks.special_tokens import special_tokens
+from gptworks.special_tokens import special_tokens, stated_of
 from gptworks.tokenizer import encodings, prompt_ids, vocabulary_size
 
 
@@ -32,6 +33,9 @@ class Admission:
         if room.drafter is not None:
             room.drafter.check(self.n_ids, room.model)
         self._tokenizer, self._room, self._special = tokenizer, room, special_tokens(tokenizer)
+        stated = stated_of(tokenizer)
+        self.defaults = SamplingSettings.of(**stated_sampling({} if stated is None else stated.generation)[0])
+        """Settings of requests that give none: those that the model states, and choices.SAMPLING for the rest."""
         self._constraints: Constraints | None = None
         self._constraints_lock = threading.Lock()
 
@@ -61,7 +65,7 @@ class Admission:
         Raises:
             UserError: for the reasons of `Engine.pieces`.
         """
-        settings = SamplingSettings.of(settings, **changes)
+        settings = SamplingSettings.of(settings or self.defaults, **changes)
         ids, context = self.encode_prompt(prompt), self._room.context
         n_read = len(ids) if generates else len(ids) - 1
         if n_samples < 1:

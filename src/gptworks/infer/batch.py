@@ -102,7 +102,7 @@ def generate_file(
     Raises:
         UserError: an input line is invalid, two lines have the same id, or `target` is not the output of a batch.
     """
-    source, target, defaults = Path(source), Path(target), settings or SamplingSettings()
+    source, target, defaults = Path(source), Path(target), settings or engine.defaults
 
     def submit(task: _Task) -> Request:
         return engine.submit(encode(task.prompt), task.settings, n_samples=n_samples, overflow=overflow)

@@ -37,7 +37,7 @@ class ChatSession:
             UserError: a setting is unknown or impossible.
         """
         self.engine = engine
-        self.settings = SamplingSettings.of(settings, **changes)
+        self.settings = SamplingSettings.of(settings or engine.defaults, **changes)
         self.reset()
 
     def reset(self) -> None:

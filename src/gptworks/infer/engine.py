@@ -23,6 +23,7 @@ A request's tokens do not depend on other requests, except for rounding in some 
 import contextlib
 import dataclasses
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
@@ -38,6 +39,7 @@ from gptworks.errors import RunError, UserError
 from gptworks.infer.admission import Admission
 from gptworks.infer.backends.backend import Backend, Chunk
 from gptworks.infer.drawing import draft_tokens, draw_tokens, use_logits
+from gptworks.infer.fitting import fit_conversation
 from gptworks.infer.logprobs import TokenLogprob
 from gptworks.infer.request import Completion, OpenRequests, Overflow, Prompt, Request, Statistics
 from gptworks.infer.room import Room
@@ -47,6 +49,7 @@ from gptworks.infer.text import Piece
 from gptworks.model.gpt import GPT
 from gptworks.quantize.linear import weights_of
 from gptworks.tokenizer import load_tokenizer
+from gptworks.units import counted
 
 
 class EngineFailed(RunError):
@@ -83,6 +86,7 @@ class Engine:
         self.model, self.tokenizer, self.chat_template, self.max_waiting = model, tokenizer, chat_template, max_waiting
         self._room = Room(model, **slots)
         self.admission = Admission(tokenizer, self._room)
+        self.defaults = self.admission.defaults
         self.context, self.restart_tokens = self._room.context, self._room.restart_tokens
         self.most_texts = self._room.most_texts
         self._requests = OpenRequests(self._room)
@@ -116,10 +120,12 @@ class Engine:
     ) -> str:
         """Return the assistant's answer to a conversation: `engine.chat([{"role": "user", "content": "Hello"}])`.
 
-        A plain text is one user message. Arguments and errors are those of `pieces`.
+        A plain text is one user message. Arguments and errors are those of `pieces`. A conversation that is too long is
+        read without its oldest turns (see `fit_conversation`), and a UserWarning says so.
 
         Raises:
-            UserError: the run has no chat template, or the template refuses the messages.
+            UserError: the run has no chat template, the template refuses the messages, or the newest question alone
+                exceeds the context.
         """
         return "".join(self.stream_chat(messages, settings, **arguments))
 
@@ -133,8 +139,14 @@ class Engine:
                 "generate, stream or complete."
             )
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        prompt = self.chat_template.encode(said, add_generation_prompt=True)
-        settings = SamplingSettings.of(settings).ending_at(self.chat_template.end_token_ids)
+        ends = self.chat_template.end_token_ids
+        settings = SamplingSettings.of(settings or self.defaults).ending_at(ends)
+        answer_tokens = arguments.get("max_tokens", settings.max_tokens)
+        prompt, n_dropped = fit_conversation(self.chat_template, said, self.context, answer_tokens)
+        if n_dropped:
+            what = counted(n_dropped, "message")
+            rule = f"its context has {self.context} tokens"
+            warnings.warn(f"the model does not read the first {what}: {rule}.", stacklevel=3)
         return self.stream(prompt, settings, **arguments)
 
     def pieces(
@@ -152,7 +164,7 @@ class Engine:
 
         Args:
             prompt: text, or token ids. Empty text starts a new document, if the tokenizer has a token for that.
-            settings: sampling settings; default: SamplingSettings().
+            settings: sampling settings; default: `Engine.defaults`, which the model may state.
             n_samples: number of continuations of the prompt, which is computed once. With a seed, the random numbers of
                 sample i do not depend on n_samples.
             overflow: error: a prompt longer than the context is refused, and a sample that fills the context ends with

@@ -18,8 +18,8 @@ _PASSED_ON = openai.SamplingFields.model_fields.keys() & {field.name for field i
 """Names of request fields that are also names of sampling settings."""
 
 
-def sampling_settings(body: openai.SamplingFields, **more: Any) -> SamplingSettings:
-    """Return the sampling settings of a request, with those of `more` added.
+def sampling_settings(body: openai.SamplingFields, defaults: SamplingSettings, **more: Any) -> SamplingSettings:
+    """Return the sampling settings of a request, with those of `more` added and the model's `defaults` for the rest.
 
     Raises:
         UserError: settings of the request contradict each other.
@@ -29,7 +29,7 @@ def sampling_settings(body: openai.SamplingFields, **more: Any) -> SamplingSetti
         given["top_k"] = 0
     if given.get("top_p") == 0:  # 0 means only the most likely token
         given |= {"top_p": 1.0, "top_k": 1}
-    return SamplingSettings(**given, **more)
+    return SamplingSettings.of(defaults, **given, **more)
 
 
 Body = TypeVar("Body", bound=openai.SamplingFields)

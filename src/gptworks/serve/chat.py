@@ -66,6 +66,7 @@ async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller)
     wanted = body.max_completion_tokens or body.max_tokens
     settings = sampling_settings(
         body,
+        model.engine.defaults,
         max_tokens=wanted or model.engine.context,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         json_schema=_schema(body.response_format),

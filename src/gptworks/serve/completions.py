@@ -48,7 +48,7 @@ async def begin_completions(service: Service, body: openai.CompletionRequest, ca
     n_made = max(n, body.best_of or n)
     logprobs = 0 if n_made > n and body.logprobs is None else body.logprobs
     order = Order(
-        sampling_settings(body, max_tokens=max(1, max_tokens), logprobs=logprobs),
+        sampling_settings(body, model.engine.defaults, max_tokens=max(1, max_tokens), logprobs=logprobs),
         n=n_made,
         generates=max_tokens > 0,
         echo=bool(body.echo),

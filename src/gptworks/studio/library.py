@@ -13,8 +13,10 @@ from typing import Any
 
 from gptworks.chat_template import TEMPLATE_FILE
 from gptworks.checkpoint import Checkpoint, all_checkpoints
+from gptworks.choices import SAMPLING
 from gptworks.config import Recipe
 from gptworks.errors import UserError
+from gptworks.infer.defaults import sampling_of
 from gptworks.planning.params import count_parameters
 from gptworks.runs.report import has_ended
 from gptworks.serve.errors import APIError
@@ -169,7 +171,8 @@ class Library:
             made = self._settings(run) | {"checkpoints": _checkpoints(run), "state": state_of(run.folder)}
         except (UserError, OSError) as error:  # OSError: the folder was deleted
             made = {"problem": printable(str(error)), "checkpoints": [], "state": "stopped"}
-        empty = {"chat": False, "context": None, "parameters": None, "vocab_size": None, "problem": None}
+        empty = {"chat": False, "context": None, "parameters": None, "vocab_size": None, "problem": None,
+                 "sampling": SAMPLING._asdict()}  # fmt: skip
         if not any(one["last"] for one in made["checkpoints"]) and made.get("problem") is None:
             made["problem"] = "it has no checkpoint yet: let it train to its first one (train.checkpoint_every)."
         return {"id": run.id, "run": printable(str(run.folder)), **empty, **made}
@@ -189,7 +192,8 @@ class Library:
                 self._settings_of[run.folder] = recipe, made
         except UserError as error:
             made = {"problem": printable(str(error)[:600])}
-        return made | {"chat": (run.folder / "tokenizer" / TEMPLATE_FILE).is_file()}
+        tokenizer = run.folder / "tokenizer"
+        return made | {"chat": (tokenizer / TEMPLATE_FILE).is_file(), "sampling": sampling_of(tokenizer)._asdict()}
 
     def _look(self) -> dict[str, RunFolder]:
         found: dict[str, RunFolder] = {}

@@ -33,7 +33,7 @@ _Tokens = Annotated[int, Field(ge=0, le=openai.MAX_TOKENS)]
 
 
 class PlaySettings(openai.Wire):
-    """Sampling settings, with the defaults and ranges of `gptworks generate`."""
+    """Sampling settings, with the ranges of `gptworks generate`."""
 
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
     top_k: _Tokens | None = None
@@ -49,10 +49,15 @@ class PlaySettings(openai.Wire):
     ignore_eos: bool | None = None
     logit_bias: openai.Biases | None = None
 
-    def sampling(self, n_top: int) -> SamplingSettings:
-        """Return the sampling settings, with a random seed if none is given. Raises UserError if they are invalid."""
+    def sampling(self, defaults: SamplingSettings, n_top: int) -> SamplingSettings:
+        """Return the sampling settings, with the model's `defaults` for the rest and a random seed if none is given.
+
+        Raises:
+            UserError: they are invalid.
+        """
         given = {name: value for name, value in self.model_dump().items() if value is not None}
-        return SamplingSettings(**{"seed": secrets.randbelow(_SEEDS)} | given, logprobs=n_top, processed_logprobs=n_top)
+        given = {"seed": secrets.randbelow(_SEEDS)} | given
+        return SamplingSettings.of(defaults, **given, logprobs=n_top, processed_logprobs=n_top)
 
 
 RunName = Annotated[str, Field(min_length=1, max_length=4096)]
@@ -111,11 +116,11 @@ async def generate(request: Request) -> Response:
     """Generate a text and send it token by token, as events."""
     body, caller = await body_of(request, GenerateRequest), caller_of(request)
     service, engines = service_of(request), _engines_of(request)
-    settings = body.settings.sampling(body.n_top)
+    body.settings.sampling(SamplingSettings(), body.n_top)  # invalid ones are refused before a model is loaded
     begun: list[Generation] = []
 
     async def start(model: ServedModel) -> Generation:
-        begun.append(await _begin(service, model, body, settings, caller))
+        begun.append(await _begin(service, model, body, caller))
         return begun[0]
 
     def cancel() -> None:
@@ -142,15 +147,13 @@ async def generate(request: Request) -> Response:
     return MessageEvents(load(), cancel)
 
 
-async def _begin(
-    service: Service, model: ServedModel, body: GenerateRequest, settings: SamplingSettings, caller: Caller
-) -> Generation:
+async def _begin(service: Service, model: ServedModel, body: GenerateRequest, caller: Caller) -> Generation:
     """Submit a request's prompt to the engine and return the generation.
 
     Raises:
         APIError, UserError, QueueFull: the request is rejected.
     """
-    task = caller.task()
+    task, settings = caller.task(), body.settings.sampling(model.engine.defaults, body.n_top)
     if body.messages is not None or body.answers:
         settings = settings.ending_at(model.chat_template.end_token_ids)
 

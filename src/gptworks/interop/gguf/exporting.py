@@ -15,7 +15,8 @@ from gptworks.errors import UserError
 from gptworks.files import replacing_by_name
 from gptworks.interop.exports import leave_out_heads
 from gptworks.interop.gguf.architectures import APPROXIMATE_GELU, add_settings, choose_architecture, file_tensors
-from gptworks.interop.gguf.vocabulary import add_vocabulary, read_vocabulary
+from gptworks.interop.gguf.vocabulary import add_sampling, add_vocabulary, read_vocabulary
+from gptworks.special_tokens import stated_of
 from gptworks.tokenizer import load_tokenizer
 
 
@@ -65,10 +66,11 @@ def export_gguf(
     notes = leave_out_heads(loaded.model)
     config, weights = loaded.model.config, loaded.model.state_dict()
     architecture = choose_architecture(config)
-    vocabulary = template = None
+    vocabulary = template = stated = None
     if tokenizer:
         words = load_tokenizer(loaded.tokenizer_folder)
         template = load_chat_template(loaded.tokenizer_folder, words)
+        stated = stated_of(words)
         vocabulary = read_vocabulary(words, config.vocab_size, None if template is None else template.written_end())
     notes += [APPROXIMATE_GELU] if config.mlp == "gelu" else []
     notes += vocabulary.notes if vocabulary is not None else ()
@@ -83,6 +85,7 @@ def export_gguf(
         add_vocabulary(writer, vocabulary)
         if template is not None:
             writer.add_chat_template(template.source)
+        add_sampling(writer, stated)
         kinds = {}
         for name, tensor in file_tensors(architecture, config, {name: x.to("meta") for name, x in weights.items()}):
             kinds[name] = kind = stored_as(name, tuple(tensor.shape), quantization)

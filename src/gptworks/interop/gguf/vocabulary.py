@@ -10,7 +10,8 @@ from gguf import GGUFWriter, TokenType
 from tokenizers import Tokenizer
 
 from gptworks.errors import UserError
-from gptworks.special_tokens import special_tokens
+from gptworks.infer.defaults import stated_sampling
+from gptworks.special_tokens import Stated, special_tokens
 
 # PATTERNS: splitting pattern of byte-level BPE in `tokenizer.json` → llama.cpp's two names for it (None: no name). The
 # second name is for `ignore_merges`, which keeps a word whole if it is a token.
@@ -32,6 +33,9 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 _RUNS_OF_UNKNOWN = "llama.cpp reads consecutive unknown characters as one <unk>, the run as one each"
 _UNNORMALIZED = "llama.cpp does not normalize text to Unicode's NFC form, and the run does"
+
+_THEIR_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
+"""llama.cpp's names for sampling settings, where they differ."""
 
 _KNOWN_ENDS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"}
@@ -204,3 +208,11 @@ def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary | None) -> None:
     writer.add_add_bos_token(vocabulary.begins_with_bos)
     writer.add_add_eos_token(vocabulary.ends_with_eos)
     writer.add_add_space_prefix(False)
+
+
+def add_sampling(writer: GGUFWriter, stated: Stated | None) -> None:
+    """Write the sampling settings that an imported model states; llama.cpp uses them where a user gives none."""
+    sampling, _ = stated_sampling({} if stated is None else stated.generation)
+    for name, value in sampling.items():
+        add = writer.add_int32 if name == "top_k" else writer.add_float32
+        add(f"general.sampling.{_THEIR_NAMES.get(name, name)}", value)

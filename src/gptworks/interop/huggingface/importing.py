@@ -22,6 +22,7 @@ from gptworks.config import DataConfig, FileTokenizer, ModelConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.evaluation.evaluated_run import PLACEHOLDER_SOURCES
 from gptworks.files import check_free, check_tree, new_folder
+from gptworks.infer.defaults import stated_sampling
 from gptworks.interop.huggingface.architectures import FAMILIES
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.keys import CONFIG_HARMLESS, GENERATION_KEYS, TOKENIZER_CONFIG_KEYS, TOKENS_MAP_KEYS
@@ -318,7 +319,8 @@ def _compiled(
 def _notes(folder: Path, tokenizer: Tokenizer, templates: FolderTemplates) -> Iterator[str]:
     """Yield notes for the run's users on ignored settings of the folder, missing end tokens and chat templates."""
     stated = stated_of(tokenizer)
-    yield from stated.notes if stated is not None else ()
+    if stated is not None:
+        yield from (*stated.notes, *stated_sampling(stated.generation)[1])
     for keys in (TOKENIZER_CONFIG_KEYS, TOKENS_MAP_KEYS, GENERATION_KEYS):
         if (folder / keys.file).exists():
             yield from keys.notes(read_json(folder / keys.file))

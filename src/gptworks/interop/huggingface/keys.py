@@ -103,14 +103,14 @@ TOKENS_MAP_KEYS = Keys(
 
 GENERATION_KEYS = Keys(
     GENERATION_CONFIG,
-    _keys("bos_token_id eos_token_id pad_token_id"),
+    _keys("bos_token_id eos_token_id pad_token_id do_sample temperature top_k top_p min_p repetition_penalty"),
     _keys(
         # names and versions
         "transformers_version _from_model_config _name_or_path model_type trust_remote_code",
-        # sampling settings, which each request sets (an export writes them again)
-        "do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff repetition_penalty "
-        "no_repeat_ngram_size num_beams num_beam_groups diversity_penalty length_penalty early_stopping "
-        "num_return_sequences penalty_alpha dola_layers renormalize_logits remove_invalid_values max_time",
+        # sampling settings that gptworks lacks (an export writes them again)
+        "top_h typical_p epsilon_cutoff eta_cutoff no_repeat_ngram_size num_beams num_beam_groups diversity_penalty "
+        "length_penalty early_stopping num_return_sequences penalty_alpha dola_layers renormalize_logits "
+        "remove_invalid_values max_time",
         # length limits, which each request sets (an export writes them again)
         "max_length max_new_tokens min_length min_new_tokens max_context_size max_window_size chat_format",
         # how transformers computes and what it returns

@@ -8,9 +8,8 @@ import { Tree } from "./tree.js";
 const REST_MS = 250;
 
 export class Session {
-  /** sampling: the default settings. */
+  /** sampling: the default settings, until a model is chosen that has its own. */
   constructor(sampling) {
-    this.defaults = defaultsOf(sampling);
     this.tree = new Tree();
     this.version = 0;
     this.listener = () => {};
@@ -19,6 +18,7 @@ export class Session {
       ...one,
       work: null,
     }));
+    this.defaults = { ...defaultsOf(sampling), ...kept?.defaults };
     this.settings = { ...this.defaults, ...kept?.settings };
     this.options = { n_top: 10, score_prompt: false, ...kept?.options };
     this.prompt = kept?.prompt ?? "";
@@ -58,12 +58,13 @@ export class Session {
 
   save() {
     clearTimeout(this.saving);
-    const { settings, options, prompt, plain, shade, mono } = this;
+    const { defaults, settings, options, prompt, plain, shade, mono } = this;
     const columns = this.columns.map(({ model, checkpoint, current }) => ({ model, checkpoint, current }));
-    this.tree.save({ columns, settings, options, prompt, plain, shade, mono });
+    this.tree.save({ columns, defaults, settings, options, prompt, plain, shade, mono });
   }
 
-  /** Choose a model if none is chosen, or if the chosen one was removed. */
+  /** Choose a model if none is chosen, or if the chosen one was removed. Settings that were not changed become the
+   * defaults of the first column's model. */
   settle(models) {
     const usable = models.filter((model) => !model.problem);
     for (const column of this.columns) {
@@ -71,6 +72,11 @@ export class Session {
         column.model = usable[0]?.id ?? null;
         column.checkpoint = null;
       }
+    }
+    const first = models.find((model) => model.id === this.columns[0].model);
+    for (const [key, value] of Object.entries(first?.sampling ?? {})) {
+      if (this.settings[key] === this.defaults[key]) this.settings = { ...this.settings, [key]: value };
+      if (this.defaults[key] !== value) this.defaults = { ...this.defaults, [key]: value };
     }
   }
 

@@ -85,7 +85,7 @@ export const SETTINGS = [
 ];
 const GROUPS = { choice: "Choice of the next token", penalties: "Penalties", length: "Length" };
 
-/** The defaults of all settings; `sampling`: those that every door of the program shares. */
+/** The defaults of all settings; `sampling`: those of the program, or of a model. */
 export function defaultsOf(sampling) {
   return { ...sampling, stop: [], seed: null, ignore_eos: false, logit_bias: {} };
 }

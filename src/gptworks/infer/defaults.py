@@ -1,0 +1,53 @@
+"""Default sampling settings of a model: those that its generation_config.json states, else those of SAMPLING.
+
+The values are used by the commands, the server, the studio and Python wherever a request does not give its own. As in
+transformers, `do_sample: false` means greedy. Only imported models, and runs tuned from them, state such values.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gptworks.choices import SAMPLING, Sampling
+from gptworks.errors import UserError
+from gptworks.infer.sampling import SamplingSettings
+from gptworks.json_files import read_json
+from gptworks.special_tokens import GENERATION_CONFIG
+
+STATED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""The sampling settings that a generation_config.json may state."""
+
+
+def stated_sampling(generation: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the sampling settings that the contents of a generation_config.json state, by name; and notes: that the
+    model's texts are sampled with them, or that they are out of range and left out."""
+    stated: dict[str, Any] = {}
+    notes = []
+    for name in STATED:
+        value = generation.get(name)
+        if value is None:
+            continue
+        try:
+            if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
+                raise UserError(f"{name}={value!r}: it must be a number.")
+            SamplingSettings.of(None, **{name: value})
+        except UserError as error:
+            notes.append(f"{GENERATION_CONFIG} has {str(error)[:200].removesuffix('.')}; it is left out")
+        else:
+            stated[name] = value
+    if generation.get("do_sample") is False:
+        stated["temperature"] = 0.0
+    if own := [f"{name}={value:g}" for name, value in stated.items() if value != getattr(SAMPLING, name)]:
+        notes.append(f"texts are sampled with {', '.join(own)} where a request gives none ({GENERATION_CONFIG})")
+    return stated, tuple(notes)
+
+
+def sampling_of(tokenizer_folder: Path) -> Sampling:
+    """Return the default sampling settings of the run with this tokenizer folder; SAMPLING if it states none, or if its
+    generation_config.json cannot be read, which loading the run reports."""
+    file = tokenizer_folder / GENERATION_CONFIG
+    try:
+        stated, _ = stated_sampling(read_json(file) if file.exists() else {})
+    except UserError:
+        return SAMPLING
+    return SAMPLING._replace(**stated)
