@@ -14,7 +14,7 @@ from gptworks.cli.chat_terminal import HELP, Talk, Terminal
 from gptworks.config import ConversationsSource
 from gptworks.data.conversations.reading import iter_conversations
 from gptworks.errors import UserError
-from gptworks.infer import ChatSession, TurnSession
+from gptworks.infer import ChatSession, SamplingSettings, TurnSession
 from gptworks.infer import chat as chat_module
 from gptworks.infer.text import Piece
 from test_engine import byte_tokenizer, writing

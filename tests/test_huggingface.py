@@ -438,6 +438,8 @@ def test_16_bit_weights_are_read_without_loss(name: str, dtype: torch.dtype, tmp
     back = export_huggingface(tmp_path / "run", tmp_path / "back", precision="bf16" if dtype.itemsize == 2 and
                               dtype == torch.bfloat16 else "fp16")  # fmt: skip
     written, before = (load_file(tmp_path / folder / "model.safetensors") for folder in ("back", "theirs"))
+    settings = json.loads((back.folder / "config.json").read_text())
+    assert settings["dtype"] == settings["torch_dtype"] == str(dtype).removeprefix("torch."), "granite-switch#126"
     assert all(torch.equal(written[key], before[key]) and written[key].dtype == dtype for key in before)
     assert back.verification is not None and back.verification.logit_difference < EXACT
 

@@ -277,6 +277,64 @@ def test_what_other_servers_take_is_taken(client: openai.OpenAI, talk: Engine) -
         answer(MESSAGES, extra_body={"store": True})
 
 
+def test_a_seed_of_minus_one_is_random(client: openai.OpenAI) -> None:
+    """llama-cpp-python#386, textgen#1847: other servers' value for a random seed gave the same text each time."""
+    asked: dict[str, Any] = {"model": "base", "prompt": PROMPT, "max_tokens": 30, "temperature": 1}
+    texts = {client.completions.create(**asked, seed=-1).choices[0].text for _ in range(3)}
+    assert len(texts) == 3
+    assert len({client.completions.create(**asked, seed=-2).choices[0].text for _ in range(2)}) == 1
+
+
+def test_an_answer_without_content_is_an_empty_one(server: Running) -> None:
+    """open-webui#12441, vllm#21089: clients send back an empty answer as null."""
+    with server.http() as http:
+        counts = [
+            http.post(
+                "/tokenize", json={"model": "talk", "messages": [MESSAGES[1], empty, MESSAGES[1]]}
+            ).json()["tokens"]
+            for empty in ({"role": "assistant", "content": ""}, {"role": "assistant", "content": None},
+                          {"role": "assistant"})
+        ]  # fmt: skip
+    assert counts[0] == counts[1] == counts[2]
+
+
+def test_an_answer_is_continued_where_the_final_message_ends(client: openai.OpenAI, talk: Engine) -> None:
+    """vllm#6772, llama.cpp#11755, sglang#3971: the beginning of an answer was closed, and another one begun."""
+    begun = [*MESSAGES, {"role": "assistant", "content": "Well <|im_end|> then"}]
+    options: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+    for more in ({}, {"truncation": "auto"}):
+        made = client.chat.completions.create(
+            model="talk", messages=begun, temperature=0, max_tokens=9, extra_body=options | more
+        )
+        before = talk.chat_template.encode(MESSAGES, add_generation_prompt=True)
+        ids = before + talk.tokenizer.encode("Well <|im_end|> then").ids
+        assert made.usage is not None and made.usage.prompt_tokens == len(ids)
+        assert made.choices[0].message.content == talk.generate(ids, temperature=0, max_tokens=9)
+
+
+def test_variables_of_the_template_are_set_by_the_request(server: Running, client: openai.OpenAI) -> None:
+    """llama.cpp#13160, maclocal-api#34: `enable_thinking` was ignored."""
+    engine = server.engine("talk")
+    kept, source = engine.chat_template, "{{ 'think ' if enable_thinking }}{{ mood }}{{ messages[-1].content }}"
+    try:
+        engine.chat_template = ChatTemplate(source, engine.tokenizer)
+        n_tokens = []
+        for variables in ({}, {"enable_thinking": False}, {"enable_thinking": True}, {"mood": "sad"}):
+            made = client.chat.completions.create(
+                model="talk", messages=MESSAGES, max_tokens=1, extra_body={"chat_template_kwargs": variables}
+            )
+            assert made.usage is not None
+            n_tokens.append(made.usage.prompt_tokens)
+        with pytest.raises(openai.BadRequestError, match="has no variable `thinking`"):
+            client.chat.completions.create(
+                model="talk", messages=MESSAGES, extra_body={"chat_template_kwargs": {"thinking": True}}
+            )
+    finally:
+        engine.chat_template = kept
+    n = len(MESSAGES[-1]["content"])
+    assert n_tokens == [n, n, n + len("think "), n + len("sad")]
+
+
 def test_a_name_reaches_templates_that_write_it(server: Running) -> None:
     engine = server.engine("talk")
     kept = engine.chat_template
@@ -293,7 +351,8 @@ def test_a_name_reaches_templates_that_write_it(server: Running) -> None:
 
 def test_chunks_of_a_chat(server: Running) -> None:
     asked = {"model": "talk", "messages": MESSAGES, "seed": 1, "max_tokens": 12, "stream": True, "n": 2,
-             "logprobs": True, "top_logprobs": 2, "stream_options": {"include_usage": True}}  # fmt: skip
+             "logprobs": True, "top_logprobs": 2,
+             "stream_options": {"include_usage": True, "include_obfuscation": False}}  # fmt: skip
     with server.http() as http:
         chunks = [
             check(chat_types.ChatCompletionChunk, one) for one in events(http.post("/v1/chat/completions", json=asked))

@@ -70,6 +70,8 @@ def test_a_field_out_of_bounds_is_named(http: httpx.Client, field: str, value: A
         ("/v1/chat/completions", CHAT | {"tools": [{"type": "function"}]}, "tools"),
         ("/v1/chat/completions", CHAT | {"messages": [MESSAGES[0] | {"naem": "b"}]}, "messages.0.naem"),
         ("/v1/chat/completions", CHAT | {"stream": True, "stream_options": {"chunks": 1}}, "stream_options.chunks"),
+        ("/v1/chat/completions", CHAT | {"stream": True, "stream_options": {"include_obfuscation": True}},
+         "stream_options.include_obfuscation"),
         ("/v1/embeddings", {"model": "base", "input": "a", "dimensions": 8}, "dimensions"),
         ("/tokenize", {"text": "a"}, "text"),
     ],
@@ -94,13 +96,23 @@ def test_a_field_that_is_not_supported_is_refused_by_name(
         ({"store": False, "metadata": {}}, {"store": True}),
         ({"messages": [MESSAGES[0] | {"id": "msg_1"}]}, {"messages": [MESSAGES[0] | {"id": 1}]}),
         ({"reasoning_effort": "none"}, {"reasoning_effort": "high"}),
+        # vllm#10463: fields of other servers, which benchmarks and chat clients always send.
+        ({"skip_special_tokens": True, "include_stop_str_in_output": False}, {"skip_special_tokens": False}),
+        ({"length_penalty": 1.0, "early_stopping": False}, {"length_penalty": 2.0}),
+        ({"stop_token_ids": [], "bad_words": []}, {"stop_token_ids": [3]}),
+        ({"typical_p": 1, "mirostat": 0, "cache_prompt": True}, {"mirostat": 2}),
+        ({"guided_json": None, "a_field_of_tomorrow": None}, {"guided_json": {}}),
+        ({"add_generation_prompt": True, "continue_final_message": False}, {"add_generation_prompt": False}),
+        ({"chat_template_kwargs": {}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        # PocketLLM#244: both names of one limit.
+        ({"max_completion_tokens": 2}, {"max_completion_tokens": 1}),
     ],
     ids=str,
 )
 def test_a_field_that_requests_nothing_is_accepted(
     http: httpx.Client, nothing: dict[str, Any], something: dict[str, Any]
 ) -> None:
-    asked = CHAT | {"messages": MESSAGES[:1], "temperature": 0}
+    asked = CHAT | {"messages": MESSAGES[:1], "temperature": 0, "max_tokens": 2}
     plain, answer = (http.post("/v1/chat/completions", json=body) for body in (asked, asked | nothing))
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"] == plain.json()["choices"]
@@ -125,7 +137,13 @@ def test_a_field_that_requests_nothing_is_accepted(
         ("/v1/chat/completions", CHAT | {"model": "base"}, "no chat template"),
         ("/v1/chat/completions", CHAT | {"messages": []}, "messages"),
         ("/v1/chat/completions", CHAT | {"messages": [{"role": "tool", "content": "a"}]}, "role"),
-        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user"}]}, "content"),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user"}]}, "content: it is missing"),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": None}]}, "content: it is missing"),
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input"),
+        ("/v1/chat/completions", CHAT | {"continue_final_message": True}, "the final message must be an assistant's"),
+        ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"messages": "a"}}, "has no variable `messages`"),
+        ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
+        ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
         ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "a" * 19_000}]}, "messages"),
         ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "a" * 200}]}, "messages"),
         ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type"),
@@ -133,7 +151,7 @@ def test_a_field_that_requests_nothing_is_accepted(
         ("/v1/chat/completions", CHAT | {"top_logprobs": 2}, "logprobs"),
         ("/v1/chat/completions",
          CHAT | {"messages": [{"role": "user", "content": "".join(map(chr, range(0xE000, 0xF900)))}]}, "messages"),
-        ("/v1/chat/completions", CHAT | {"max_completion_tokens": 1}, "max_tokens"),
+        ("/v1/chat/completions", CHAT | {"max_completion_tokens": 2}, "max_tokens"),
         ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_schema"}}, "json_schema"),
         ("/v1/chat/completions", CHAT | {"response_format": {"type": "xml"}}, "response_format"),
         ("/v1/chat/completions", CHAT | {"response_format": {"type": "json_schema",
@@ -175,6 +193,32 @@ def test_what_is_not_there(http: httpx.Client) -> None:
     error(http.get("/v1/models/none"), 404)
     error(http.get("/v1/models/..%2F..%2Fetc"), 404)
     error(http.get("/v1/models/"), 404)
+
+
+@pytest.mark.parametrize(
+    ("path", "nearest"),
+    [
+        ("/chat/completions", "/v1/chat/completions"), ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1//chat/completions/", "/v1/chat/completions"), ("/v1/completions/completions", "/v1/completions"),
+        ("/v1/tokenize", "/tokenize"), ("/v1/models/", "/v1/models"), ("/api/chat", None), ("/v1/messages", None),
+    ],
+)  # fmt: skip
+def test_a_base_url_with_too_little_or_too_much_is_named(http: httpx.Client, path: str, nearest: str | None) -> None:
+    """OpenHands#485, llama-cpp-python#1032, MoneyPrinterTurbo#57: the base URL lacks /v1, or is a whole path."""
+    told = error(http.post(path, json={}), 404)["message"]
+    assert (f"did you mean {nearest}?" in told) == (nearest is not None)
+    assert ("base URL" in told) == (nearest or "").startswith("/v1/")
+
+
+def test_a_monitor_that_asks_with_head_sees_what_get_answers(server: Running, http: httpx.Client) -> None:
+    """parbaked#564, macprovider#521: uptime monitors and `curl -I` send HEAD, and were answered with 405."""
+    for path in ("/health", "/v1/models", "/", "/v1/nothing"):
+        asked, expected = http.head(path), http.get(path)
+        assert (asked.status_code, asked.content) == (expected.status_code, b"")
+        assert asked.headers["content-length"] == expected.headers["content-length"]
+    with server.http(headers={}) as stranger:
+        assert stranger.head("/v1/models").status_code == 401
+    assert http.head("/v1/completions").status_code == 405
 
 
 def test_other_methods_and_media(http: httpx.Client) -> None:

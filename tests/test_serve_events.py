@@ -11,6 +11,7 @@ from gptworks.serve import openai
 from gptworks.serve.answer import Answer
 from gptworks.serve.chat import ChatAnswer
 from gptworks.serve.completions import CompletionAnswer
+from gptworks.serve.events import EventStream
 from gptworks.serve.generate import Delta, Entry
 
 TEXTS = [
@@ -74,3 +75,33 @@ def test_an_event_is_what_the_types_make_of_it(kind: str, options: dict[str, Any
     if options:
         made.append(type_of(**frame, choices=[], usage=generation.usage()))
     assert sent == [chunk.model_dump_json(exclude_unset=True) for chunk in made]
+
+
+def test_a_silent_stream_is_kept_alive_by_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm#47647, llama.cpp#24013, ollama#14420: proxies close a stream whose first token takes a minute."""
+    monkeypatch.setattr(EventStream, "silent_seconds", 0.02)
+    sent: list[Any] = []
+    ended: list[bool] = []
+
+    async def chunks() -> Any:
+        yield ["first"]
+        while len([one for one in sent if one.get("body") == b": \n\n"]) < 3:
+            await asyncio.sleep(0.005)
+        yield ["last"]
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def serve() -> None:
+        stream = EventStream(chunks(), lambda: ended.append(True))
+        await stream({"type": "http", "state": {}}, None, send)  # type: ignore[arg-type]
+        n = len(sent)
+        await asyncio.sleep(0.06)
+        assert len(sent) == n, "a comment after the end"
+
+    asyncio.run(serve())
+    start, *parts = sent
+    assert start["type"] == "http.response.start" and ended == [True] and not parts[-1]["more_body"]
+    body = b"".join(part["body"] for part in parts)
+    assert body.replace(b": \n\n", b"") == b"data: first\n\ndata: last\n\ndata: [DONE]\n\n"
+    assert b"first\n\n: \n\n: \n\n: \n\n" in body

@@ -8,6 +8,7 @@ sandbox, in a separate process with limits of time and memory (`gptworks.confine
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,7 @@ from gptworks.confined.template import environment
 from gptworks.errors import UserError, did_you_mean
 from gptworks.files import read_text, write_whole
 from gptworks.json_files import read_json
-from gptworks.special_tokens import TOKENIZER_CONFIG, special_tokens
+from gptworks.special_tokens import ROLES, TOKENIZER_CONFIG, special_tokens
 from gptworks.tokenizer import encode_text
 
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
@@ -79,14 +80,30 @@ BUILT_IN = {
 _PROBE = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
 
 
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
+
+
 class ChatTemplate:
     """A chat template in Jinja, with the tokenizer whose special tokens it writes."""
 
     def __init__(self, source: str, tokenizer: Tokenizer) -> None:
         """Compile the template. Raises a UserError if it does not compile within the limits."""
         self.source, self.tokenizer = source, tokenizer
-        self._names = dict(special_tokens(tokenizer).names)
+        self._names: dict[str, Any] = dict(special_tokens(tokenizer).names)
         self._render: _Render = _in_process(source) if source in BUILT_IN.values() else _confined(source)
+
+    def using(self, variables: Mapping[str, Any]) -> "ChatTemplate":
+        """Return this template with further variables, such as enable_thinking=False.
+
+        Raises:
+            UserError: the template does not read a variable of this name, or sets it itself.
+        """
+        for name in variables:
+            if name in (*_OWN_VARIABLES, *ROLES) or not re.search(rf"\b{re.escape(name)}\b", self.source):
+                raise UserError(f"the chat template of this model has no variable `{name[:64]}` to set: leave it out.")
+        made = copy(self)
+        made._names = self._names | dict(variables)
+        return made
 
     def render(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False, task: Task | None = None
@@ -109,11 +126,32 @@ class ChatTemplate:
         return self._render(variables, task)
 
     def encode(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, task: Task | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        continues: bool = False,
+        task: Task | None = None,
     ) -> list[int]:
-        """Return the token ids of `render`'s text. Special tokens come only from the template, never from a message."""
+        """Return the token ids of `render`'s text. Special tokens come only from the template, never from a message.
+
+        Args:
+            continues: end with the text of the final message instead, which the model then continues.
+
+        Raises:
+            UserError: for the reasons of `render`; or the template changes the text of the message to continue.
+        """
         guarded, guard = self.guarded(messages)
-        return self.encode_text(self.render(guarded, add_generation_prompt=add_generation_prompt, task=task), guard)
+        if not continues:
+            return self.encode_text(self.render(guarded, add_generation_prompt=add_generation_prompt, task=task), guard)
+        final = guarded[-1]["content"]
+        if not final.strip():
+            return self.encode_text(self.render(guarded[:-1], add_generation_prompt=True, task=task) + final, guard)
+        text = self.render(guarded, task=task)
+        written = final if final in text else final.strip()
+        if written not in text:
+            raise UserError("the chat template changes the final message, so that it cannot be continued.")
+        return self.encode_text(text[: text.rindex(written) + len(written)], guard)
 
     def encode_text(self, text: str, guard: str) -> list[int]:
         """Return the token ids of rendered text. A special token's name with `guard` inside it is plain text."""

@@ -94,7 +94,7 @@ HostMemoryGiB = Annotated[float | None, Option(help="Memory of the host of a nod
 
 def _stated(default: float, text: str) -> Any:
     """Return a sampling option for which an imported model may state its own default; None: it is not given."""
-    return Option(help=text, show_default=f"{default:g}, or what an imported model states")
+    return Option(help=text, show_default=f"{default:g}, or the model's own")
 
 
 # Sampling options, shared by `generate` and `chat`.

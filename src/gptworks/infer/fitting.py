@@ -29,6 +29,7 @@ def fit_conversation(
     context: int,
     answer_tokens: int,
     *,
+    continues: bool = False,
     most_bytes: int | None = None,
     task: Task | None = None,
 ) -> Fitted:
@@ -40,6 +41,7 @@ def fit_conversation(
     Args:
         context: the model's context in tokens.
         answer_tokens: tokens to reserve for the answer, at most half the context.
+        continues: the answer continues the final message, an assistant's, instead of following it.
         most_bytes: more bytes of text than this are not encoded, because they exceed the context. None: no limit.
         task: allows another thread to abandon the rendering.
 
@@ -57,7 +59,7 @@ def fit_conversation(
 
     @cache
     def encoded(start: int) -> list[int]:
-        return template.encode(kept(start), add_generation_prompt=True, task=task)
+        return template.encode(kept(start), add_generation_prompt=not continues, continues=continues, task=task)
 
     def n_bytes(start: int) -> int:
         return sum(len(message["content"].encode()) for message in kept(start))

@@ -27,6 +27,8 @@ def sampling_settings(body: openai.SamplingFields, defaults: SamplingSettings, *
     given = {name: value for name in _PASSED_ON if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:  # vLLM's value for no limit
         given["top_k"] = 0
+    if given.get("seed") == -1:  # vLLM's and llama.cpp's value for a random seed
+        del given["seed"]
     if given.get("top_p") == 0:  # 0 means only the most likely token
         given |= {"top_p": 1.0, "top_k": 1}
     return SamplingSettings.of(defaults, **given, **more)

@@ -23,8 +23,9 @@ from gptworks.serve.events import EventStream
 from gptworks.serve.guard import Guard
 from gptworks.serve.service import Caller, Service
 from gptworks.serve.settings import ServerSettings
+from gptworks.serve.wire import Wire
 
-_Wire = TypeVar("_Wire", bound=openai.Wire)
+_Wire = TypeVar("_Wire", bound=Wire)
 _Result = TypeVar("_Result")
 
 router = APIRouter(responses=documents.ERRORS)
@@ -161,7 +162,8 @@ async def tokenize(request: Request) -> Response:
 
     def read() -> list[int]:
         if body.messages is not None:
-            return conversation_ids(model, body.messages, task, add_generation_prompt=body.add_generation_prompt)
+            how = body.add_generation_prompt
+            return conversation_ids(model, body.messages, task, model.chat_template, add_generation_prompt=how)
         return model.tokens.encode(body.prompt or "", "prompt")
 
     ids = await in_thread(request, read)

@@ -1,7 +1,9 @@
 """/v1/chat/completions: continue a conversation, which the run's chat template renders."""
 
+from collections.abc import Mapping
 from typing import Any
 
+from gptworks.chat_template import ChatTemplate
 from gptworks.choices import SAMPLING
 from gptworks.confined import Task
 from gptworks.errors import UserError
@@ -62,7 +64,7 @@ async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller)
         APIError, UserError, QueueFull: the request is not accepted.
     """
     model, task = await service.model(body.model, caller), caller.task()
-    template = model.chat_template
+    template = _with_variables(model.chat_template, body.chat_template_kwargs)
     wanted = body.max_completion_tokens or body.max_tokens
     settings = sampling_settings(
         body,
@@ -73,10 +75,14 @@ async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller)
         stop_token_ids=() if body.ignore_eos else template.end_token_ids,
     )
 
+    continues = bool(body.continue_final_message)
+
     def read(messages: list[openai.ChatMessage]) -> Prompt:
         if body.truncation == "auto":
-            return fitted_prompt(model, messages, wanted or SAMPLING.max_tokens, task)
-        return Prompt(conversation_ids(model, messages, task, advice=" `truncation: auto` drops the oldest turns."))
+            return fitted_prompt(model, messages, wanted or SAMPLING.max_tokens, task, template, continues=continues)
+        advice = " `truncation: auto` drops the oldest turns."
+        how = {"add_generation_prompt": not continues, "continues": continues}
+        return Prompt(conversation_ids(model, messages, task, template, advice=advice, **how))
 
     order = Order(settings, n=body.n or 1, streams=bool(body.stream))
     return ChatAnswer(await begin(service, model, order, [body.messages], read, caller), body)
@@ -86,8 +92,10 @@ def conversation_ids(
     model: ServedModel,
     messages: list[openai.ChatMessage],
     task: Task,
+    template: ChatTemplate,
     *,
     add_generation_prompt: bool = True,
+    continues: bool = False,
     advice: str = "",
 ) -> list[int]:
     """Return the token ids of a conversation. Slow: call it in a thread.
@@ -102,13 +110,21 @@ def conversation_ids(
     model.tokens.check_bytes(sum(len(text.encode()) for text in texts), "messages", advice)
     turns = [message.turn() for message in messages]
     try:
-        ids = model.chat_template.encode(turns, add_generation_prompt=add_generation_prompt, task=task)
+        ids = template.encode(turns, add_generation_prompt=add_generation_prompt, continues=continues, task=task)
     except UserError as error:
         raise invalid("messages", str(error)) from None
     return model.tokens.check(_some(ids), "messages", advice)
 
 
-def fitted_prompt(model: ServedModel, messages: list[openai.ChatMessage], answer_tokens: int, task: Task) -> Prompt:
+def fitted_prompt(
+    model: ServedModel,
+    messages: list[openai.ChatMessage],
+    answer_tokens: int,
+    task: Task,
+    template: ChatTemplate,
+    *,
+    continues: bool = False,
+) -> Prompt:
     """Return a conversation as a prompt, without the oldest turns that do not fit; see `fit_conversation`. Slow.
 
     Raises:
@@ -117,12 +133,19 @@ def fitted_prompt(model: ServedModel, messages: list[openai.ChatMessage], answer
     turns, most = [message.turn() for message in messages], model.tokens.max_bytes
     try:
         ids, n_dropped = fit_conversation(
-            model.chat_template, turns, model.engine.context, answer_tokens, most_bytes=most, task=task
+            template, turns, model.engine.context, answer_tokens, continues=continues, most_bytes=most, task=task
         )
     except UserError as error:
         code = "context_length_exceeded" if isinstance(error, ContextExceeded) else None
         raise invalid("messages", str(error), code) from None
     return Prompt(_some(ids), n_dropped=n_dropped)
+
+
+def _with_variables(template: ChatTemplate, variables: Mapping[str, Any] | None) -> ChatTemplate:
+    try:
+        return template.using(variables or {})
+    except UserError as error:
+        raise invalid("chat_template_kwargs", str(error)) from None
 
 
 def _some(ids: list[int]) -> list[int]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -122,7 +123,18 @@ def from_validation(error: ValidationError) -> APIError:
 
 def _is_type_name(part: int | str) -> bool:
     """Return whether a part of an error's location is a type that pydantic adds for a union, such as `list[str]`."""
-    return isinstance(part, str) and ("[" in part or part in ("str", "int", "function-plain"))
+    return isinstance(part, str) and ("[" in part or part in ("str", "int", "function-plain", "constrained-str"))
+
+
+def _nearest(app: FastAPI, path: str) -> str:
+    """Return a hint for a path that does not exist; most often a client's base URL lacks /v1, or has too much."""
+    wanted = re.sub("/+", "/", path).rstrip("/")
+    meant = [one for one in app.openapi()["paths"] if one != "/" and wanted and (one.endswith(wanted) or one in wanted)]
+    if not meant:
+        return "/openapi.json lists the paths."
+    nearest = max(meant, key=len)
+    rule = " The base URL of a client of OpenAI's API ends in /v1." if nearest.startswith("/v1/") else ""
+    return f"did you mean {nearest}?{rule}"
 
 
 def install(app: FastAPI) -> None:
@@ -135,7 +147,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         status = error.status_code
         if status == 404:
-            message = f"there is nothing at {request.url.path}; /openapi.json lists the paths."
+            message = f"there is nothing at {request.url.path}; {_nearest(app, request.url.path)}"
         elif status == 405:
             message = f"{request.url.path} does not accept {request.method}."
         else:

@@ -1,19 +1,26 @@
 """Streamed answers: server-sent events in OpenAI's format, which end with `data: [DONE]`."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar
 
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from gptworks.serve.errors import APIError, as_api_error, log_unforeseen
 
 
 class EventStream(StreamingResponse):
-    """Sends chunks as they come, all ready ones in one write. Calls `cancel` at the end, also after an error."""
+    """Sends chunks as they come, all ready ones in one write. Calls `cancel` at the end, also after an error.
+
+    While no chunk comes, for example because the prompt is long or the request waits for a slot, it sends comments, so
+    that proxies and clients do not close a silent connection; nginx and others do after 60 seconds.
+    """
 
     last: ClassVar[bytes] = b"data: [DONE]\n\n"
+    silent_seconds: ClassVar[float] = 15.0
+    """Time without a chunk after which a comment is sent, and the time between comments."""
 
     def __init__(self, chunks: AsyncGenerator[Sequence[Any]], cancel: Callable[[], None]) -> None:
         super().__init__(
@@ -25,9 +32,26 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"]["error_event"] = self.error_event  # the guard sends it if the request takes too long
+        loop = asyncio.get_running_loop()
+        sent_at = [loop.time()]
+
+        async def sending(message: Message) -> None:
+            sent_at[:] = [loop.time()]
+            await send(message)
+
+        async def ping() -> None:
+            while True:
+                left = sent_at[0] + self.silent_seconds - loop.time()
+                if left > 0:
+                    await asyncio.sleep(left)
+                else:
+                    await sending({"type": "http.response.body", "body": b": \n\n", "more_body": True})
+
+        pings = asyncio.create_task(ping())
         try:
-            await self.stream_response(send)
+            await self.stream_response(sending)
         finally:
+            pings.cancel()
             self._cancel()
 
     @staticmethod

@@ -10,17 +10,13 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
-from gptworks.config import Bounded
-from gptworks.errors import did_you_mean
 from gptworks.serve.settings import (
     MAX_BIASES,
     MAX_LOGPROBS,
@@ -30,66 +26,10 @@ from gptworks.serve.settings import (
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
 )
+from gptworks.serve.wire import MAX_CHARACTERS, Wire
 
-MAX_CHARACTERS = 1 << 24
-"""Maximum number of characters of a text field, even if the server's limits on bytes are larger."""
 MAX_TOKENS = 1 << 20
 """Maximum number of tokens in a request, and bound of token ids; a model's context ends a text much earlier."""
-
-REFUSED = {
-    "suffix": "text is only continued, not filled in",
-    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), "models here call no tools"),
-    **dict.fromkeys(("functions", "function_call"), "models here call no functions"),
-    **dict.fromkeys(("audio", "modalities"), "models here read and write only text"),
-    "dimensions": "an embedding has the model's width",
-    "use_beam_search": "the server samples",
-    **dict.fromkeys(("store", "metadata"), "the server stores nothing"),
-    "prediction": "the server takes no predicted text; --speculative N drafts tokens",
-    "reasoning_effort": "models here do not reason apart from their answer",
-    "service_tier": "there is only one",
-    "verbosity": "models here write as they were trained",
-    "web_search_options": "models here search nothing",
-    "safety_identifier": "the server keeps no list of users",
-    "prompt_cache_key": "prompts with the same beginning share its computation automatically",
-}
-"""Fields of OpenAI's API that are not supported, and why. They may be null, or have a value that requests nothing."""
-
-_REQUESTS_NOTHING: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True),
-    "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "use_beam_search": (False,),
-    "store": (False,), "metadata": ({},), "reasoning_effort": ("none",), "service_tier": ("auto", "default"),
-}  # fmt: skip
-"""Values of these fields that request what the server does anyway; some clients always send them."""
-
-
-def _requests_nothing(name: str, value: Any) -> bool:
-    if name not in REFUSED:
-        return False
-    return value is None or any(type(value) is type(one) and value == one for one in _REQUESTS_NOTHING.get(name, ()))
-
-
-class Wire(Bounded):
-    """A request or a part of a request. An error names only one field, so that the answer to a long body is short."""
-
-    most_number = 2**53
-    most_characters = MAX_CHARACTERS
-    most_items = 1 << 16
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, regex_engine="rust-regex")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown(cls, tree: Any) -> Any:
-        if isinstance(tree, dict):
-            known = [field.alias or name for name, field in cls.model_fields.items()]
-            tree = {name: value for name, value in tree.items() if not _requests_nothing(name, value)}
-            for name in tree:
-                if name not in known:
-                    short = name[:64]
-                    hint = f": {REFUSED[name]}." if name in REFUSED else did_you_mean(short, known)
-                    reason = f"`{short}` is not supported{hint}"
-                    raise PydanticCustomError("unknown_field", "{reason}", {"name": short, "reason": reason})
-        return tree
-
 
 # ------------------------------------------------------------------------------------------------------- parts
 
@@ -266,7 +206,7 @@ class ChatMessage(Wire):
     the others must be empty."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
     id: Annotated[str, Field(max_length=256)] | None = None
     refusal: Nothing = None
@@ -275,9 +215,16 @@ class ChatMessage(Wire):
     function_call: Nothing = None
     tool_calls: Nothing = None
 
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError("content: it is missing; only an assistant's message may have none")
+        return self
+
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        content = self.content or ""
+        return content if isinstance(content, str) else "".join(part.text for part in content)
 
     def turn(self) -> dict[str, str]:
         """Return the turn for a chat template; the role `developer`, OpenAI's newer name, becomes `system`."""
@@ -286,6 +233,12 @@ class ChatMessage(Wire):
 
 
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+
+
+TemplateVariables = Annotated[
+    dict[Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_]{0,63}$")], bool | int | float | Text],
+    Field(max_length=16),
+]
 
 
 class JSONSchema(Wire):
@@ -307,6 +260,9 @@ class ResponseFormat(Wire):
 
 
 class ChatRequest(SamplingFields):
+    """A conversation to continue. `chat_template_kwargs`, `continue_final_message` and `add_generation_prompt` are
+    vLLM's: variables of the chat template, and whether the answer continues the final message, an assistant's."""
+
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
@@ -314,13 +270,23 @@ class ChatRequest(SamplingFields):
     top_logprobs: Alternatives | None = None
     response_format: ResponseFormat | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     @model_validator(mode="after")
     def _belong_together(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs: true")
-        if None not in (self.max_tokens, self.max_completion_tokens):
-            raise ValueError("max_tokens: it is the old name of max_completion_tokens; give only one")
+        if None not in (one := self.max_tokens, other := self.max_completion_tokens) and one != other:
+            raise ValueError(
+                f"max_tokens: it is the old name of max_completion_tokens, which is {other}; give only one"
+            )
+        continues = bool(self.continue_final_message)
+        if self.add_generation_prompt is not None and self.add_generation_prompt == continues:
+            raise ValueError("add_generation_prompt: false with continue_final_message: true, else true")
+        if continues and self.messages[-1].role != "assistant":
+            raise ValueError("continue_final_message: the final message must be an assistant's")
         return self
 
 

@@ -20,8 +20,8 @@ from gptworks.interpret.text import TokenizedText, check_ids
 from gptworks.model.gpt import GPT, eval_mode
 from gptworks.model.loss import token_nats
 from gptworks.runs.data import RunData
-from gptworks.serve import openai
 from gptworks.serve.app import body_of, caller_of
+from gptworks.serve.wire import Wire
 from gptworks.studio.answers import as_json
 from gptworks.studio.library import printable
 from gptworks.studio.play import Chosen, RunName
@@ -84,7 +84,7 @@ class SearchRequest(Chosen):
     most: Annotated[int, Field(ge=0, le=MOST_HITS)] = 20
 
 
-class TokenizeRequest(openai.Wire):
+class TokenizeRequest(Wire):
     models: Annotated[list[RunName], Field(min_length=1, max_length=2)]
     text: Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
 

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from gptworks.errors import shortened
 from gptworks.runs.watch import Watched
-from gptworks.serve import openai
 from gptworks.serve.app import body_of
+from gptworks.serve.wire import Wire
 from gptworks.studio.answers import as_json
 from gptworks.studio.checking import check_within
 from gptworks.studio.folders import entries, outermost
@@ -27,7 +27,7 @@ MOST_SAMPLES, MOST_CHARACTERS = 4, 4_000
 _PATH = r"^[^\x00]+$"
 
 
-class LookRequest(openai.Wire):
+class LookRequest(Wire):
     folder: Annotated[str, Field(min_length=1, max_length=4096, pattern=_PATH)]
     minutes: Annotated[float, Field(ge=0.1, le=100_000)]
     """Minutes that training may take."""

@@ -12,7 +12,7 @@ from gptworks.serve import sign_in
 from gptworks.serve.app import body_of, service_of
 from gptworks.serve.errors import APIError
 from gptworks.serve.guard import STATIC
-from gptworks.serve.openai import Wire
+from gptworks.serve.wire import Wire
 
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "

@@ -19,6 +19,7 @@ from gptworks.serve.errors import APIError
 from gptworks.serve.generate import LEAST_LOGPROB, Generation, Order, Prompt, begin
 from gptworks.serve.models import ServedModel
 from gptworks.serve.service import Caller, Service
+from gptworks.serve.wire import Wire
 from gptworks.studio.answers import MessageEvents, as_json
 from gptworks.studio.loaded import Engines
 from gptworks.tokenizer import StreamDecoder
@@ -32,7 +33,7 @@ _Number = Annotated[float, Field(ge=-1000, le=1000)]
 _Tokens = Annotated[int, Field(ge=0, le=openai.MAX_TOKENS)]
 
 
-class PlaySettings(openai.Wire):
+class PlaySettings(Wire):
     """Sampling settings, with the ranges of `gptworks generate`."""
 
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
@@ -65,7 +66,7 @@ Which = Literal["best", "last"] | Annotated[int, Field(ge=0)] | None
 """The checkpoint to use: its step, "best" or "last"; None: the best."""
 
 
-class Chosen(openai.Wire):
+class Chosen(Wire):
     """A request that names a model and one of its checkpoints."""
 
     model: RunName
@@ -159,7 +160,7 @@ async def _begin(service: Service, model: ServedModel, body: GenerateRequest, ca
 
     def read(_: None) -> Prompt:
         if body.messages is not None:
-            return fitted_prompt(model, body.messages, settings.max_tokens, task)
+            return fitted_prompt(model, body.messages, settings.max_tokens, task, model.chat_template)
         if body.tokens is not None:
             return Prompt(model.tokens.check(body.tokens, "tokens"))
         return Prompt(model.tokens.encode(body.prompt or "", "prompt"))

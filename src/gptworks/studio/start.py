@@ -15,9 +15,9 @@ from gptworks.errors import RunError, UserError
 from gptworks.files import write_whole
 from gptworks.planning.device_table import DEVICES
 from gptworks.recipes import shipped_paths, shipped_recipes
-from gptworks.serve import openai
 from gptworks.serve.app import body_of
 from gptworks.serve.errors import APIError
+from gptworks.serve.wire import Wire
 from gptworks.studio.answers import as_json
 from gptworks.studio.drafting import MOST_TEXT
 from gptworks.studio.form import form
@@ -36,7 +36,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # ------------------------------------------------------------------------------------------------------------ requests
 
 
-class Origin(openai.Wire):
+class Origin(Wire):
     """The recipe that a new recipe is based on: a shipped recipe, or that of a run."""
 
     recipe: str | None = None
@@ -54,12 +54,12 @@ Edit = Annotated[list[str | None], Field(min_length=2, max_length=2)]
 """A setting's path, and its new value as typed. The value None removes the setting."""
 
 
-class _Recipe(openai.Wire):
+class _Recipe(Wire):
     text: Text
     origin: Origin | None = None
 
 
-class CheckRequest(openai.Wire):
+class CheckRequest(Wire):
     text: Text | None = None
     origin: Origin | None = None
     edits: list[Edit] = Field(default_factory=list, max_length=MOST_EDITS)
@@ -82,7 +82,7 @@ class NewRequest(_Recipe):
     name: RunName
 
 
-class ResumeRequest(openai.Wire):
+class ResumeRequest(Wire):
     run: RunName
     text: Text
 
@@ -97,7 +97,7 @@ class ForkRequest(ChangesRequest):
     step: Annotated[int, Field(ge=0)]
 
 
-class StopRequest(openai.Wire):
+class StopRequest(Wire):
     run: RunName
 
 

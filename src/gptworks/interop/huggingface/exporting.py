@@ -186,7 +186,8 @@ def _write_settings(
         generation = replace(stated, ends=ends).generation_config()
         ids = {name: generation.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     dtype = str(DTYPES[precision]).removeprefix("torch.")
-    _write_json(folder / "config.json", family.write(config) | ids | {"dtype": dtype, "use_cache": True})
+    named = {"dtype": dtype, "torch_dtype": dtype}  # the older name too, without which some tools assume fp32
+    _write_json(folder / "config.json", family.write(config) | ids | named | {"use_cache": True})
     _write_json(folder / "generation_config.json", generation)
 
 
