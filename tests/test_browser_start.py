@@ -14,10 +14,11 @@ import yaml
 
 import commands
 import tiny
-from browser import Studio, axe, open_studio, screenshot
+from browser import HOSTILE, Studio, axe, open_studio, screenshot
 from gptworks.describe.plan_tables import tables
 from gptworks.estimates import plan
 from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.recipes import shipped_paths
 from gptworks.training.changes import read_history
 from gptworks.training.loop import train
 from gptworks.training.run_folder import is_in_use
@@ -93,6 +94,12 @@ def test_a_run_is_changed_started_stopped_and_resumed(page: Any, runs: Studio) -
 
     page.get_by_label("Begin from").select_option(label="old")
     page.get_by_role("button", name="Resume it").click()
+    page.get_by_text("train.max_steps is raised from 8 to 16, to train as long again. 8 steps are left").wait_for()
+    page.get_by_role("button", name="New run").click()
+    page.wait_for_function("() => document.getElementById('setting-of-train.max_steps').value === '8'")
+    page.get_by_role("button", name="Resume it").click()
+    page.locator(".start-changes", has_text="8 → 16").wait_for()
+    field(page, "train.max_steps").fill("8")
     page.get_by_role("alert").get_by_text("Checkpoint 8 is the last of max_steps=8: raise train.max_steps.").wait_for()
     field(page, "train.learning_rate").fill("0.004")
     page.get_by_text("the run folder records the change").wait_for()
@@ -115,13 +122,19 @@ def test_a_run_is_changed_started_stopped_and_resumed(page: Any, runs: Studio) -
 def test_a_checkpoint_is_forked_with_a_change(page: Any, runs: Studio) -> None:
     page.goto(f"{runs.url}/#/start/old")
     assert page.get_by_role("button", name="Fork it").get_attribute("aria-pressed") == "true"
-    assert page.get_by_label("At step").input_value() == "4", "nothing is left to train after the last"
+    assert page.get_by_label("At step").input_value() == "8", "the newest"
+    page.get_by_text("Step 8 is the run's last: train.max_steps is raised from 8 to 16").wait_for()
+    page.get_by_text("8 steps are left to train").wait_for()
+    page.get_by_label("At step").select_option("4")
     page.get_by_text("4 steps are left to train").wait_for()
+    assert field(page, "train.max_steps").input_value() == "8"
     page.get_by_label("Name").fill("branch")
     field(page, "train.learning_rate").fill("0.006")
     changes, button = page.locator(".start-changes"), page.get_by_role("button", name="Fork", exact=True)
     changes.get_by_text("the run folder records the change").wait_for()
     page.get_by_label("At step").select_option("8")
+    page.get_by_text("8 steps are left to train").wait_for()
+    field(page, "train.max_steps").fill("8")
     last = "Checkpoint 8 is the last of max_steps=8: raise train.max_steps or choose an earlier checkpoint."
     page.get_by_role("alert").get_by_text(last, exact=True).wait_for()
     assert "train.learning_rate 0.003 → 0.006" in changes.inner_text() and button.is_disabled()
@@ -136,6 +149,17 @@ def test_a_checkpoint_is_forked_with_a_change(page: Any, runs: Studio) -> None:
     process(page, "branch").get_by_text("ended", exact=True).wait_for()
     (origin,) = read_history(runs.runs / "branch").origins
     assert (origin.run, origin.step) == ("old", 4) and load_recipe(runs.runs / "branch").train.learning_rate == 0.006
+
+
+def test_a_run_is_begun_from_a_persons_own_recipe(new_page: Callable[..., Any], runs: Studio, tmp_path: Path) -> None:
+    for path in (tmp_path / "mine.yaml", runs.runs / "next.yaml", tmp_path / f"{HOSTILE.replace('/', '')}.yaml"):
+        path.write_text("# my notes\n" + shipped_paths()["demo"].read_text(encoding="utf-8"), encoding="utf-8")
+    page = opened(new_page(), runs)
+    page.get_by_label("Begin from").select_option(label="runs/next.yaml")
+    page.wait_for_function("() => document.querySelector('#recipe-text').value.startsWith('# my notes')")
+    assert page.get_by_label("Name").input_value() == "next-2", "runs/next.yaml is not overwritten"
+    page.get_by_label("Begin from").select_option(label="mine.yaml")
+    page.get_by_text("mine.yaml is not changed. The recipe is written to runs/mine.yaml.").wait_for()
 
 
 def test_settings_are_found_in_the_form_and_by_search(page: Any) -> None:

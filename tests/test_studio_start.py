@@ -1,6 +1,7 @@
 """The studio's routes to start runs: the form matches the schema, the plan the command's, and a run is a process."""
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -25,7 +26,7 @@ from gptworks.studio import processes
 from gptworks.studio.checking import edited, read_text
 from gptworks.studio.form import COMMON, GIVEN_BY_THE_START, form
 from gptworks.studio.library import RunFolder
-from gptworks.studio.resuming import Resumption, resumption
+from gptworks.studio.resuming import Resumption, extension, resumption
 from gptworks.training.changes import read_history
 from gptworks.training.record.outcome import RunOutcome
 from histories import curve, write_run
@@ -157,6 +158,35 @@ def test_what_is_wrong_is_said_at_its_place_in_the_parsers_words(http: httpx.Cli
     assert checked(http, "model: [")["problems"][0]["path"] is None
     kind = checked(http, text, ("tokenizer.type", "char"))
     assert kind["problems"] == [] and "tokenizer.vocab_size" not in kind["given"]
+
+
+def test_a_persons_own_recipes_are_begun_from_valid_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, runs, outside = tmp_path / "here", tmp_path / "elsewhere" / "runs", tmp_path / "outside.yaml"
+    here.mkdir()
+    write_run(runs / "trained", [])
+    recipe = "# my notes\n" + yaml.safe_dump({"name": "kept"} | tiny.recipe_tree(tmp_path))
+    for path in (here / "mine.yaml", here / "nested" / "b.yaml", runs / "next.yml", runs / "trained.yaml", outside):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(recipe, encoding="utf-8")
+    (here / "broken.yaml").write_text(f"{recipe}train: [", encoding="utf-8")
+    (here / "compose.yaml").write_text("services: {web: {image: nginx}}\ndata: {}\n", encoding="utf-8")
+    (here / "linked.yaml").symlink_to(outside)
+    os.mkfifo(here / "waits.yaml")
+    monkeypatch.chdir(here)
+    with open_studio(runs) as studio, studio.http() as http:
+        found = http.get("/studio/start").json()["own"]
+        names = [one["file"] for one in found]
+        assert names == ["broken.yaml", "mine.yaml", str(runs / "next.yml")]
+        assert [one["name"] for one in found if one["taken"]] == ["next"], "NAME.yaml would be written there"
+        mine = checked(http, origin={"file": "mine.yaml"})
+        assert mine["text"].startswith("# my notes") and "kept" not in mine["text"] and mine["problems"] == []
+        broken = checked(http, origin={"file": "broken.yaml"})
+        assert broken["text"].startswith("# my notes") and broken["problems"]
+        mended = checked(http, mine["text"], ("train.max_steps", "7"), origin={"file": "broken.yaml"})
+        assert [one["message"] for one in mended["problems"] if "lies outside of" not in one["message"]] == []
+        for file in ("linked.yaml", "compose.yaml", "nested/b.yaml", str(outside), "../outside.yaml", "none.yaml"):
+            answer = post(http, "check", 404, origin={"file": file})
+            assert "no recipe" in message(answer), file
 
 
 HOSTILE_NAMES = ("../up", "a/b", ".hidden", "", "-x", "a\0b", "x" * 101, "recipe", "a b", "$(id)", "a\nb", "é", "a\\b")
@@ -420,6 +450,26 @@ def test_a_run_that_ended_by_its_epochs_has_nothing_left_to_train(tmp_path: Path
     problem = "Checkpoint 9 is the last of epochs=2: raise train.epochs or choose an earlier checkpoint."
     assert resumption(run, text, 9) == Resumption([], problem, None)
     assert resumption(run, text.replace("epochs: 2", "epochs: 3"), 9).problem is None
+
+
+def test_a_run_that_is_continued_after_its_end_trains_as_long_again(tmp_path: Path) -> None:
+    def ends(step: int | None, done: int, reason: str = "finished", **settings: Any) -> Any:
+        folder = write_run(tmp_path / str(len([*tmp_path.iterdir()])), [], train=settings).folder
+        outcome = dict.fromkeys(RunOutcome.model_fields, 0) | {"reason": reason, "step": done, "training": {}}
+        (folder / "outcome.json").write_text(json.dumps(outcome))
+        found = extension(RunFolder("done", folder, tmp_path), step)
+        return dict(found.edits), found.why
+
+    edits, why = ends(1000, 1000, max_steps=1000)
+    assert edits == {"train.max_steps": "2000"}
+    assert why == "Step 1,000 is the run's last: train.max_steps is raised from 1000 to 2000, to train as long again."
+    assert ends(997, 1000, max_steps=1000)[0] == {"train.max_steps": "1997"}, "3 steps are no run"
+    assert ends(500, 1000, max_steps=1000) == ({"train.max_steps": "1000"}, None)
+    assert ends(997, 997, "stopped by SIGTERM", max_steps=1000)[0] == {"train.max_steps": "1997"}
+    for step in (None, 9):
+        both, why = ends(step, 9, max_steps=None, epochs=2, max_minutes=1.5)
+        assert both == {"train.epochs": "4.0", "train.max_minutes": "3.0"} and why is not None
+    assert ends(None, 4, "stopped by SIGTERM", max_steps=20) == ({"train.max_steps": "20"}, None)
 
 
 def test_only_training_of_the_folder_is_signalled(tmp_path: Path, http: httpx.Client, folder: Path) -> None:

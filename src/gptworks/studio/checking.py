@@ -181,7 +181,10 @@ def beginning(origin: str) -> str:
 
 
 def _without_given(text: str) -> str:
-    tree = read_text(text)
+    try:
+        tree = read_text(text)
+    except UserError:  # a person's own file, which the page shows with its problem
+        return text
     for name in GIVEN_BY_THE_START:
         if name in tree:
             text, tree = edited(text, tree, name, None)
@@ -305,7 +308,10 @@ def read_within(tree: Tree, question: Tree) -> Recipe:
         UserError: a path or address is not allowed, or the recipe is invalid.
     """
     origin = question["origin"]
-    known = set() if origin is None else {value for _, _, value in places(load_recipe(origin))}
+    known = set[str]()
+    if origin is not None:
+        with contextlib.suppress(UserError):  # a person's own file, to be corrected on the page
+            known = {value for _, _, value in places(load_recipe(origin))}
 
     def check(named: Iterable[tuple[str, Place, str]]) -> None:
         for path, place, value in named:

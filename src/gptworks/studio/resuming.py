@@ -64,6 +64,36 @@ def resumption(run: RunFolder, text: str, forked_at: int | None = None) -> Resum
     return Resumption(made, problem, None if most is None else max(0, most - done))
 
 
+@dataclass(frozen=True)
+class Extension:
+    """The length that a run, or a fork of it, should have to train on."""
+
+    edits: list[tuple[str, str]]
+    """Pairs of each setting that limits the run's length and its value as typed: the run's own, or a longer one."""
+    why: str | None
+    """A sentence about the longer ones; None if the run's own suffice."""
+
+
+def extension(run: RunFolder, forked_at: int | None = None) -> Extension:
+    """Return the length that a run, or its fork from step `forked_at`, should have: the run's own, but as long again if
+    it ends there, or if a fork would have less than a tenth of it left."""
+    recipe, outcome = load_recipe(run.folder), read_outcome(run.folder)
+    newest = next((checkpoint.step for checkpoint in checkpoints(run.folder)), 0)
+    last = outcome.step if not isinstance(outcome, str) and outcome.reason == "finished" else None
+    done = forked_at if forked_at is not None else last if last is not None else newest
+    ends = {name: value for name in sorted(ENDS) if (value := getattr(recipe.train, name)) is not None}
+    steps = recipe.train.max_steps
+    longer: dict[str, int | float] = {}
+    if done in (last, steps):
+        longer = {name: done + value if name == "max_steps" else 2 * value for name, value in ends.items()}
+    elif forked_at is not None and steps is not None and 10 * (steps - done) < steps:
+        longer = {"max_steps": done + steps}
+    what = " and ".join(f"train.{name} is raised from {ends[name]} to {value}" for name, value in longer.items())
+    at = f"Step {done:,} is the run's last" if done in (last, steps) else f"After step {done:,} little of it is left"
+    edits = [(f"train.{name}", as_typed(value)) for name, value in (ends | longer).items()]
+    return Extension(edits, f"{at}: {what}, to train as long again." if longer else None)
+
+
 def _check_said(before: Recipe, now: Recipe, made: Changes) -> None:
     """Raise a UserError if the changes, as arguments of `gptworks train`, do not produce the new recipe."""
     if rest := changed(load_recipe(before, [f"{one['path']}={one['new']}" for one in made]), now):

@@ -3,6 +3,7 @@
 A process with limits checks a recipe from the page before anything else reads the recipe.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -22,9 +23,10 @@ from gptworks.studio.answers import as_json
 from gptworks.studio.drafting import MOST_TEXT
 from gptworks.studio.form import form
 from gptworks.studio.library import RunFolder
+from gptworks.studio.own_recipes import own_recipes
 from gptworks.studio.play import RunName
 from gptworks.studio.processes import Processes, console_lines
-from gptworks.studio.resuming import allowed_changes, resumption
+from gptworks.studio.resuming import allowed_changes, extension, resumption
 from gptworks.studio.state import Studio, studio_of
 from gptworks.training.fork import fork
 
@@ -37,15 +39,16 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class Origin(Wire):
-    """The recipe that a new recipe is based on: a shipped recipe, or that of a run."""
+    """The recipe that a new recipe is based on: a shipped recipe, a person's own file, or the recipe of a run."""
 
     recipe: str | None = None
+    file: str | None = None
     run: str | None = None
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        if (self.recipe is None) == (self.run is None):
-            raise ValueError("give recipe or run")
+        if [self.recipe, self.file, self.run].count(None) != 2:
+            raise ValueError("give recipe, file or run")
         return self
 
 
@@ -124,6 +127,11 @@ async def _ask(studio: Studio, body: CheckRequest | _Recipe, ask: str, **more: A
         if origin.recipe not in shipped_paths():
             raise APIError(404, f"gptworks has no recipe {origin.recipe[:128]!r}.", param="origin")
         found = str(shipped_paths()[origin.recipe])
+    elif origin is not None and origin.file is not None:
+        own = await studio.checks.in_thread(lambda: own_recipes(library.roots))
+        if origin.file not in own:
+            raise APIError(404, f"there is no recipe {origin.file[:128]!r} here.", param="origin")
+        found = str(own[origin.file])
     elif origin is not None and origin.run is not None:
         name = origin.run
         found = str((await studio.checks.in_thread(lambda: library.get(name))).folder)
@@ -145,10 +153,16 @@ async def _checked(studio: Studio, body: _Recipe, *edits: tuple[str, str | None]
 
 @router.get("/studio/start")
 async def begin(request: Request) -> Response:
-    """Return the shipped recipes that a new recipe can be based on, and the form."""
+    """Return the recipes that a new recipe can be based on, and the form."""
     studio = studio_of(request)
+    root = studio.library.roots[0]
+    files = await studio.checks.in_thread(lambda: own_recipes(studio.library.roots))
+    own = [
+        {"file": name, "name": path.stem, "taken": path.parent == Path(os.path.realpath(root))}
+        for name, path in files.items()
+    ]
     recipes = [{"name": one.name, "summary": one.summary, "time": one.time} for one in shipped_recipes()]
-    return as_json({"read_only": studio.read_only, "folder": str(studio.library.roots[0]), "recipes": recipes,
+    return as_json({"read_only": studio.read_only, "folder": str(root), "recipes": recipes, "own": own,
                   "devices": {name: one.name for name, one in DEVICES.items()}, "form": form()})  # fmt: skip
 
 
@@ -240,6 +254,13 @@ async def changes(request: Request) -> Response:
     studio, body = studio_of(request), await body_of(request, ChangesRequest)
     run, text = await _changed_text(studio, body)
     return as_json(await studio.checks.in_thread(lambda: resumption(run, text, body.step)))
+
+
+@router.get("/studio/start/extension")
+async def extend(request: Request, run: RunName, step: Annotated[int | None, Query(ge=0)] = None) -> Response:
+    """Return the length that a run, or its fork from `step`, should have to train on; see `Extension`."""
+    studio = studio_of(request)
+    return as_json(await studio.checks.in_thread(lambda: extension(studio.library.get(run), step)))
 
 
 @actions.post("/studio/start/stop")

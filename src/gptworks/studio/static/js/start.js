@@ -5,6 +5,7 @@ import { freeName } from "./choice.js";
 import { count } from "./format.js";
 import { html, useCallback, useEffect, useLayoutEffect, useRef, useState } from "./ui.js";
 import { Changes, useChanges } from "./start/changes.js";
+import { useExtension } from "./start/extension.js";
 import { Form } from "./start/form.js";
 import { Plan } from "./start/plan.js";
 import { Training } from "./start/training.js";
@@ -24,9 +25,8 @@ export function Part({ state, route, refresh, shown }) {
   const [said, say] = useState("");
   const recipe = useRecipe(origin);
   const linked = route.join("/");
-  useEffect(() => {
-    get("studio/start").then(setKnown, (error) => setProblem(error.message));
-  }, []);
+  const look = () => get("studio/start").then(setKnown, (error) => setProblem(error.message));
+  useEffect(() => void look(), []);
   const begin = useCallback(
     (chosen, way = "new") => {
       setOrigin(chosen);
@@ -34,9 +34,10 @@ export function Part({ state, route, refresh, shown }) {
       setStep(null);
       setProblem(null);
       say("");
-      setName(freeName((chosen.recipe ?? chosen.run).split("/").at(-1), state.models));
+      const own = known.own.find((one) => one.file === chosen.file);
+      setName(freeName(own?.name ?? (chosen.recipe ?? chosen.run).split("/").at(-1), taken(state.models, known)));
     },
-    [state.models],
+    [state.models, known],
   );
   useLayoutEffect(() => {
     if (!known || (origin && !linked)) return;
@@ -51,7 +52,8 @@ export function Part({ state, route, refresh, shown }) {
     try {
       await post(`studio/start/${path}`, body);
       say(words);
-      if (path !== "resume" && body.name) setName(freeName(body.name, [...state.models, { id: body.name }]));
+      if (path !== "resume" && body.name)
+        (setName(freeName(body.name, taken([...state.models, { id: body.name }], known))), look());
     } catch (error) {
       setProblem(error.message);
     }
@@ -61,10 +63,10 @@ export function Part({ state, route, refresh, shown }) {
   };
   const run = state.models.find((model) => model.id === origin?.run);
   const steps = (run?.checkpoints ?? []).filter((one) => one.resumable).map((one) => one.step);
-  // After the last checkpoint of a finished run nothing is left to train.
-  const last = (run?.state === "finished" ? steps.at(-2) : null) ?? steps.at(-1);
-  const from = way === "fork" ? (step ?? last ?? null) : null;
-  const goesOn = useChanges(way === "new" ? null : origin.run, from, recipe);
+  const from = way === "fork" ? (step ?? steps.at(-1) ?? null) : null;
+  const longer = useExtension(origin, way, from, recipe);
+  const goesOn = useChanges(way === "new" || !longer.done ? null : origin.run, from, recipe);
+  const waits = busy || !recipe.right || !longer.done || Boolean(goesOn?.problem) || (way !== "resume" && !name);
   if (!known) return html`<p class="notice" role="status">${problem ?? "Reading the schema…"}</p>`;
   const start = () =>
     way === "fork"
@@ -82,6 +84,12 @@ export function Part({ state, route, refresh, shown }) {
     <section class="card start-begin" aria-label="What to start">
       <div class="start-row"><label>
         Begin from <select class="field" value=${key(origin)} onChange=${(event) => begin(parsed(event.target.value))}>
+        ${
+          known.own.length > 0 &&
+          html`<optgroup label="Your recipes">${known.own.map(
+            (one) => html`<option key=${one.file} value=${`file ${one.file}`}>${one.file}</option>`,
+          )}</optgroup>`
+        }
         <optgroup label="Recipes of gptworks">${known.recipes.map(
           (one) => html`
           <option key=${one.name} value=${`recipe ${one.name}`}>${one.name}</option>`,
@@ -122,10 +130,10 @@ export function Part({ state, route, refresh, shown }) {
         known.read_only
           ? html`<p>This studio was started with <code>--read-only</code>: it starts and writes nothing.</p>`
           : html`<button class="button primary" onClick=${start}
-            disabled=${busy || !recipe.right || Boolean(goesOn?.problem) || (way !== "resume" && !name)}>
+            disabled=${waits}>
           ${{ new: "Start", resume: "Resume", fork: "Fork" }[way]}</button>`
       }</div>
-      <p class="start-about quiet">${about(known, origin, way, name, from)} ${left(goesOn)}</p>
+      <p class="start-about quiet">${about(known, origin, way, name, from)} ${longer.why} ${left(goesOn)}</p>
       <${Changes} found=${goesOn} />
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
       <p class=${said ? "start-about start-said" : "hidden-text"} role="status">${said}</p>
@@ -166,6 +174,7 @@ function useRecipe(origin) {
             if (edits.length || body.text == null) setText(answer.text);
             setChecked((was) => ({
               ...answer,
+              of: origin,
               defaults: answer.defaults ?? was?.defaults ?? {},
               fixed: answer.fixed ?? was?.fixed ?? [],
               right: !answer.problems.length,
@@ -227,13 +236,20 @@ function about(known, origin, way, name, step) {
     return `The fork continues from step ${step} in ${known.folder}/${name || "NAME"}; ${origin.run} is not changed.`;
   const shipped = known.recipes.find((one) => one.name === origin?.recipe);
   const what = shipped ? `${shipped.summary} ${shipped.time ? `Training takes ${shipped.time}.` : ""} ` : "";
+  const kept = origin?.file ? `${origin.file} is not changed. ` : "";
   return way === "resume"
     ? "The run trains on from its newest checkpoint."
-    : `${what}The recipe is written to ${known.folder}/${name || "NAME"}.yaml.`;
+    : `${what}${kept}The recipe is written to ${known.folder}/${name || "NAME"}.yaml.`;
+}
+
+/** What has a name that a new run cannot have: runs, and recipes where its recipe would be written. */
+function taken(models, { own }) {
+  return [...models, ...own.filter((one) => one.taken).map((one) => ({ id: one.name }))];
 }
 
 function key(origin) {
-  return origin?.recipe ? `recipe ${origin.recipe}` : `run ${origin?.run}`;
+  const [[kind, name]] = Object.entries(origin ?? { run: "" });
+  return `${kind} ${name}`;
 }
 
 function parsed(text) {
