@@ -28,7 +28,7 @@ def own_recipes(roots: Sequence[Path]) -> dict[str, Path]:
     """
     here = Path.cwd()
     folders = dict.fromkeys(Path(os.path.realpath(one)) for one in (here, *roots))
-    found = {}
+    found = dict[str, Path]()
     for file in itertools.chain.from_iterable(map(_recipes, folders)):
         if len(found) == MOST_RECIPES:
             break
