@@ -187,6 +187,16 @@ def test_three_shapes_of_record_are_read(tmp_path: Path) -> None:
         assert (pair.prompt, pair.chosen, pair.rejected) == ([user], good, bad), pair.where
 
 
+def test_conversations_in_one_text_each_are_read_as_in_hh_rlhf(tmp_path: Path) -> None:
+    before = "\n\nHuman: Add.\n\n1 2\n\nAssistant: 3\n\nHuman: And 4?\n\nAssistant:"
+    (pair,) = pairs_of(tmp_path, [{"chosen": f"{before} 7", "rejected": f"{before} 8: Human: 9"}])
+    said = [(turn["role"], turn["content"]) for turn in pair.prompt]
+    assert said == [("user", "Add.\n\n1 2"), ("assistant", "3"), ("user", "And 4?")]
+    assert (pair.chosen["content"], pair.rejected["content"], pair.unread) == ("7", "8: Human: 9", ())
+    (plain,) = pairs_of(tmp_path, [{"prompt": "Who?", "chosen": "Human: all of them", "rejected": "None"}])
+    assert plain.chosen["content"] == "Human: all of them"
+
+
 @pytest.mark.parametrize(
     ("record", "words"),
     [

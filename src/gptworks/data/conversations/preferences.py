@@ -1,5 +1,6 @@
 """Read preference pairs (a prompt with a chosen and a rejected answer) from files and datasets."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -63,7 +64,7 @@ def iter_pairs(sources: Iterable[PreferencesSource]) -> Iterator[Pair]:
 
 _RULE = (
     "A record has `chosen` and `rejected`, each an answer or a list of {role, content}, and the prompt as `prompt`, "
-    "as `instruction` (and `input`), or as the beginning of both lists."
+    "as `instruction` (and `input`), or as the beginning of both lists or texts (`Human: ... Assistant: ...`)."
 )
 
 
@@ -133,9 +134,17 @@ def _same(a: Message, b: Message) -> bool:
     return (a["role"], a["content"].split()) == (b["role"], b["content"].split())
 
 
+_TRANSCRIPT = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
+"""What begins a turn in the texts of Anthropic's hh-rlhf, which hold the whole conversation."""
+
+
 def _side(record: Fields, name: str) -> Turns:
     if isinstance(record.get(name), str):
-        return Turns([{"role": "assistant", "content": read_text(record, name)}])
+        text = read_text(record, name)
+        _, *turns = _TRANSCRIPT.split(text.lstrip()) if text.lstrip().startswith("Human:") else [text]
+        roles = [{"Human": "user", "Assistant": "assistant"}[speaker] for speaker in turns[::2]]
+        messages = [{"role": role, "content": said.strip()} for role, said in zip(roles, turns[1::2], strict=True)]
+        return Turns(messages if "assistant" in roles else [{"role": "assistant", "content": text}])
     if isinstance(record.get(name), Mapping):  # in ShareGPT's ranking format, an answer is one turn
         return read_turns({name: [record[name]]}, name)
     return read_turns(record, name)
