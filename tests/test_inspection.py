@@ -18,6 +18,7 @@ from gptworks.data.conversations.inspection import (
     inspect_records,
     refuse_faults,
 )
+from gptworks.data.conversations.reading import is_held_out
 from gptworks.data.prepare import prepare
 from gptworks.errors import UserError
 from gptworks.recipe import parse_recipe, save_recipe
@@ -205,6 +206,29 @@ def test_a_planted_fault_stops_the_run_by_its_name(tree: Tree, fault: str) -> No
     recipe, reported = parse_recipe(tree), []
     check_records(recipe, prepare(recipe), reported.append)
     assert any(line.startswith(f"allowed: {fault}: ") for line in reported)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_held_out_answers_beyond_the_context_stop_the_run(tree: Tree, pairs: bool) -> None:
+    """Otherwise, the run would end at its first evaluation, or report a loss of 0."""
+
+    def row(question: str) -> Tree:
+        given = {"chosen": f"so {question[-2:]}", "rejected": "no"} if pairs else {"output": f"so {question[-2:]}"}
+        return {"instruction": question, **given}
+
+    def held_out(question: str) -> bool:
+        return is_held_out([{"role": "user", "content": question}], 0.3)
+
+    questions = [f"{'long ' * length}question {i}" for length in (0, 100) for i in range(40)]
+    given(tree, [row(one) for one in questions if held_out(one) == one.startswith("long ")])
+    tree["data"]["validation"] = {"fraction": 0.3}
+    tree["tokenizer"]["vocab_size"] = 262
+    if pairs:
+        tree["data"]["sources"][0]["type"] = "preferences"
+        tree["objective"] = {"type": "preference"}
+    recipe = parse_recipe(tree)
+    texts = [one.text for one in inspect_records(recipe, prepare(recipe)).findings if one.name == "nothing-learned"]
+    assert len(texts) == 1 and f"held-out {'pairs' if pairs else 'examples'} has its answer within" in texts[0]
 
 
 def test_tokens_that_are_not_special_hide_the_faults_that_they_cause_and_do_not_allow_them(tree: Tree) -> None:

@@ -230,6 +230,16 @@ def test_mistakes_in_task_files_are_named(tmp_path: Path, changes: dict[str, Any
         load_task(write(tmp_path, {**CHOICE, **changes}))
 
 
+@pytest.mark.parametrize("changes", [{"answer": None}, {"options": ["1", None]}])
+def test_null_is_no_text_of_an_item(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = write(tmp_path, CHOICE)
+    data = path.parent / "items.jsonl"
+    first, *rest = data.read_text().splitlines()
+    data.write_text("\n".join([json.dumps(json.loads(first) | changes), *rest]))
+    with pytest.raises(UserError, match="item 1 is null, or holds null"):
+        load_task(path)
+
+
 def test_templates_cannot_reach_python(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"unsafe|undefined"):
         load_task(write(tmp_path, {**CHOICE, "prompt": "{{ ''.__class__.__mro__[1].__subclasses__() }}"}))

@@ -198,7 +198,10 @@ class Task:
         if wanted not in item:
             hint = did_you_mean(wanted, item, f"; its fields are {', '.join(item)}.")
             raise UserError(f"{self._where(item, key, wanted)}: there is no such field{hint}")
-        return item[wanted]
+        value = item[wanted]
+        if value is None or (isinstance(value, list) and None in value):
+            raise UserError(f"{self._where(item, key, wanted)} is null, or holds null. Give a text.")
+        return value
 
     def _render(self, template: str, item: Item) -> str | expressions.Fault:
         """Return a template's text for an item. Render the template for the next items too, and cache all texts."""

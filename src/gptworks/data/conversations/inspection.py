@@ -132,6 +132,7 @@ def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
         *about_tokens(recipe, prepared),
         *_about_answers(columns["flags"], look),
         *_about_length(learned, kept, int(n_inputs.sum()), context, look),
+        *_about_held_out(learned_counts(held_out, context)[1] > 0, context, "examples" if kept.any() else ""),
         *_about_repetition(columns, validation, look),
     ]
     return Inspection(
@@ -214,6 +215,7 @@ def inspect_pairs(recipe: Recipe, prepared: Prepared) -> PairInspection:
                     f"context of {context:,} tokens", longer),
         *look.fault("no-end-token", no_end[::2] | no_end[1::2], 0.01, "have an answer without an end token",
                     "Let the template write eos_token or a special token after each answer."),
+        *_about_held_out(learned_counts(held_out, context)[1].reshape(-1, 2).min(1) > 0, context, "pairs"),
     ]  # fmt: skip
     return PairInspection(
         files=_files(prepared),
@@ -301,6 +303,22 @@ def _about_length(learned: Int64s, kept: Int64s, n_tokens: int, context: int, lo
             f"lose the end of an answer, and its end token, beyond {context:,} tokens", longer,
         ),
     ]  # fmt: skip
+
+
+def _about_held_out(answered: npt.NDArray[np.bool_], context: int, noun: str) -> list[Finding]:
+    """Return a finding if no held-out example has an answer within the context, so that no evaluation is possible.
+
+    Args:
+        answered: whether each held-out example has an answer within the context, [n].
+        noun: what the examples are; empty: no finding.
+    """
+    if answered.any() or not noun:
+        return []
+    text = (
+        f"none of the {len(answered):,} held-out {noun} has its answer within the context of {context:,} tokens, so "
+        f"there is no validation loss. Raise model.context_length or data.validation.fraction."
+    )
+    return [Finding("nothing-learned", text)]
 
 
 def _about_repetition(
