@@ -12,7 +12,6 @@ from gptworks.files.read import (
     check_regular,
     check_tree,
     map_array,
-    open_folder,
     open_given,
     open_regular,
     read_array,

@@ -24,8 +24,8 @@ from urllib.request import getproxies, proxy_bypass
 
 from gptworks.errors import RunError, UserError
 from gptworks.files.disk import naming_disk_errors
+from gptworks.files.folder import O_NOFOLLOW
 from gptworks.files.lock import file_lock
-from gptworks.files.read import O_NOFOLLOW
 from gptworks.files.sums import sha256_file
 from gptworks.files.write import sync
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from gptworks.files.folder import NO_SURPRISE
 from gptworks.files.read import check_kind, check_names
 
 
@@ -34,7 +35,7 @@ def is_locked(path: Path) -> bool:
     try:
         import fcntl
 
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | NO_SURPRISE)
     except (ImportError, OSError):
         return False
     try:

@@ -8,24 +8,21 @@ is a link from `snapshots/REVISION/` to `blobs/` in Hugging Face's cache.
 
 import codecs
 import contextlib
-import errno
 import os
 import select
 import stat
 import tempfile
+from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gptworks.errors import UserError
+from gptworks.files.folder import NO_SURPRISE, O_NONBLOCK, Folder
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-O_DIRECTORY, O_NOFOLLOW, O_NONBLOCK = (getattr(os, name, 0) for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK"))
-"""Flags for `os.open`; 0 on Windows, which lacks them."""
-_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | O_DIRECTORY
-"""Flags to open a folder above a file, even if the folder is not readable."""
 _MOST_LINKS = 40
 PIPE_SECONDS = 1.0
 """Longest wait for the writer of a pipe, since a shell opens both ends before it starts a command."""
@@ -46,7 +43,11 @@ def open_regular(path: Path, *, inside: Path | None = None, max_bytes: int | Non
             Git LFS.
         OSError: the file cannot be opened; FileNotFoundError if it does not exist.
     """
-    descriptor = _open_anywhere(path) if inside is None else _open_inside(path, inside)
+    if inside is None:
+        descriptor = _open_anywhere(path)
+    else:
+        with _inside(path, inside) as (folder, name):
+            descriptor = folder.open(name, os.O_RDONLY | NO_SURPRISE)
     try:
         found = os.fstat(descriptor)
         check_kind(path, found, max_bytes)
@@ -178,8 +179,8 @@ def stamp(path: Path) -> Stamp | None:
 def check_inside(path: Path, inside: Path) -> None:
     """Raise a UserError if a link leads `path`, which need not exist, out of the folder `inside`. Call this before a
     library opens the path by name."""
-    with contextlib.suppress(FileNotFoundError):
-        os.close(_open_inside(path, inside))
+    with contextlib.suppress(FileNotFoundError), _inside(path, inside):
+        pass
 
 
 def check_links(folder: Path) -> None:
@@ -210,8 +211,8 @@ def check_tree(folder: Path) -> None:
                     check_kind(path, found)
 
 
-def open_folder(path: Path, *, inside: Path | None = None) -> int:
-    """Return an open descriptor of a folder, which stays valid if the folder is renamed.
+def open_folder(path: Path, *, inside: Path | None = None) -> Folder:
+    """Open a folder.
 
     Args:
         inside: see `open_regular`.
@@ -220,16 +221,10 @@ def open_folder(path: Path, *, inside: Path | None = None) -> int:
         UserError: a link leads out of `inside`.
         OSError: the path is not a folder or cannot be opened.
     """
-    if inside is not None:
-        descriptor = _open_inside(path, inside)
-        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-        return descriptor
-    try:
-        return os.open(path, os.O_RDONLY | O_DIRECTORY)
-    except PermissionError:  # with O_PATH, files can be made in a folder that cannot be listed
-        return os.open(path, _FOLDER)
+    if inside is None:
+        return Folder(path)
+    with _inside(path, inside) as (above, name):
+        return Folder(name, within=above)
 
 
 def check_names(path: Path, found: os.stat_result) -> None:
@@ -268,8 +263,10 @@ def _check_name(path: Path) -> None:
     raise UserError(f"{str(path)!a} has a NUL or half a surrogate pair in its name, which no file has: correct it.")
 
 
-def _open_inside(path: Path, inside: Path) -> int:
-    """Return an open descriptor of `path`, after opening each name on the way from `inside` separately."""
+@contextlib.contextmanager
+def _inside(path: Path, inside: Path) -> Iterator[tuple[Folder, str]]:
+    """Yield the open folder and the name in it that `path` leads to, after each name on the way from `inside` was
+    opened separately. That name is not a link; it is a folder or regular file."""
     _check_name(path)
     root, names = Path(os.path.realpath(inside)), Path(os.path.normpath(path.relative_to(inside)))
     try:
@@ -283,36 +280,36 @@ def _open_inside(path: Path, inside: Path) -> int:
                         "trust that file, put it there in place of the link."
                     )
                 root, names = root.parents[1], Path(*names.parts[2:])
-            descriptor, linked = _walk(root, names, path)
-            if linked is None:
-                return descriptor
-            names = Path(os.path.normpath(linked))
+            folder, found = _walk(root, names)
+            if isinstance(found, Path):
+                names = Path(os.path.normpath(found))
+                continue
+            with folder:
+                if not stat.S_ISDIR(found.st_mode):
+                    check_kind(path, found)
+                yield folder, names.name or os.curdir
+            return
     except OSError as error:
         error.filename = str(path)
         raise
     raise UserError(f"{path} is a link in a circle of links: put a file there.")
 
 
-def _walk(root: Path, names: Path, path: Path) -> tuple[int, Path | None]:
-    """Open each of the names below the root. Return the descriptor of the last and None; or, at the first link, -1 and
-    the names with that link resolved."""
-    held, parts = os.open(root, _FOLDER), names.parts
+def _walk(root: Path, names: Path) -> tuple[Folder, os.stat_result | Path]:
+    """Open each folder on the way to the last name. Return the open folder of that name and the name's status; or, at
+    the first link, a closed folder and the names with that link resolved."""
+    held, parts = Folder(root, lists=False), names.parts or (os.curdir,)
     try:
         for n, name in enumerate(parts):
-            found = os.stat(name, dir_fd=held, follow_symlinks=False)
-            if stat.S_ISLNK(found.st_mode):
-                return -1, Path(*parts[:n], os.readlink(name, dir_fd=held), *parts[n + 1 :])
+            found = held.status(name)
+            if (target := held.link_target(name, found)) is not None:
+                held.close()
+                return held, Path(*parts[:n], target, *parts[n + 1 :])
             if n + 1 < len(parts):
-                flags = _FOLDER
-            else:
-                if not stat.S_ISDIR(found.st_mode):
-                    check_kind(path, found)
-                flags = os.O_RDONLY | O_NONBLOCK
-            below = os.open(name, flags | O_NOFOLLOW, dir_fd=held)
-            os.close(held)
-            held = below
-        result, held = held, -1
-        return result, None
-    finally:
-        if held >= 0:
-            os.close(held)
+                below = Folder(name, within=held, lists=False)
+                held.close()
+                held = below
+        return held, found
+    except BaseException:
+        held.close()
+        raise

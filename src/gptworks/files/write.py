@@ -16,18 +16,25 @@ from typing import BinaryIO
 
 from gptworks.errors import RunError, UserError
 from gptworks.files.disk import DISK_FAILS, naming_disk_errors
-from gptworks.files.read import O_NOFOLLOW, O_NONBLOCK, check_inside, check_kind, check_names, open_regular
+from gptworks.files.folder import (
+    BY_DESCRIPTOR,
+    FLUSHED,
+    NO_SURPRISE,
+    O_NOFOLLOW,
+    O_NONBLOCK,
+    Folder,
+    lock_open,
+    set_mode,
+)
+from gptworks.files.read import check_inside, check_kind, check_names, open_regular
 from gptworks.files.schemes import SCHEMES
 from gptworks.files.temporary import (
-    NO_SURPRISE,
     PREFIX,
     held,
-    lock_open,
     named,
     new_file,
     new_private_folder,
     remove_leftovers_of,
-    sync_names,
 )
 
 _ADVICE = "No part of it is left; make room or permission there and try again."
@@ -35,9 +42,10 @@ _COPIED_BYTES = 1 << 20
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk; no effect without permission to open it."""
+    """Flush a file, or the names in a folder, to the disk; no effect without permission to open it, or on a folder of
+    Windows."""
     with contextlib.suppress(PermissionError):
-        descriptor = os.open(path, os.O_RDONLY | O_NOFOLLOW | O_NONBLOCK)
+        descriptor = os.open(path, FLUSHED)
         try:
             os.fsync(descriptor)
         finally:
@@ -56,7 +64,7 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
         with held(folder.parent) as parent:
-            sync_names(parent)
+            parent.sync()
 
 
 def link_or_copy(file: Path, to: Path) -> None:
@@ -93,16 +101,17 @@ def replacing(path: Path, *, inside: Path | None = None, private: bool = False) 
                 yield file
                 with named(path):
                     file.flush()
-                    if mode is not None:
-                        os.fchmod(descriptor, mode)
+                    set_mode(descriptor, mode)
                     os.fsync(descriptor)
-                    os.replace(name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+                    if not BY_DESCRIPTOR:  # Windows renames no open file
+                        file.close()
+                    folder.replace(name, folder, path.name)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=folder)
+                folder.remove_file(name)
             raise
         with named(path):
-            sync_names(folder)
+            folder.sync()
 
 
 @contextlib.contextmanager
@@ -115,15 +124,14 @@ def replacing_by_name(path: Path, *, private: bool = False) -> Iterator[Path]:
             mode = 0o600 if private else _mode_of(path, folder)
             yield path.with_name(name) / path.name
             with named(path):
-                descriptor = os.open(path.name, os.O_RDONLY | NO_SURPRISE, dir_fd=aside)
+                descriptor = aside.open(path.name, FLUSHED)
                 try:
-                    if mode is not None:
-                        os.fchmod(descriptor, mode)
+                    set_mode(descriptor, mode)
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
-                os.replace(path.name, path.name, src_dir_fd=aside, dst_dir_fd=folder)
-                sync_names(folder)
+                aside.replace(path.name, folder, path.name)
+                folder.sync()
 
 
 def write_whole(
@@ -166,15 +174,15 @@ def new_folder(out: Path, needed_bytes: int | None = None, *, inside: Path | Non
                 if not each.is_symlink():
                     sync(each)
             with named(out):
-                os.fchmod(aside, mode)
-                os.fsync(aside)
+                aside.set_mode(mode)
+                aside.sync()
                 with contextlib.suppress(FileNotFoundError):
-                    os.rmdir(place.name, dir_fd=folder)
-                os.rename(name, place.name, src_dir_fd=folder, dst_dir_fd=folder)
+                    folder.remove_empty(place.name)
+                folder.replace(name, folder, place.name)
                 try:
-                    sync_names(folder)
+                    folder.sync()
                 except OSError:  # a crash may still undo the rename: report the file as not written
-                    os.rename(place.name, name, src_dir_fd=folder, dst_dir_fd=folder)
+                    folder.replace(place.name, folder, name)
                     raise
 
 
@@ -189,7 +197,7 @@ def open_new(path: Path, *, inside: Path | None = None, private: bool = False) -
     """
     with held(path.parent, inside) as folder, named(path):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_SURPRISE
-        return os.fdopen(os.open(path.name, flags, 0o600 if private else 0o666, dir_fd=folder), "w+b")
+        return os.fdopen(folder.open(path.name, flags, 0o600 if private else 0o666), "w+b")
 
 
 def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
@@ -221,9 +229,9 @@ def _open_regular(path: Path, flags: int, inside: Path | None) -> int:
     """Return the descriptor of a regular file, open for reading and writing."""
     with held(path.parent, inside) as folder, named(path):
         with contextlib.suppress(FileNotFoundError):
-            check_kind(path, os.stat(path.name, dir_fd=folder, follow_symlinks=inside is None))
+            check_kind(path, folder.status(path.name, follow_symlinks=inside is None))
         flags |= os.O_RDWR | O_NONBLOCK | (O_NOFOLLOW if inside is not None else 0)
-        descriptor = os.open(path.name, flags, 0o666, dir_fd=folder)
+        descriptor = folder.open(path.name, flags)
         try:
             found = os.fstat(descriptor)
             check_kind(path, found)
@@ -259,10 +267,10 @@ def making(path: Path, *, inside: Path | None = None, private: bool = False) -> 
                     os.fsync(file.fileno())
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(path.name, dir_fd=folder)
+                folder.remove_file(path.name)
             raise
         with named(path):
-            sync_names(folder)
+            folder.sync()
 
 
 def copy_file(file: Path, to: Path, max_bytes: int | None = None, *, inside: Path | None = None) -> None:
@@ -324,14 +332,14 @@ def check_free(out: Path) -> None:
         raise UserError(f"{out} exists and is not an empty folder: give another place, or delete it.")
 
 
-def _mode_of(path: Path, folder: int) -> int | None:
+def _mode_of(path: Path, folder: Folder) -> int | None:
     """Return the permission bits of the file to replace; None if it does not exist or is a link.
 
     Raises:
         UserError: the path is a FIFO, socket or device, which must not be replaced.
     """
     try:
-        found = os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode
+        found = folder.status(path.name).st_mode
     except OSError:
         return None
     if not (stat.S_ISREG(found) or stat.S_ISLNK(found) or stat.S_ISDIR(found)):
