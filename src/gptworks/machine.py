@@ -1,5 +1,6 @@
 """The processors, instructions and memory that this process may use, also in a container. Does not import torch."""
 
+import ctypes
 import functools
 import os
 import platform
@@ -44,8 +45,8 @@ def cpu_identity() -> str:
 
 
 def available_memory_bytes() -> int:
-    """Bytes that a new run may use: the memory that Linux calls available, or less if a control group limits it. On
-    other systems, all memory.
+    """Bytes that a new run may use: the memory that Linux and Windows call available, or less if a control group
+    limits it. On macOS, all memory.
 
     Inactive files in the page cache of a control group count as free, since the system reclaims them.
     """
@@ -58,7 +59,22 @@ def available_memory_bytes() -> int:
             counts = dict(line.split(maxsplit=1) for line in _lines(f"{folder}/memory.stat") if " " in line)
             cached = counts.get(cached_name, "0").strip()
             bounds.append(limit - max(0, used - (int(cached) if cached.isdigit() else 0)))
-    return max(0, min(bounds)) if bounds else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if bounds:
+        return max(0, min(bounds))
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    status = _WindowsMemory(length=ctypes.sizeof(_WindowsMemory))
+    vars(ctypes)["windll"].kernel32.GlobalMemoryStatusEx(ctypes.byref(status))
+    return int(status.available_bytes)
+
+
+class _WindowsMemory(ctypes.Structure):
+    """MEMORYSTATUSEX of Windows; `others` are figures of the page file and of this process's addresses."""
+
+    _fields_ = (
+        ("length", ctypes.c_uint32), ("used_percent", ctypes.c_uint32), ("all_bytes", ctypes.c_uint64),
+        ("available_bytes", ctypes.c_uint64), ("others", ctypes.c_uint64 * 5),
+    )  # fmt: skip
 
 
 _MEMORY_FILES = {

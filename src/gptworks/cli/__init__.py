@@ -1,5 +1,6 @@
 """The command line: one function per command, which imports what it needs when it runs."""
 
+import io
 import logging
 import os
 import sys
@@ -56,6 +57,7 @@ class _Notices(logging.Handler):
 def main() -> None:
     """Run a command; report a user's mistake or a failure in one clear message and an exit code."""
     _open_standard_streams()
+    _print_any_text()
     if sys.stderr.isatty():
         log = logging.getLogger("gptworks.kernels")
         log.setLevel(logging.INFO)
@@ -85,6 +87,18 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor: `number`
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
+
+
+def _print_any_text() -> None:
+    """Let no character end a command because the output cannot show it. Where Windows would use an old code page, for
+    files and pipes, write UTF-8 instead."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+            is_windows_file = sys.platform == "win32" and not stream.isatty()
+            stream.reconfigure(
+                encoding="utf-8" if is_windows_file and "PYTHONIOENCODING" not in os.environ else None,
+                errors="replace",
+            )
 
 
 def _fail(message: str, code: int) -> None:

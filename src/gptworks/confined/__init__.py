@@ -9,7 +9,8 @@ question starts another child. Other children are reused: a start takes about 0.
 
 The time limit is for the child's CPU time, so that a busy machine accepts the same questions as an idle one. The memory
 limit is for the growth of the child's address space after the question arrives (RLIMIT_AS). macOS does not enforce
-RLIMIT_AS: there, only the time limit applies, which also limits how much memory can be allocated.
+RLIMIT_AS: there, only the time limit applies, which also limits how much memory can be allocated. Windows has neither
+limit: there, the parent kills a child that has not answered within the seconds of its limit and `START_SECONDS`.
 """
 
 import contextlib
@@ -23,6 +24,10 @@ import weakref
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gptworks.confined.child import HAS_LIMITS
+
+START_SECONDS = 20.0
+"""Seconds that a child has to start, where only the parent's clock limits its time."""
 _MAX_REPLY_BYTES = 1 << 27
 _ABANDONED = "the answer is no longer needed."
 _PROCESSES = 2
@@ -161,6 +166,7 @@ class _Child:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
             start_new_session=True,
         )  # fmt: skip
+        self._is_late = False
 
     @property
     def alive(self) -> bool:
@@ -177,14 +183,23 @@ class _Child:
         with contextlib.suppress(BrokenPipeError):  # the child has ended; its exit code gives the reason
             self.process.stdin.write(line)
             self.process.stdin.flush()
+        clock = threading.Timer(limits.seconds + START_SECONDS, self._end_late)
+        if not HAS_LIMITS:
+            clock.start()
         reply = self.process.stdout.readline(_MAX_REPLY_BYTES)
+        clock.cancel()
         if not reply.endswith(b"\n"):
             self.process.kill()
-            raise Exceeded(_cause(self.process.wait(), limits))
+            code = self.process.wait()
+            raise Exceeded(f"it takes more than {limits.seconds:g} seconds." if self._is_late else _cause(code, limits))
         tree: dict[str, Any] = json.loads(reply)
         if tree.get("out_of_memory"):
             raise Exceeded(_cause(-signal.SIGABRT, limits))
         return tree
+
+    def _end_late(self) -> None:
+        self._is_late = True
+        self.process.kill()
 
     def kill(self) -> None:
         self.process.kill()

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +47,7 @@ def resident_bytes() -> int:
 
 def _statm(column: int) -> int:
     try:
-        return int(Path("/proc/self/statm").read_text().split()[column]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[column]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
 
@@ -65,9 +66,14 @@ def limit_growth(limit: str, n_bytes: int) -> None:
         resource.setrlimit(number, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
+HAS_LIMITS = hasattr(signal, "setitimer")
+"""Whether the system limits a process's time and memory: not Windows, where the parent ends a child that takes long."""
+
+
 def _limit(seconds: float, n_bytes: int) -> None:
+    if not HAS_LIMITS:
+        return
     import resource
-    import signal
 
     signal.setitimer(signal.ITIMER_PROF, seconds)  # the timer's signal ends the process
     with contextlib.suppress(ValueError, OSError):
@@ -76,8 +82,9 @@ def _limit(seconds: float, n_bytes: int) -> None:
 
 
 def _lift() -> None:
+    if not HAS_LIMITS:
+        return
     import resource
-    import signal
 
     signal.setitimer(signal.ITIMER_PROF, 0)
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]

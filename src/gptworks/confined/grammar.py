@@ -87,7 +87,7 @@ def reason_of(error: str) -> str:
 
 
 def _prepare(setup: Any) -> Answer:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):  # Windows has no priorities of this kind
         os.nice(5)  # give generation, in other processes, priority
     tokenizer = read_tokenizer(setup)
 

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from gptworks.confined import jail
 from gptworks.errors import UserError
 from gptworks.machine import usable_cpus
 
@@ -71,6 +70,8 @@ class Sandbox:
 
     def run(self, program: str, timeout_seconds: float, memory_mib: int) -> str:
         """Run one program and return its outcome; see `run_all`."""
+        from gptworks.confined import jail  # it imports modules that only Linux has
+
         source = program.encode("utf-8", "replace")
         limits = [str(int(timeout_seconds) + 1), str(memory_mib << 20), str(DISK_BYTES)]
         process = subprocess.Popen(

@@ -39,5 +39,6 @@ from gptworks.files.write import (
     replacing,
     replacing_by_name,
     sync,
+    write_at,
     write_whole,
 )

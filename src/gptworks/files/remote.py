@@ -20,6 +20,7 @@ from urllib.parse import quote, unquote
 from gptworks.errors import RunError, UserError, not_installed
 from gptworks.files.fetch import cache_folder
 from gptworks.files.schemes import PACKAGES, STORE_URL, is_url
+from gptworks.files.write import write_at
 
 T = TypeVar("T")
 
@@ -219,9 +220,7 @@ class Remote:
                     raise ConnectionError(f"{len(data):,} bytes came instead of {end - at:,}")
                 return data
 
-            data, done = memoryview(self._call(name, work)), 0
-            while done < len(data):
-                done += os.pwrite(descriptor, data[done:], at + done)
+            write_at(descriptor, self._call(name, work), at)
 
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(block, range(0, n_bytes, BLOCK_BYTES)))

@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Iterator
 from io import BufferedRandom
 from pathlib import Path
@@ -39,6 +40,9 @@ from gptworks.files.temporary import (
 
 _ADVICE = "No part of it is left; make room or permission there and try again."
 _COPIED_BYTES = 1 << 20
+_MOST_BYTES = 1 << 30
+"""Bytes of one write: Linux writes less than 2 GiB at once."""
+_one_writes = threading.Lock()
 
 
 def sync(path: Path) -> None:
@@ -241,6 +245,19 @@ def _open_regular(path: Path, flags: int, inside: Path | None) -> int:
             os.close(descriptor)
             raise
         return descriptor
+
+
+def write_at(descriptor: int, data: bytes | memoryview, at: int) -> None:
+    """Write all of `data` to an open file, from byte `at` on. Threads may write other parts at the same time."""
+    rest = memoryview(data)
+    while rest:
+        if hasattr(os, "pwrite"):
+            n_bytes = os.pwrite(descriptor, rest[:_MOST_BYTES], at)
+        else:  # on Windows
+            with _one_writes:
+                os.lseek(descriptor, at, os.SEEK_SET)
+                n_bytes = os.write(descriptor, rest[:_MOST_BYTES])
+        rest, at = rest[n_bytes:], at + n_bytes
 
 
 @contextlib.contextmanager

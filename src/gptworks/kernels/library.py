@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import platform
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,15 +102,20 @@ def _library() -> Library | str:
         return f"GPTWORKS_NATIVE={wish!r} means nothing: set 0 to do without the C++, or leave it out."
     if wish == "0":
         return "GPTWORKS_NATIVE=0 is set."
+    if sys.platform == "win32":
+        return "the C++ kernels are not for Windows; Linux in WSL 2 has them."
+    missing = "there is no C++ compiler (g++ or clang++), and the package brings no library for this processor."
     try:
         if (content := _from_package()) is not None:
             try:
                 return _load(hashlib.sha256(content).hexdigest()[:16], lambda: content, "from the package")
             except Mismatch as error:
                 _LOG.warning("the package's library is not of this version: %s. Install gptworks again.", error)
+            except Unavailable as error:  # it was built for a newer C library, or no folder can keep it
+                _LOG.info("the package's library cannot be loaded: %s", missing := str(error))
         compiler = build.find_compiler()
         if compiler is None:
-            return "there is no C++ compiler (g++ or clang++), and the package brings no library for this processor."
+            return missing
         return _load(build.key(compiler), lambda: build.compiled(compiler), "compiled here")
     except Unavailable as error:
         return str(error)

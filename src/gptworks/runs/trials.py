@@ -6,7 +6,6 @@ A trial's recipe and its log are next to its run folder, under the same name plu
 import contextlib
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from gptworks.errors import RunError, UserError
 from gptworks.files import check_links, file_lock, open_regular, open_to_append
 from gptworks.recipe import save_recipe
 from gptworks.training.record.metrics import Record, read_metrics
-from gptworks.training.signals import stop_signals
+from gptworks.training.signals import ASK, OWN_GROUP, stop_signals
 
 Report = Callable[[str], None]
 
@@ -50,7 +49,14 @@ def train_trial(
         open_to_append(place.with_suffix(".log"), inside=place.parent) as log,
         # give the trial its own session, so that Ctrl-C reaches only the parent, which then stops the trial
         _process(
-            subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+            subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                creationflags=OWN_GROUP,
+            )
         ) as process,
     ):
         while True:
@@ -160,12 +166,12 @@ def open_folder(folder: Path, named: str, setting: str) -> Iterator[Callable[[],
 
 @contextlib.contextmanager
 def _process(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
-    """On leaving the context, stop the process with SIGTERM, or with SIGKILL if it still runs after STOP_SECONDS."""
+    """On leaving the context, stop the process with `ASK`, or kill it if it still runs after STOP_SECONDS."""
     try:
         yield process
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(ASK)
             try:
                 process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:

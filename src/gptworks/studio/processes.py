@@ -14,7 +14,7 @@ from gptworks.errors import UserError
 from gptworks.files import open_regular, open_to_append
 from gptworks.files.fetch import REACH
 from gptworks.training.run_folder import CONSOLE, is_in_use
-from gptworks.training.signals import UNFINISHED
+from gptworks.training.signals import ASK, OWN_GROUP, UNFINISHED
 
 MOST_LINES = 12
 MOST_CHARACTERS = 400
@@ -24,9 +24,6 @@ _KEPT = 32
 """Maximum number of ended processes that are still shown."""
 _ASKED = "was asked to stop: it ends its step, saves a checkpoint and stops."
 COMMAND = ("-m", "gptworks")
-STOP = signal.SIGTERM
-"""The signal that asks a run to stop after its step, as Ctrl-C does. Before the first step, it ends the process. Unlike
-SIGINT, it is not lost while Python imports modules."""
 
 
 @dataclass
@@ -82,7 +79,7 @@ class Processes:
             with open_to_append(folder / CONSOLE, inside=folder) as console:
                 process = Popen(
                     [sys.executable, *COMMAND, "train", *arguments], stdin=DEVNULL, stdout=console, stderr=STDOUT,
-                    start_new_session=True, env=os.environ | {REACH: "guarded"},
+                    start_new_session=True, creationflags=OWN_GROUP, env=os.environ | {REACH: "guarded"},
                 )  # fmt: skip
             self.started.pop(name, None)
             self.started[name] = Training(name, folder, process)
@@ -106,7 +103,7 @@ class Processes:
                 if training.asked:
                     raise UserError(f"{name} {_ASKED}")
                 training.asked = True
-                training.process.send_signal(STOP)
+                training.process.send_signal(ASK)
                 return
             if folder is None or not is_in_use(folder):
                 raise UserError(f"{name} is not training: there is nothing to stop.")
@@ -146,7 +143,7 @@ def _ask_holder(found: int, folder: Path) -> None:
         descriptor = os.pidfd_open(found)
         try:
             if _holder(folder) == found:
-                signal.pidfd_send_signal(descriptor, STOP)
+                signal.pidfd_send_signal(descriptor, ASK)
         finally:
             os.close(descriptor)
 

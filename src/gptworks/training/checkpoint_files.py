@@ -7,7 +7,6 @@ which every reader would have to combine.
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from itertools import product
 from math import prod
@@ -27,13 +26,11 @@ from gptworks.files import (
     sha256_file,
     sync,
     why_not_written,
+    write_at,
     write_whole,
 )
 from gptworks.tensors import DTYPES
 from gptworks.training.distributed.writers import ONE_WRITER, Writers
-
-_MOST_BYTES = 1 << 30
-"""Maximum size of a write; Linux writes at most 2 GiB at once."""
 
 
 class TensorPart(NamedTuple):
@@ -204,7 +201,7 @@ def _write_parts(path: Path, parts: Mapping[str, TensorPart]) -> int:
             begin, itemsize, at = 8 + n_bytes + header[name]["data_offsets"][0], part.values.itemsize, 0
             for first, n_elements in _runs(part):
                 end = at + n_elements * itemsize
-                _write(file.fileno(), values[at:end], begin + first * itemsize)
+                write_at(file.fileno(), values[at:end], begin + first * itemsize)
                 at = end
             written += at
     return written
@@ -222,9 +219,3 @@ def _runs(part: TensorPart) -> Iterator[tuple[int, int]]:
     inner = divided[-1] if divided else 0  # the part has all indices of later dimensions
     for indices in product(*map(range, sizes[:inner])):
         yield begin + sum(i * stride for i, stride in zip(indices, strides, strict=False)), prod(sizes[inner:])
-
-
-def _write(descriptor: int, data: memoryview, at: int) -> None:
-    while data:
-        n_bytes = os.pwrite(descriptor, data[:_MOST_BYTES], at)
-        data, at = data[n_bytes:], at + n_bytes

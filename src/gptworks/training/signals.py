@@ -1,21 +1,35 @@
 """Catches signals, so that work can stop at a good point."""
 
-import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that stop a run after its step, with a checkpoint. Schedulers send SIGUSR1 first, SIGTERM later."""
+NOTICE: signal.Signals | None = getattr(signal, "SIGUSR1", None)
+"""The signal that a scheduler sends before its SIGTERM; None on Windows, which has neither."""
 
-SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
+SCHEDULERS = (signal.SIGTERM,) if NOTICE is None else (signal.SIGTERM, NOTICE)
 """Signals that a scheduler sends before it ends a job."""
 
-UNFINISHED = os.EX_TEMPFAIL
-"""Exit code of a run that SIGTERM or SIGUSR1 has stopped: a scheduler may requeue it, and --resume continues it."""
+_BREAK: signal.Signals | None = getattr(signal, "SIGBREAK", None)  # only Windows has it: Ctrl-Break, and `ASK` below
+
+STOPS = (signal.SIGINT, *SCHEDULERS) if _BREAK is None else (signal.SIGINT, signal.SIGTERM, _BREAK)
+"""Signals that stop a run after its step, with a checkpoint."""
+
+ASK: signal.Signals = getattr(signal, "CTRL_BREAK_EVENT", signal.SIGTERM)
+"""What to send to another process to stop its run after its step, as Ctrl-C does. Before the first step, it ends the
+process. Unlike SIGINT, it is not lost while Python imports modules. On Windows, SIGTERM would end a run without saving,
+and the process must be started with `OWN_GROUP`."""
+
+OWN_GROUP: int = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
+"""Value of `creationflags` of `subprocess.Popen` for a process that `ASK` can be sent to."""
+
+UNFINISHED = 75
+"""Exit code (EX_TEMPFAIL of sysexits.h) of a run that SIGTERM or SIGUSR1 has stopped: a scheduler may requeue it, and
+--resume continues it."""
 
 
 def exit_code_of(stop: str | None) -> int:
@@ -34,7 +48,7 @@ def exits_unfinished() -> Iterator[None]:
     previous: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():  # only the main thread can set handlers
         previous = {number: signal.signal(number, leave) for number in SCHEDULERS}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SCHEDULERS)
+        _mask("SIG_UNBLOCK")
     try:
         yield
     finally:
@@ -44,7 +58,12 @@ def exits_unfinished() -> Iterator[None]:
 
 def hold_signals() -> None:
     """Hold a scheduler's signals back until the program that replaces this process's is in `exits_unfinished`."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, SCHEDULERS)
+    _mask("SIG_BLOCK")
+
+
+def _mask(how: str) -> None:
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        signal.pthread_sigmask(getattr(signal, how), SCHEDULERS)
 
 
 @contextmanager
@@ -59,8 +78,8 @@ def stop_signals(wanted: Sequence[signal.Signals] = STOPS) -> Iterator[Callable[
 
     def ask(number: int, _: FrameType | None) -> None:
         asked.append(signal.Signals(number).name)
-        if number != signal.SIGUSR1:
-            for each in previous.keys() - {signal.SIGUSR1}:
+        if number != NOTICE:
+            for each in previous.keys() - {NOTICE}:
                 signal.signal(each, previous[each])
 
     if threading.current_thread() is threading.main_thread():  # only the main thread can set handlers

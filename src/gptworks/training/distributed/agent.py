@@ -15,7 +15,7 @@ from types import FrameType
 from gptworks.errors import UserError
 from gptworks.machine import usable_cpus
 from gptworks.training.distributed.rendezvous import Round, ThisMachine
-from gptworks.training.signals import STOPS, UNFINISHED, exit_code_of
+from gptworks.training.signals import NOTICE, STOPS, UNFINISHED, exit_code_of
 
 GRACE_SECONDS = 5.0
 """Seconds that other ranks have to exit on their own after one has failed."""
@@ -33,7 +33,16 @@ class Agent:
         """
         Args:
             restarts: how often ranks are started again after one of them has failed.
+
+        Raises:
+            UserError: the system is Windows.
         """
+        if NOTICE is None:
+            raise UserError(
+                "several processes train together on Linux and macOS only: use gptworks train, or Linux in WSL 2."
+            )
+        self._notice = NOTICE
+        """The signal that stops a rank and never ends it before it has saved."""
         self._n_ranks, self._arguments, self._rendezvous, self._restarts = n_ranks, arguments, rendezvous, restarts
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._stop: str | None = None
@@ -117,15 +126,15 @@ class Agent:
         self._stop = self._stop or signal.Signals(number).name
         if self._meets:
             raise _Stopped
-        self._ends_at_once |= number != signal.SIGUSR1 and self._asked == signal.SIGTERM
-        if number != signal.SIGUSR1:
+        self._ends_at_once |= number != NOTICE and self._asked == signal.SIGTERM
+        if number != NOTICE:
             self._asked = self._asked or number
         self._signal(signal.SIGKILL if self._ends_at_once else number)
 
     def _signal(self, number: int) -> None:
         """Send the ranks a signal; SIGUSR1 in place of the first SIGTERM, which a scheduler may have sent them too."""
         if number == signal.SIGTERM and self._asked != signal.SIGINT:
-            number = signal.SIGUSR1
+            number = self._notice
         for rank in self._ranks:
             if rank.poll() is None:
                 rank.send_signal(number)
@@ -151,7 +160,7 @@ class Agent:
             if not changed and time.monotonic() > look_at:
                 changed, look_at = self._rendezvous.others_wait(), time.monotonic() + _OTHERS_SECONDS
                 if changed:
-                    self._signal(signal.SIGUSR1)
+                    self._signal(self._notice)
                     deadline = min(deadline, time.monotonic() + SAVE_SECONDS)
             time.sleep(_POLL_SECONDS)
         self._kill()

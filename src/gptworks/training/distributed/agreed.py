@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gptworks.checkpoint import Checkpoint
 from gptworks.errors import RunError, UserError
-from gptworks.files import open_to_change, read_regular, url_of, why_not_written, write_whole
+from gptworks.files import open_to_change, read_regular, url_of, why_not_written, write_at, write_whole
 from gptworks.files.fetch import CACHE
 from gptworks.training.distributed.ranks import Ranks
 
@@ -66,7 +66,7 @@ def check_shared(ranks: Ranks, run_dir: Path) -> None:
     if sees:
         try:
             with open_to_change(file, inside=run_dir) as opened:
-                os.pwrite(opened.fileno(), b"+", len(token) + ranks.rank)
+                write_at(opened.fileno(), b"+", len(token) + ranks.rank)
                 os.fsync(opened.fileno())
         except (OSError, UserError) as error:
             why = f"rank {ranks.rank}: {why_not_written(error, run_dir, None)}"
