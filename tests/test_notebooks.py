@@ -8,7 +8,10 @@ import inspect
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -73,6 +76,18 @@ def test_a_notebook_is_kept_with_its_outputs_and_without_paths_of_a_machine(path
     assert {"text/html", "text/plain", "stdout"} <= shown and "error" not in shown and "stderr" not in shown
     assert not MACHINE.search(json.dumps(notebook, ensure_ascii=False))
     assert path.stat().st_size < 300_000
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_first_cell_installs_gptworks_in_colab_only(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: ran.append(command))
+    code = "".join(cells(read(path))[0]["source"])
+    exec(code, {})
+    assert not ran
+    monkeypatch.setitem(sys.modules, "google.colab", ModuleType("google.colab"))
+    exec(code, {})
+    assert [command[1:] for command in ran] == [["-m", "pip", "install", "--quiet", "gptworks"]]
 
 
 @pytest.mark.notebooks
