@@ -115,6 +115,22 @@ def test_no_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         library()
 
 
+def test_a_library_of_the_package_that_does_not_load_here_is_compiled(
+    builds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a system whose C library is older than the one that the wheel was built for."""
+    content, folder = b"no library", tmp_path / "of the wheel"
+    folder.mkdir()
+    for level in LEVELS[platform.machine()]:
+        (folder / f"kernels-{level.name}-{hashlib.sha256(content).hexdigest()}.so").write_bytes(content)
+    monkeypatch.setattr(native_library, "BUILT", folder)
+    assert works() and library().origin == "compiled here" and len(builds) == 1
+    native_library.forget()
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(Unavailable, match=r"file too short|invalid ELF header"):
+        library()
+
+
 def test_a_compiler_that_fails_leaves_nothing_and_is_not_asked_again(
     fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

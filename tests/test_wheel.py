@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,18 @@ found["libgomp"] = sorted({line.split()[-1] for line in open("/proc/self/maps") 
 print(json.dumps(found))
 """
 
+PAGE = """
+from fastapi.testclient import TestClient
+from gptworks.serve.settings import ServerSettings
+from gptworks.studio.app import create_studio
+from pathlib import Path
+
+client = TestClient(create_studio([Path("runs")], ServerSettings(api_keys=("key",))))
+page = client.get("/")
+print(page.status_code, page.text[:60])
+"""
+"""Prints the status of the studio's page."""
+
 
 @pytest.fixture(scope="module")
 def wheel() -> Path:
@@ -65,26 +78,58 @@ def test_it_carries_a_library_for_each_level_and_is_named_by_its_platform(wheel:
     assert list(libraries) and set(libraries) == {level.name for level in LEVELS[platform.machine()]}
 
 
-def test_it_computes_without_a_compiler_and_shares_the_threads_of_torch(wheel: Path, tmp_path: Path) -> None:
-    python = tmp_path / "fresh" / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "fresh"], check=True)
-    packages = next((tmp_path / "fresh").glob("lib/python*/site-packages"))
+def test_it_holds_each_file_of_the_package_and_no_other(wheel: Path) -> None:
+    done = subprocess.run(["git", "ls-files", "src/gptworks"], cwd=ROOT, capture_output=True, text=True, check=True)
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if not name.endswith(".so")}
+        licence = [archive.read(name) for name in names if name.endswith("/licenses/LICENSE")]
+    assert {name for name in names if ".dist-info/" not in name} == {
+        line.removeprefix("src/") for line in done.stdout.splitlines()
+    }
+    assert licence == [(ROOT / "LICENSE").read_bytes()]
+
+
+@pytest.fixture(scope="module")
+def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Return a function that runs Python where the wheel is installed, in a folder of its own without a compiler."""
+    folder = tmp_path_factory.mktemp("fresh")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    packages = next(folder.glob("venv/lib/python*/site-packages"))
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")  # behind what it holds
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(packages)
-    (tmp_path / "empty").mkdir()
+    (folder / "empty").mkdir()
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("GPTWORKS_", "PYTHON"))}
-    environment = {**clean, "PATH": str(tmp_path / "empty"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [python, "-c", PROBE], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert Path(found.pop("file")).is_relative_to(packages)
+    environment = {**clean, "PATH": str(folder / "empty"), "XDG_CACHE_HOME": str(folder / "cache")}
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [folder / "venv/bin/python", *arguments],
+            env=environment, cwd=folder, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_it_computes_without_a_compiler_and_shares_the_threads_of_torch(fresh: Callable[..., str]) -> None:
+    found = json.loads(fresh("-c", PROBE))
+    assert "fresh" in found.pop("file")
     assert len(found.pop("libgomp")) == 1, "torch's own"
     assert set(found) == {level.name for level in LEVELS[platform.machine()] if level.flags <= cpu_flags()}
     for description, difference in found.values():
         assert ", from the package, " in description and difference < 1e-5
+
+
+def test_a_user_of_the_wheel_trains_uses_and_shows_a_model(fresh: Callable[..., str]) -> None:
+    assert "gpt2" in fresh("-m", "gptworks", "presets")
+    assert "demo" in fresh("-m", "gptworks", "recipes")
+    few = ["train.max_steps=2", "train.evaluate_every=2", "train.evaluate_sequences=2", "train.sample_every=0"]
+    fresh("-m", "gptworks", "train", "demo", *few)
+    assert fresh("-m", "gptworks", "generate", "runs/demo", "def", "--max-tokens", "3").startswith("def")
+    fresh("-m", "gptworks", "report", "runs/demo")
+    assert "200" in fresh("-c", PAGE)
 
 
 def test_the_libraries_for_aarch64_load(tmp_path: Path) -> None:
