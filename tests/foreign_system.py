@@ -80,6 +80,8 @@ def as_windows(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arguments, **named)
         if any(value is not None for key, value in named.items() if key.endswith("dir_fd")):
             raise NotImplementedError(f"{name}: dir_fd unavailable on this platform")
+        if name in ("open", "mkdir") and set(Path(arguments[0]).name) & set('<>:"|?*'):
+            raise OSError(22, "Invalid argument", arguments[0])
         if name == "open" and Path(arguments[0]).is_dir():
             raise PermissionError(13, "Permission denied", arguments[0])
         if name in ("replace", "rename", "unlink", "remove", "rmdir", "rmtree"):

@@ -148,7 +148,7 @@ class Files(Source):
 
     def name(self, file: Path) -> str:
         """Return a file's path relative to the folder."""
-        return str(file if self.folder is None else file.relative_to(self.folder))
+        return (file if self.folder is None else file.relative_to(self.folder)).as_posix()
 
     def _outside(self, path: Path) -> str:
         """Return the reason why a path of the folder is not a file to read; "" if it is one."""
