@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from gptworks.chat_template import BUILT_IN, ChatTemplate, load_chat_template, save_chat_template
 from gptworks.config import BPETokenizer
+from gptworks.data.conversations.examples import encode_conversation
 from gptworks.errors import UserError
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
@@ -103,6 +104,26 @@ def test_a_special_token_in_a_message_is_text(tokenizer: Tokenizer) -> None:
     assert (ids.count(start), ids.count(end)) == (1, 1)
     shown = Tokenizer.from_str(tokenizer.to_str()).decode(ids, skip_special_tokens=False)
     assert shown == template.render(sly)
+
+
+def test_only_the_first_word_of_a_conversation_gets_the_space_of_metaspace(tmp_path: Path) -> None:
+    """Also if a message holds a special token's name, or if a token crosses the beginning of the answer."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator(["Q:Why? A:So it is. Q:Who? A:So am I. </s>"] * 9, trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    turn = "{% for m in messages %}{{ '<s>' }}{{ 'Q:' if m.role == 'user' else 'A:' }}{{ m.content }}{% endfor %}"
+    template = ChatTemplate(f"{turn}{{{{ '<s>A:' if add_generation_prompt }}}}", load_tokenizer(tmp_path))
+    plain, named = (
+        encode_conversation(template, [{"role": "user", "content": asked}, {"role": "assistant", "content": "So"}])
+        for asked in ("Why?", "Why?</s>")
+    )
+    for one, said in ((plain, "<s>Q:Why?<s>A:So"), (named, "<s>Q:Why?</s><s>A:So")):
+        names = [template.tokenizer.id_to_token(i) for i in one.ids.tolist()]
+        assert "".join(names) == said
+        assert "".join(name for name, learned in zip(names, one.learned, strict=True) if learned) == "So"
 
 
 def test_end_tokens(tokenizer: Tokenizer) -> None:

@@ -42,6 +42,7 @@ from gptworks.evaluation.scoring import encode_pair, score_pairs
 from gptworks.evaluation.task import Task, load_task
 from gptworks.infer.engine import Engine
 from gptworks.runs.compare_evaluations import compare_evaluations, evaluations_section
+from gptworks.tokenizer import encode_text
 from tiny import plain_model
 
 ITEMS = [
@@ -100,15 +101,15 @@ def test_a_context_is_computed_once_for_all_its_continuations(engine: Engine) ->
     [("ab", " cd", ("ab", " cd")), ("ab  ", "cd", ("ab", "  cd")), ("", "cd", (None, "cd"))],
 )
 def test_a_border_is_drawn_before_spaces(engine: Engine, context: str, continuation: str, expected: Any) -> None:
-    before, after = encode_pair(engine.encode_prompt, context, continuation)
+    before, after = encode_pair(engine.encode_prompt, context, continuation, partial(encode_text, engine.tokenizer))
     decode = engine.tokenizer.decode
     assert before == [0] if expected[0] is None else decode(before) == expected[0]
     assert decode(after) == expected[1]
 
 
 def test_a_continuation_that_becomes_part_of_the_contexts_last_token_is_scored_by_itself(engine: Engine) -> None:
-    encode = {"Ans": [2], "wer": [3], "Answer": [1]}.__getitem__
-    assert encode_pair(encode, "Ans", "wer") == ([2], [3])
+    encode = {"Ans": [0, 2], "Answer": [0, 1]}.__getitem__
+    assert encode_pair(encode, "Ans", "wer", {"wer": [3]}.__getitem__) == ([0, 2], [3])
     with pytest.raises(UserError, match="item 2 has no tokens of its own"):
         score_pairs(engine, [([1], [2]), ([1], [])])
 

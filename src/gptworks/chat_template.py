@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from gptworks.config import FileTokenizer, GPT2Tokenizer, TokenizerConfig
 from gptworks.confined import Confined, Exceeded, Limits, Refused, Task
@@ -90,6 +90,7 @@ class ChatTemplate:
         """Compile the template. Raises a UserError if it does not compile within the limits."""
         self.source, self.tokenizer = source, tokenizer
         self._names: dict[str, Any] = dict(special_tokens(tokenizer).names)
+        self._after: dict[tuple[bool, str], Tokenizer] = {}
         self._render: _Render = _in_process(source) if source in BUILT_IN.values() else _confined(source)
 
     def using(self, variables: Mapping[str, Any]) -> "ChatTemplate":
@@ -153,18 +154,37 @@ class ChatTemplate:
             raise UserError("the chat template changes the final message, so that it cannot be continued.")
         return self.encode_text(text[: text.rindex(written) + len(written)], guard)
 
-    def encode_text(self, text: str, guard: str) -> list[int]:
-        """Return the token ids of rendered text. A special token's name with `guard` inside it is plain text."""
+    def encode_text(self, text: str, guard: str, continues: bool = False) -> list[int]:
+        """Return the token ids of rendered text. A special token's name with `guard` inside it is plain text.
+
+        Args:
+            continues: other text precedes this one; tokenizers may encode the first word of a text differently.
+        """
         if guard not in text:
-            return encode_text(self._reader, text)
+            return self._rest(self._reader, text, guard) if continues else encode_text(self._reader, text)
         parts = self._special.split(text) if self._special.pattern else [text]
         ids: list[int] = []
         for i, part in enumerate(parts):
             if i % 2:
                 ids += [token_id for token_id in (self.tokenizer.token_to_id(part),) if token_id is not None]
             elif part:
-                ids += encode_text(self.tokenizer, part.replace(guard, ""))
+                plain = part.replace(guard, "")
+                begins = i == 0 and not continues
+                ids += encode_text(self.tokenizer, plain) if begins else self._rest(self.tokenizer, plain, guard)
         return ids
+
+    def _rest(self, tokenizer: Tokenizer, text: str, guard: str) -> list[int]:
+        """Return the token ids of a text that follows another one. Metaspace with the scheme `first` puts a space only
+        before the first word of all; a token for `guard`, which is not in the text, stands for the text before it."""
+        if tokenizer.pre_tokenizer is None or b'"prepend_scheme":"first"' not in tokenizer.pre_tokenizer.__getstate__():
+            return encode_text(tokenizer, text)
+        key = tokenizer.encode_special_tokens, guard
+        if key not in self._after:
+            after = Tokenizer.from_str(tokenizer.to_str())
+            after.encode_special_tokens = tokenizer.encode_special_tokens
+            after.add_tokens([AddedToken(guard, normalized=False)])
+            self._after[key] = after
+        return encode_text(self._after[key], guard + text)[1:]
 
     def before_special(self, text: str) -> str:
         """Return the part of a rendered text before its first special token."""

@@ -2,6 +2,7 @@
 
 import string
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from gptworks.confined.expressions import find
@@ -109,8 +110,8 @@ class Asked:
         text, ids = self.context(item, longest + 1)  # one more, since the border may take another token
         if self.template is not None:
             return [(ids, encode_text(self.engine.tokenizer, choice)) for choice in choices]
-        delimiter = self.task.settings.delimiter
-        return [encode_pair(self.engine.encode_prompt, text, delimiter + choice) for choice in choices]
+        rest, delimiter = partial(encode_text, self.engine.tokenizer), self.task.settings.delimiter
+        return [encode_pair(self.engine.encode_prompt, text, delimiter + choice, rest) for choice in choices]
 
     def write(self, settings: Sampled, n_samples: int, progress: Progress) -> list[list[str]]:
         """Generate `n_samples` continuations of each item."""

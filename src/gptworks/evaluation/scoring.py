@@ -33,12 +33,18 @@ class Scored:
     """Whether each token of the continuation was the most probable one."""
 
 
-def encode_pair(encode: Callable[[str], list[int]], context: str, continuation: str) -> tuple[list[int], list[int]]:
+def encode_pair(
+    encode: Callable[[str], list[int]], context: str, continuation: str, encode_rest: Callable[[str], list[int]]
+) -> tuple[list[int], list[int]]:
     """Return the token ids of a context and of its continuation, split as lm-evaluation-harness splits them.
 
     Spaces at the end of the context move to the continuation. Context and continuation are encoded together, and split
     after as many tokens as the context has by itself. If a token crosses the border, the split is not exactly there, or
     the continuation is encoded by itself if no token would remain for it.
+
+    Args:
+        encode: encodes a text from its beginning.
+        encode_rest: encodes a text that continues another one, without tokens that begin a text.
 
     Raises:
         UserError: the continuation has no tokens.
@@ -48,7 +54,7 @@ def encode_pair(encode: Callable[[str], list[int]], context: str, continuation: 
     before, whole = encode(context), encode(context + continuation)
     if not context and whole[: len(before)] != before:  # `encode` returns the separator for an empty text only
         whole = before + whole
-    after = whole[len(before) :] or (encode(continuation) if continuation else [])
+    after = whole[len(before) :] or encode_rest(continuation)
     if not after:
         raise UserError(f"the continuation {continuation!r} of {context[-40:]!r} adds no token to it.")
     return before, after

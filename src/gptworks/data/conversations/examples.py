@@ -211,7 +211,7 @@ def _encode_parts(template: ChatTemplate, whole: str, cuts: Sequence[int], guard
     for cut in cuts[1:-1]:
         before = template.encode_text(whole[:cut], guard)
         if ids[: len(before)] != before:
-            return [template.encode_text(whole[a:b], guard) for a, b in pairwise(cuts)]
+            return [template.encode_text(whole[a:b], guard, continues=a > 0) for a, b in pairwise(cuts)]
         ends.append(len(before))
     return [ids[a:b] for a, b in pairwise([*ends, len(ids)])]
 
