@@ -104,11 +104,11 @@ def test_a_run_is_changed_started_stopped_and_resumed(page: Any, runs: Studio) -
     field(page, "train.learning_rate").fill("0.004")
     page.get_by_text("the run folder records the change").wait_for()
     assert field(page, "model.d_model").count() == 0, "what a run cannot change is shown on request"
-    page.get_by_label("Show all").check()
+    page.get_by_label("All settings", exact=True).check()
     field(page, "model.d_model").fill("64")
     page.get_by_role("alert").get_by_text("so a run cannot change it").wait_for()
     field(page, "model.d_model").fill("32")
-    page.get_by_label("Show all").uncheck()
+    page.get_by_label("All settings", exact=True).uncheck()
     field(page, "train.max_steps").fill("12")
     page.locator(".start-changes", has_text="8 → 12").wait_for()
     page.get_by_role("button", name="Resume", exact=True).click()
@@ -177,7 +177,7 @@ def test_settings_are_found_in_the_form_and_by_search(page: Any) -> None:
     search.fill("learning_rate")
     legends.get_by_text("tokenizer").wait_for(state="detached")
     groups = page.locator(".start-group")
-    assert "train" in legends.all_inner_texts()
+    assert "optimizer" in legends.all_inner_texts()
     with_a_hit = groups.filter(has=page.locator(".start-field, p:has-text('It has')"))
     assert groups.count() == with_a_hit.count()
     search.fill("adapter rank")
@@ -185,6 +185,43 @@ def test_settings_are_found_in_the_form_and_by_search(page: Any) -> None:
     search.fill("no such thing")
     page.get_by_text("No setting has no such thing").wait_for()
     assert groups.count() == 0
+    search.fill("")
+    assert field(page, "train.betas").count() == 0, "what is seldom changed is folded"
+    page.get_by_role("button", name="more settings of optimizer").click()
+    about = page.locator("[id='setting-of-train.grad_clip-help']").inner_text()
+    assert about == "Largest global gradient norm. 0: no clipping. At least 0. Default: 1.0."
+    assert field(page, "model.rope_theta").count() == 0
+
+
+def test_what_was_changed_is_marked_and_reset_and_errors_stand_where_they_belong(page: Any) -> None:
+    before = text(page).input_value()
+    row = page.locator(".start-field", has=field(page, "train.max_steps"))
+    was = field(page, "train.max_steps").input_value()
+    field(page, "train.max_steps").fill("7")
+    row.get_by_text(f"Changed: was {was}.").wait_for()
+    field(page, "seed").fill("3")
+    page.get_by_label("Changed only").check()
+    assert page.locator(".start-field label").all_inner_texts() == ["seed", "max_steps"]
+    planned(page)
+    row.get_by_role("button", name="Reset max_steps").click()
+    page.wait_for_function(
+        "(was) => document.querySelector('#recipe-text').value.includes(`max_steps: ${was}`)", arg=was
+    )
+    page.get_by_label("Changed only").uncheck()
+    field(page, "model.n_heads").fill("3")
+    size = page.locator(".start-group", has=field(page, "model.n_heads"))
+    size.get_by_role("alert").wait_for()
+    field(page, "train.learning_rate").fill("-1")
+    wrong = page.locator(".start-field", has=field(page, "train.learning_rate")).locator(".problem")
+    wrong.wait_for()
+    assert wrong.inner_text() not in page.get_by_role("alert").all_inner_texts(), "at its field only"
+    page.get_by_text("2 settings are wrong.").wait_for()
+    page.get_by_role("button", name="Show the first").click()
+    assert size.get_by_role("alert").is_visible()
+    screenshot(page, "start-changed")
+    page.get_by_role("button", name="Reset all").click()
+    page.wait_for_function("(text) => document.querySelector('#recipe-text').value === text", arg=before)
+    assert page.locator(".start-was").count() == 0
 
 
 def test_the_plans_tables_are_those_of_the_command(page: Any) -> None:
@@ -247,7 +284,7 @@ def test_form_and_text_stay_equal_and_errors_stand_at_their_fields(page: Any) ->
     page.get_by_role("alert").get_by_text("not readable YAML").wait_for()
     text(page).fill(re.sub(r"  optimizer: \w+", "  optimizer: muon", before))
     planned(page)
-    page.get_by_label("Show all").check()
+    page.get_by_label("All settings", exact=True).check()
     assert page.locator(".start-field").count() > 90
     page.get_by_label("Use adapter").check()
     page.get_by_role("alert").get_by_text("train.optimizer=muon with an adapter").wait_for()
@@ -305,7 +342,7 @@ def test_axe_finds_nothing_and_every_width_fits(new_page: Callable[..., Any], ru
         field(page, "train.max_steps").fill("20")
         page.locator(".start-changes").wait_for()
         planned(page)
-        page.get_by_label("Show all").check()
+        page.get_by_label("All settings", exact=True).check()
         assert axe(page) == []
         screenshot(page, f"start-{width}-{scheme}")
         assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")

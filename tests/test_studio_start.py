@@ -54,6 +54,16 @@ def test_the_form_has_the_settings_of_the_schema() -> None:
     assert inputs["model.norm"] == inputs["tokenizer.type"] == inputs["model.qk_norm"] == "choice"
     assert inputs["model.tie_embeddings"] == "switch" and inputs["data.sources"] == "yaml"
     assert {field["path"] for field in fields if field["common"]} == COMMON
+    bounds = {field["path"]: field["bounds"] for field in fields}
+    assert bounds["train.decay_fraction"] == "Above 0, at most 1." and bounds["data.validation.fraction"].startswith(
+        "A"
+    )
+    assert bounds["model.n_layers"] == "From 1 to 1,000." and bounds["train.max_steps"] == "At least 1."
+    assert bounds["model.dropout_mlp"] == "At least 0, below 1." and bounds["train.optimizer"] == ""
+    titles = {field["path"]: group["title"] for group in form() for field in group["fields"]}
+    assert len({titles[f"train.{name}"] for name in ("max_steps", "optimizer", "schedule", "sample_every")}) == 4
+    assert titles["model.n_heads"] == titles["model.d_model"] != titles["model.rope_theta"]
+    assert max(len(group["fields"]) for group in form()) < 25
     (kinds,) = [group["kinds"] for group in form() if group["path"] == "tokenizer"]
     assert {*kinds} == {"bpe", "char", "word", "gpt2", "file", "dataset"}
 

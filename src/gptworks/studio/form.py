@@ -21,18 +21,49 @@ COMMON = {
     *(f"train.{name}" for name in ("evaluate_every", "checkpoint_every")),
 }
 """Settings that users change most often."""
+ENDLESS = 10**9
+"""A number's upper bound from here on only keeps it in range, and is not shown."""
+_TOPICS = {
+    "model": {
+        "preset": "model: size", "position": "model: positions", "norm": "model: norms",
+        "attention_bias": "model: attention, biases and scales", "n_experts": "model: experts",
+        "dropout_embedding": "model: dropout", "init": "model: initial weights",
+        "bigram_vocab_size": "model: laboratory",
+    },
+    "train": {
+        "max_steps": "training: length and batches", "activation_checkpointing": "training: memory and speed",
+        "router_balance_weight": "training: additional losses", "optimizer": "optimizer", "schedule": "learning rate",
+        "untie_after_steps": "training: averages", "precision": "training: device",
+        "log_every": "evaluations, checkpoints and samples", "early_stopping_patience": "training: stops and spikes",
+    },
+}  # fmt: skip
+"""Titles of the groups into which a large section is divided, by the first setting of each, in the schema's order."""
 
 
 @cache
 def form() -> list[Tree]:
-    """Return the form's sections in the schema's order. Each has `path`, `title`, `help`, `optional`, `fields` and
-    `kinds`, which maps the values of the section's `type` to their help.
+    """Return the form's groups in the schema's order: a section, or a part of a large one. Each has `path`, `title`,
+    `help`, `optional`, `fields` and `kinds`, which maps the values of the section's `type` to their help.
 
-    A field has `path`, `name`, `help`, `input` (number, switch, choice, text or yaml), `choices`, `default`,
+    A field has `path`, `name`, `help`, `bounds`, `input` (number, switch, choice, text or yaml), `choices`, `default`,
     `nullable`, `common` (whether it is often changed), and `kinds`: the section's kinds that have the field; None: all.
     """
     schema = recipe_schema()
-    return [group for group in _groups(schema, "", schema["$defs"]) if group["fields"] or group["optional"]]
+    groups = (group for group in _groups(schema, "", schema["$defs"]) if group["fields"] or group["optional"])
+    return [part for group in groups for part in _parts(group)]
+
+
+def _parts(group: Tree) -> list[Tree]:
+    """Return a section of the form, or the groups into which it is divided."""
+    if (titles := _TOPICS.get(group["path"])) is None:
+        return [group]
+    parts: list[Tree] = []
+    for field in group["fields"]:
+        if (title := titles.get(field["name"])) is not None:
+            help = group["help"] if not parts else ""
+            parts.append(group | {"title": title, "help": help, "fields": []})
+        parts[-1]["fields"].append(field)
+    return parts
 
 
 def _groups(section: Tree, path: str, definitions: Tree, help: str = "", optional: bool = False) -> list[Tree]:
@@ -99,9 +130,26 @@ def _field(path: str, name: str, one: Tree) -> Tree:
     if path == "model.preset":
         choices = list(PRESETS)
     kind = "choice" if choices else _INPUTS.get(one.get("type", ""), "yaml")
-    return {"path": path, "name": name, "help": one.get("description", ""), "input": kind, "choices": choices,
+    return {"path": path, "name": name, "help": one.get("description", ""), "bounds": _bounds(one), "input": kind,
+            "choices": choices,
             "kinds": None, "nullable": False, "common": path in COMMON,
             "default": None if one.get("default") is None else text_of(one["default"])}  # fmt: skip
+
+
+def _bounds(one: Tree) -> str:
+    """Return the bounds of a number as a sentence; empty if it has none."""
+    least, most = one.get("minimum"), one.get("maximum", ENDLESS)
+    if one.get("type") == "integer" and "exclusiveMinimum" in one:
+        least = one["exclusiveMinimum"] + 1
+    if least is not None and most < ENDLESS:
+        return f"From {least:,} to {most:,}."
+    low = f"at least {least:,}" if least is not None else _words("above", one.get("exclusiveMinimum"))
+    high = _words("at most", most) or _words("below", one.get("exclusiveMaximum"))
+    return ", ".join(filter(None, (low, high))).capitalize() + "." * bool(low or high)
+
+
+def _words(words: str, bound: float | None) -> str:
+    return "" if bound is None or bound >= ENDLESS else f"{words} {bound:,}"
 
 
 def text_of(value: Any) -> str:

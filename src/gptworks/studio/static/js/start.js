@@ -6,7 +6,7 @@ import { count } from "./format.js";
 import { html, useCallback, useEffect, useLayoutEffect, useRef, useState } from "./ui.js";
 import { Changes, useChanges } from "./start/changes.js";
 import { useExtension } from "./start/extension.js";
-import { Form } from "./start/form.js";
+import { Form, Wrong } from "./start/form.js";
 import { Plan } from "./start/plan.js";
 import { Training } from "./start/training.js";
 
@@ -135,6 +135,7 @@ export function Part({ state, route, refresh, shown }) {
       }</div>
       <p class="start-about quiet">${about(known, origin, way, name, from)} ${longer.why} ${left(goesOn)}</p>
       <${Changes} found=${goesOn} />
+      ${recipe.checked?.problems.length > 0 && html`<${Wrong} problems=${recipe.checked.problems} />`}
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
       <p class=${said ? "start-about start-said" : "hidden-text"} role="status">${said}</p>
     </section>
@@ -156,6 +157,7 @@ function useRecipe(origin) {
   const [checked, setChecked] = useState(null); // given, defaults, fixed, problems
   const [problem, setProblem] = useState(null);
   const [waits, setWaits] = useState(false);
+  const [first, setFirst] = useState({}); // the settings that the recipe began with, as typed
   const held = useRef({ edits: [] });
   const ask = useCallback(
     (body) => {
@@ -172,6 +174,7 @@ function useRecipe(origin) {
             const answer = await post("studio/start/check", { ...body, edits, origin }, { signal });
             now.edits = now.edits.slice(edits.length);
             if (edits.length || body.text == null) setText(answer.text);
+            if (body.text == null) setFirst(answer.given);
             setChecked((was) => ({
               ...answer,
               of: origin,
@@ -198,7 +201,7 @@ function useRecipe(origin) {
   const edit = (...edits) => {
     const later = new Set(edits.map(([path]) => path));
     held.current.edits = [...held.current.edits.filter(([path]) => !later.has(path)), ...edits];
-    setChecked((was) => ({ ...was, given: changed(was.given, edits) })); // the server's answer replaces it
+    setChecked((was) => ({ ...was, given: withEdits(was.given, edits) })); // the server's answer replaces it
     ask({ text });
   };
   const type = (typed) => {
@@ -206,10 +209,29 @@ function useRecipe(origin) {
     setText(typed);
     ask({ text: typed });
   };
-  return { text, checked, problem, edit, type, right: Boolean(checked?.right) && !waits && !problem, waits };
+  const given = checked?.given ?? {};
+  const differs = (path) => given[path] !== first[path];
+  const changed = Object.keys({ ...first, ...given }).filter(differs);
+  const reset = (...paths) => {
+    const added = paths.filter((path) => !(path in first)); // a section that goes takes its settings with it
+    const own = paths.filter((path) => !added.some((section) => path.startsWith(`${section}.`)));
+    edit(...own.map((path) => [path, first[path] === "" ? "{}" : (first[path] ?? null)]));
+  };
+  return {
+    text,
+    checked,
+    problem,
+    edit,
+    type,
+    first,
+    changed,
+    reset,
+    right: Boolean(checked?.right) && !waits && !problem,
+    waits,
+  };
 }
 
-function changed(given, edits) {
+function withEdits(given, edits) {
   const made = { ...given };
   for (const [path, value] of edits) {
     if (value == null) delete made[path];

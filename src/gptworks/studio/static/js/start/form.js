@@ -1,4 +1,4 @@
-// The recipe as a form: its settings and those that are changed most often; a search box finds the others.
+// The recipe as a form: its settings and those that are changed most often; the others are folded, and searched.
 
 import { cx, html, useState } from "../ui.js";
 
@@ -6,49 +6,90 @@ import { cx, html, useState } from "../ui.js";
 export function Form({ groups, recipe, goesOn }) {
   const [search, setSearch] = useState("");
   const [all, setAll] = useState(false);
-  const { given, problems, fixed } = recipe.checked;
+  const [open, setOpen] = useState(new Set()); // titles of groups of which all settings are shown
+  const [only, setOnly] = useState(false); // the changed ones
+  const { given, fixed } = recipe.checked;
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);
   const stays = ({ path }) => fixed.some((one) => one === path || one.startsWith(`${path}.`));
+  const problems = placed(recipe.checked.problems, groups);
+  const changed = recipe.changed;
   const shows = (field, group) =>
     words.length
       ? words.every((word) => `${field.path} ${field.help} ${group.title}`.toLowerCase().includes(word))
-      : all ||
-        ((field.common || field.path in given) && !(goesOn && stays(field))) ||
-        problems.some((one) => one.path === field.path);
+      : only
+        ? changed.includes(field.path)
+        : all ||
+          open.has(group.title) ||
+          ((field.common || field.path in given) && !(goesOn && stays(field))) ||
+          problems.has(field.path);
   const shown = groups
-    .map((group) => ({
-      group,
-      fields: group.fields.filter((field) => belongs(field, group, recipe) && shows(field, group)),
-    }))
+    .map((group) => {
+      const there = group.fields.filter((field) => belongs(field, group, recipe));
+      const fields = there.filter((field) => shows(field, group));
+      return { group, fields, more: words.length || only ? 0 : there.length - fields.length };
+    })
     .filter(
       ({ group, fields }) =>
-        fields.length || (!words.length && group.optional && (all || (!goesOn && group.path in given))),
+        fields.length ||
+        problems.has(group.title) ||
+        (!words.length && !only && group.optional && (all || (!goesOn && group.path in given))),
     );
-  const known = new Set(groups.flatMap((group) => group.fields.map((field) => field.path)));
-  const elsewhere = problems.filter((one) => !known.has(one.path));
+  const n = groups.reduce((sum, group) => sum + group.fields.length, 0);
   return html`<form class="start-form" aria-label="Settings" onSubmit=${(event) => event.preventDefault()}>
     <div class="start-search">
       <label><span class="hidden-text">Search settings</span>
-        <input class="field" type="search" placeholder="Search all settings"
+        <input class="field" type="search" placeholder=${`Search all ${n} settings`}
         value=${search} onInput=${(event) => setSearch(event.target.value)} /></label>
-      <label class="start-all">
-        <input type="checkbox" checked=${all} onChange=${(event) => setAll(event.target.checked)} /> Show all</label>
+      <${Check} on=${all} set=${setAll} text="All settings" />
     </div>
     ${
-      elsewhere.length > 0 &&
-      html`<div class="card problem" role="alert">${elsewhere.map(
-        (one) => html`<p key=${one.message}>${one.message}</p>`,
-      )}</div>`
+      (changed.length > 0 || only) &&
+      html`<div class="start-search start-changed"><${Check} on=${only} set=${setOnly} text="Changed only" />
+        <span class="fill"></span>
+        <button class="button small" disabled=${!changed.length}
+          onClick=${() => recipe.reset(...changed)}>Reset all ${changed.length}</button></div>`
     }
-    ${shown.map(({ group, fields }) => html`<${Group} key=${group.path} ...${{ group, fields, recipe }} />`)}
+    <${Problems} problems=${problems.get("")} />
+    ${shown.map(
+      (one) => html`<${Group} key=${one.group.title} ...${{ ...one, recipe, problems }}
+        unfold=${() => setOpen(new Set([...open, one.group.title]))} />`,
+    )}
     ${
       goesOn &&
       !all &&
       !words.length &&
-      html`<p class="quiet">Settings that a run cannot change are left out here: Show all has them.</p>`
+      html`<p class="quiet">Settings that a run cannot change are left out here: All settings has them.</p>`
     }
-    ${!shown.length && html`<p class="quiet">No setting has ${search} in its name or its text.</p>`}
+    ${!shown.length && words.length > 0 && html`<p class="quiet">No setting has ${search} in its name or its text.</p>`}
   </form>`;
+}
+
+function Check({ on, set, text }) {
+  return html`<label class="start-all"><input type="checkbox" checked=${on}
+    onChange=${(event) => set(event.target.checked)} /> ${text}</label>`;
+}
+
+/** The problems by place: the path of their setting, else the title of their group, else "". */
+function placed(problems, groups) {
+  const found = new Map();
+  const paths = new Set(groups.flatMap((group) => group.fields.map((field) => field.path)));
+  for (const one of problems) {
+    const parts = (one.path ?? "").split(".");
+    const around = parts.map((_, i) => parts.slice(0, parts.length - i).join("."));
+    const group = around.map((path) => groups.find((each) => path && each.path === path)).find(Boolean);
+    const place = around.find((path) => paths.has(path)) ?? group?.title ?? "";
+    found.set(place, [...(found.get(place) ?? []), one]);
+  }
+  return found;
+}
+
+function Problems({ problems }) {
+  return (
+    problems &&
+    html`<div class="card problem" role="alert">${problems.map(
+      (one) => html`<p key=${one.message}>${one.message}</p>`,
+    )}</div>`
+  );
 }
 
 /** Whether the section's `type` has the setting. */
@@ -57,13 +98,14 @@ function belongs(field, group, { checked }) {
   return !field.kinds || field.kinds.includes(type);
 }
 
-function Group({ group, fields, recipe }) {
+function Group({ group, fields, more, recipe, problems, unfold }) {
   const { given } = recipe.checked;
   const there = group.path in given;
-  const type = given[`${group.path}.type`];
+  const help = group.kinds?.[given[`${group.path}.type`]] ?? group.help;
   return html`<fieldset class="card start-group">
     <legend>${group.title}</legend>
-    <p class="quiet start-help">${group.kinds?.[type] ?? group.help}</p>
+    ${help && html`<p class="quiet start-help">${help}</p>`}
+    <${Problems} problems=${problems.get(group.title)} />
     ${
       group.optional &&
       html`<label class="start-all"><input type="checkbox" checked=${there}
@@ -72,25 +114,46 @@ function Group({ group, fields, recipe }) {
     }
     ${
       there || !group.optional
-        ? fields.map((field) => html`<${Field} key=${field.path} ...${{ field, recipe }} />`)
+        ? fields.map(
+            (field) =>
+              html`<${Field} key=${field.path} ...${{ field, recipe }} wrong=${problems.get(field.path) ?? []} />`,
+          )
         : fields.length > 0 &&
           html`<p class="quiet start-help">It has ${fields.map((field) => field.name).join(", ")}.</p>`
+    }
+    ${
+      more > 0 &&
+      (there || !group.optional) &&
+      html`<button class="button small start-more" aria-label=${`${more} more settings of ${group.title}`}
+        onClick=${unfold}>${more} more settings</button>`
     }
   </fieldset>`;
 }
 
-function Field({ field, recipe }) {
-  const { given, defaults, problems } = recipe.checked;
+function Field({ field, recipe, wrong }) {
+  const { given, defaults } = recipe.checked;
   const id = `setting-of-${field.path}`;
-  const wrong = problems.filter((one) => one.path === field.path || one.path?.startsWith(`${field.path}.`));
   const normal = defaults[field.path] ?? field.default;
   const value = given[field.path];
-  return html`<div class="start-field">
+  const changed = recipe.changed.includes(field.path);
+  const was = recipe.first[field.path];
+  const about = [
+    field.help,
+    field.bounds,
+    field.default != null && field.default.length < 40 && `Default: ${field.default}.`,
+  ].filter(Boolean);
+  return html`<div class=${cx("start-field", changed && "changed")}>
     <label for=${id} title=${field.path}>${field.name}</label>
     <${Input} ...${{ id, field, value, normal }} wrong=${wrong.length > 0}
       edit=${(typed) => recipe.edit([field.path, typed])} />
     ${wrong.map((one) => html`<p class="problem" id=${`${id}-wrong`} key=${one.message}>${one.message}</p>`)}
-    ${field.help && html`<p class="quiet start-help" id=${`${id}-help`}>${field.help}</p>`}
+    ${
+      changed &&
+      html`<p class="start-was">Changed: ${was == null ? "not set before" : `was ${was.slice(0, 60)}`}.
+        <button class="button small" aria-label=${`Reset ${field.name}`} onClick=${() => recipe.reset(field.path)}>
+        Reset</button></p>`
+    }
+    ${about.length > 0 && html`<p class="quiet start-help" id=${`${id}-help`}>${about.join(" ")}</p>`}
   </div>`;
 }
 
@@ -100,7 +163,10 @@ function Input({ id, field, value, normal, wrong, edit }) {
     id,
     class: cx("field", value != null && "given"),
     "aria-invalid": String(wrong),
-    "aria-describedby": [wrong && `${id}-wrong`, field.help && `${id}-help`].filter(Boolean).join(" ") || null,
+    "aria-describedby":
+      [wrong && `${id}-wrong`, (field.help || field.bounds || field.default != null) && `${id}-help`]
+        .filter(Boolean)
+        .join(" ") || null,
   };
   const choices = field.input === "switch" ? ["true", "false"] : field.choices;
   if (choices) {
@@ -126,4 +192,16 @@ function Input({ id, field, value, normal, wrong, edit }) {
       rows=${Math.min(8, (value ?? "").split("\n").length + 1)}></textarea>`;
   }
   return html`<input ...${text} inputmode=${field.input === "number" ? "decimal" : null} />`;
+}
+
+/** How many settings are wrong, next to the button that they hold up, and the way to the first. */
+export function Wrong({ problems }) {
+  const show = () => {
+    const first = document.querySelector(".start-form .problem");
+    first?.scrollIntoView({ block: "center" });
+    first?.closest(".start-field")?.querySelector(".field").focus({ preventScroll: true });
+  };
+  return html`<div class="start-row"><p class="problem" role="status">
+    ${problems.length === 1 ? "One setting is" : `${problems.length} settings are`} wrong.</p>
+    <button class="button small" onClick=${show}>Show the first</button></div>`;
 }
