@@ -169,7 +169,8 @@ def test_the_picker_begins_with_the_places_if_there_are_several(
 
 
 def test_cancelling_ends_the_process(http: httpx.Client, studio: Studio) -> None:
-    look(http, "texts", minutes=100)
+    picked = look(http, str(Path("texts").absolute()), minutes=100)
+    assert picked["folder"] == "texts", "so that the recipe moves with its folder"
     answer = http.post("/studio/home/cancel", json={})
     assert answer.json()["drafting"]["state"] == "cancelled"
     assert studio.app.state.studio.drafts.last.process.poll() is not None

@@ -49,6 +49,14 @@ def test_the_page_has_no_inline_script_or_style_and_names_files_that_exist() -> 
     assert names and all((STATIC / name).is_file() for name in names)
 
 
+def test_the_first_paint_waits_for_one_stylesheet_and_one_small_script() -> None:
+    """What the head names before the body blocks the first paint; the parts' stylesheets follow the frame."""
+    head, body = (STATIC / "index.html").read_text(encoding="utf-8").split("<body>")
+    assert re.findall(r'rel="stylesheet" href="static/([^"]+)"', head) == ["style.css"]
+    assert re.findall(r'<script src="static/([^"]+)"', head) == ["js/theme.js"]
+    assert body.index("<header") < body.index('rel="stylesheet"')
+
+
 def test_a_part_styles_no_class_that_another_part_has() -> None:
     """All stylesheets apply to all parts: `.line` of one part drew boxes around another's line ends. Shared styles are
     in style.css."""

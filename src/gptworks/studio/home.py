@@ -51,7 +51,10 @@ async def look(request: Request) -> Response:
         check_within("folder", body.folder, [folder], studio.allowed, "use gptworks init")
         new_folder(studio.library.roots[0], body.name)
         studio.processes.check_room()
-        studio.drafts.begin(str(folder), body.minutes, body.name)
+        is_inside = (
+            folder.is_relative_to(here := Path.cwd()) and folder != here
+        )  # then the recipe moves with its folder
+        studio.drafts.begin(str(folder.relative_to(here) if is_inside else folder), body.minutes, body.name)
 
     await studio.checks.in_thread(begin)
     return _answer(studio)

@@ -34,11 +34,10 @@ export function Form({ groups, recipe, goesOn }) {
         problems.has(group.title) ||
         (!words.length && !only && group.optional && (all || (!goesOn && group.path in given))),
     );
-  const n = groups.reduce((sum, group) => sum + group.fields.length, 0);
   return html`<form class="start-form" aria-label="Settings" onSubmit=${(event) => event.preventDefault()}>
     <div class="start-search">
       <label><span class="hidden-text">Search settings</span>
-        <input class="field" type="search" placeholder=${`Search all ${n} settings`}
+        <input class="field" type="search" placeholder="Search settings"
         value=${search} onInput=${(event) => setSearch(event.target.value)} /></label>
       <${Check} on=${all} set=${setAll} text="All settings" />
     </div>
@@ -101,6 +100,7 @@ function belongs(field, group, { checked }) {
 function Group({ group, fields, more, recipe, problems, unfold }) {
   const { given } = recipe.checked;
   const there = group.path in given;
+  const folded = `${more} more setting${more === 1 ? "" : "s"}`;
   const help = group.kinds?.[given[`${group.path}.type`]] ?? group.help;
   return html`<fieldset class="card start-group">
     <legend>${group.title}</legend>
@@ -124,8 +124,8 @@ function Group({ group, fields, more, recipe, problems, unfold }) {
     ${
       more > 0 &&
       (there || !group.optional) &&
-      html`<button class="button small start-more" aria-label=${`${more} more settings of ${group.title}`}
-        onClick=${unfold}>${more} more settings</button>`
+      html`<button class="button small start-more" aria-label=${`${folded} of ${group.title}`}
+        onClick=${unfold}>${folded}</button>`
     }
   </fieldset>`;
 }
