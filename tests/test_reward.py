@@ -2,6 +2,7 @@
 
 import json
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gptworks.infer.request import Completion
 from gptworks.recipe import parse_recipe
 from gptworks.training.loop import train
 from gptworks.training.objectives.reward import advantages, policy_loss, sampling_gap
+from gptworks.training.objectives.reward_function import Prompt, reward_of
 from gptworks.training.record.metrics import read_metrics
 from gptworks.training.setup import check_train
 from halves import assert_resumes_exactly
@@ -227,6 +229,17 @@ def test_a_reward_that_cannot_be_is_refused_before_any_work(folder: Path, reward
 def test_other_faults_are_refused(folder: Path, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         train(parse_recipe(tree_of(folder, "refused-too", **settings)))
+
+
+@pytest.mark.parametrize("value", [0.5, True, np.float32(0.5), torch.tensor([0.5]), Fraction(1, 2)])
+def test_a_reward_may_be_anything_that_is_one_finite_number(value: Any) -> None:
+    assert reward_of(lambda *_, **__: value, "f", "", Prompt([], "", "")) == float(value)
+
+
+@pytest.mark.parametrize("value", [None, "0.5", 10**400, float("nan"), [0.5], torch.zeros(2), 1j])
+def test_other_rewards_are_named(value: Any) -> None:
+    with pytest.raises(RunError, match="it must give a finite number"):
+        reward_of(lambda *_, **__: value, "f", "", Prompt([], "", ""))
 
 
 def test_a_reward_that_fails_later_ends_the_run_with_its_text(folder: Path) -> None:

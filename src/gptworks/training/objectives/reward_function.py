@@ -1,12 +1,11 @@
 """The user's reward function: loads it, calls it, and copies its file to the run folder."""
 
+import contextlib
 import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from gptworks.errors import RunError, UserError
 from gptworks.files import read_regular, write_whole
@@ -61,8 +60,9 @@ def reward_of(function: RewardFunction, name: str, completion: str, prompt: Prom
         reward = function(completion, prompt=prompt.text, answer=prompt.answer)
     except Exception as error:  # the user's code may raise any error
         raise RunError(f"objective.reward={name} fails on {completion[:60]!r}: {_said(error)}.") from error
-    if isinstance(reward, bool | int | float | np.number) and math.isfinite(reward):
-        return float(reward)
+    with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):  # as a tensor of two numbers raises
+        if hasattr(reward, "__float__") and math.isfinite(value := float(reward)):
+            return value
     raise RunError(f"objective.reward={name} gives {reward!r} for {completion[:60]!r}: it must give a finite number.")
 
 
