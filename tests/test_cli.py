@@ -194,6 +194,21 @@ def test_a_prompt_from_standard_input(folder: Path) -> None:
     assert run("generate", folder / "run", "-", "--max-tokens", "3", input="line 1", new=True).startswith("line 1")
 
 
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", "l?ne ?"), ("cp1252", "l\xefne ?"), ("utf-8", "l\xefne 東")])
+def test_a_terminal_that_lacks_characters_shows_them_as_question_marks(folder: Path, encoding: str, shown: str) -> None:
+    """gpt-2#52, aider#1408: UnicodeEncodeError in the middle of a text, on Windows and where the locale is C."""
+    command = [sys.executable, "-m", "gptworks", "generate", str(folder / "run"), "l\xefne 東", "--max-tokens", "2"]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    printed = subprocess.run(command, check=False, capture_output=True, env=environment)
+    assert printed.returncode == 0 and printed.stdout.decode(encoding).startswith(shown), printed.stderr
+    as_json = subprocess.run([*command, "--json"], check=False, capture_output=True, env=environment)
+    assert json.loads(as_json.stdout.decode(encoding))["prompt"] == "l\xefne 東", as_json.stderr
+    command[command.index("l\xefne 東")] = "-"
+    given = subprocess.run(command, check=False, capture_output=True, env=environment, input="l\xefne 東".encode())
+    assert (given.returncode == 2) == (f"the input is not {encoding} text" in given.stderr.decode(encoding))
+    assert (given.returncode == 0) == (encoding == "utf-8")
+
+
 def test_generate_continues_a_file_and_goes_on_where_it_stopped(folder: Path, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"id": i, "prompt": "line "}) + "\n" for i in range(4)), encoding="utf-8")

@@ -1,5 +1,6 @@
 """The engine against a naive loop without a cache, and its features for users: text, stops, seeds, errors, chat."""
 
+import math
 import random
 import warnings
 from collections.abc import Sequence
@@ -360,6 +361,16 @@ def test_a_prompt_that_encodes_to_nothing_is_refused() -> None:
 def test_requests_that_cannot_be_met_are_refused(prompt: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         writing("abcde").pieces(prompt, **arguments)
+
+
+def test_a_bias_that_leaves_no_token_is_refused() -> None:
+    """The step failed with an IndexError, and with it all requests of the engine."""
+    one = writing("abcde")
+    n = vocabulary_size(one.tokenizer)
+    with pytest.raises(UserError, match="forbids every token"):
+        one.pieces("a", logit_bias=dict.fromkeys(range(n), -math.inf))
+    [token] = one.complete("a", max_tokens=1, logit_bias=dict.fromkeys(range(n - 1), -math.inf))[0].token_ids
+    assert token == n - 1
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused() -> None:

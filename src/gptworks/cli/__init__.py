@@ -71,6 +71,8 @@ def main() -> None:
     except BrokenPipeError:  # the reader of the output closed the pipe
         sys.stderr.close()
         sys.exit(1)
+    except UnicodeDecodeError as error:  # files are decoded elsewhere, with errors of their own
+        _fail(f"the input is not {sys.stdin.encoding} text ({error.reason}): convert it, or set PYTHONIOENCODING.", 2)
     except OSError as error:
         _fail(f"{error.filename or 'input/output'}: {error.strerror or error}", 1)
     except KeyboardInterrupt:
@@ -87,6 +89,9 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor: `number`
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # print what a stream's encoding lacks as ?, as on Windows' cp1252
+            stream.reconfigure(errors="replace")
 
 
 def _print_any_text() -> None:

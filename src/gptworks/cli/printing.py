@@ -1,7 +1,9 @@
 """Output of commands: notices on stderr, results as text or JSON, and progress bars."""
 
+import codecs
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,8 @@ def print_json(value: Any) -> None:
     from pydantic_core import to_jsonable_python
 
     tree = to_jsonable_python(value, by_alias=False, fallback=str)
-    typer.echo(json.dumps(tree, indent=2, ensure_ascii=False))
+    writes_all = codecs.lookup(sys.stdout.encoding or "utf-8").name.startswith("utf")
+    typer.echo(json.dumps(tree, indent=2, ensure_ascii=not writes_all))
 
 
 def show(value: Any, as_json: bool) -> None:

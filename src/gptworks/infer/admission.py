@@ -1,5 +1,6 @@
 """Check prompts and settings, and turn them into requests for the engine."""
 
+import math
 import threading
 import warnings
 from collections.abc import Iterable
@@ -86,6 +87,8 @@ class Admission:
             raise UserError(f"score_from={score_from}: it must be a token from 1 to {len(ids) - 1} of the prompt.")
         self._check_ids("logit_bias", settings.logit_bias)
         self._check_ids("stop_token_ids", settings.stop_token_ids)
+        if sum(bias == -math.inf for bias in settings.logit_bias.values()) == self.n_ids:
+            raise UserError("logit_bias forbids every token of the vocabulary: leave one.")
         constrained = settings.json_schema is not None or settings.regex is not None
         grammar = self.constraints().grammar(settings) if constrained else None
         samples = [
