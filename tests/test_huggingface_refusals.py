@@ -339,7 +339,8 @@ def change(folder: Path, **values: Any) -> None:
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"`partial_rotary_factor`=0\.5"),
         ({"attn_logit_softcapping": 30.0}, r"`attn_logit_softcapping`=30\.0"),
         ({"final_logit_softcapping": 30.0}, "`final_logit_softcapping`"),
-        ({"quantization_config": {"bits": 4}}, "`quantization_config`"),
+        # mlx-lm#1865, mlx-examples#1232: quantized weights were read as if they were of another format.
+        ({"quantization_config": {"quant_method": "fp8"}}, "`quantization_config`: the weights are quantized.* Import"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "`auto_map`"),
         ({"layer_types": ["full_attention"] * 2}, "`layer_types`"),
         ({"is_encoder_decoder": True}, "`is_encoder_decoder`=True"),
@@ -465,6 +466,17 @@ def test_an_index_that_does_not_fit_its_files_is_refused(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=message):
         import_huggingface(folder, tmp_path / "out")
+
+
+def test_a_folder_without_a_head_is_refused_with_the_way_out(folder: Path, tmp_path: Path) -> None:
+    """Qwen3-VL-Embedding#89: the files lack the head, and config.json says that it is not the embedding."""
+    weights = load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"`lm_head\.weight` is missing.* set `tie_word_embeddings` to true"):
+        import_huggingface(folder, tmp_path / "out", verify=False)
+    change(folder, tie_word_embeddings=True)
+    import_huggingface(folder, tmp_path / "out", verify=False)
 
 
 @pytest.mark.parametrize(

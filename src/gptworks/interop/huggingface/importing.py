@@ -137,6 +137,11 @@ def read_config(values: Values) -> tuple[Family, ModelConfig]:
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(f"config.json has a value of a wrong type for a `{kind}`: {error}.") from None
     unknown = [name for name in theirs.left() if name not in CONFIG_HARMLESS | family.harmless]
+    if "quantization_config" in unknown:
+        raise UserError(
+            "config.json has `quantization_config`: the weights are quantized, and gptworks reads only fp32, bf16 and "
+            "fp16. Import the folder that they were made from, or dequantize them, and quantize the run afterwards."
+        )
     if unknown:
         raise UserError(
             f"config.json has `{unknown[0]}`={values[unknown[0]]!r}, which gptworks does not know for a `{kind}`: it "
@@ -159,6 +164,8 @@ def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig)
         for place in tensor_places(family.places, config, expected):
             if place.theirs not in theirs:
                 cause = _cause(files, next(iter(files.values())).parent)
+                if not cause and place.theirs == _head(family):
+                    cause = " If the embedding is also the head, set `tie_word_embeddings` to true in it."
                 raise UserError(
                     f"the tensor `{place.theirs}` is missing: config.json describes a model with it.{cause}"
                 )
