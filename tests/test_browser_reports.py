@@ -37,6 +37,23 @@ def fits(new_page: Callable[..., Any]) -> Callable[[Path], None]:
     return held
 
 
+def test_a_report_on_a_phone_shows_whole_charts_and_folds_its_settings(
+    studio: Studio, tmp_path: Path, new_page: Callable[..., Any]
+) -> None:
+    write_report(read_history(studio.runs / "base"), tmp_path / "report.html")
+    page = new_page(signs_in=False, viewport={"width": 390, "height": 844})
+    page.goto((tmp_path / "report.html").as_uri())
+    figures = page.locator("figure:visible")
+    assert figures.count() > 3
+    assert figures.evaluate_all("(all) => all.every((one) => one.scrollWidth <= one.clientWidth + 1)")
+    words = page.locator("figure:visible text").first.evaluate("(one) => one.getBoundingClientRect().height")
+    assert words > 7, "words that can be read"
+    default = page.get_by_text("model.mlp_bias", exact=True)
+    assert page.get_by_text("model.d_model", exact=True).first.is_visible() and not default.last.is_visible()
+    page.get_by_text("All settings").click()
+    assert default.last.is_visible()
+
+
 def test_a_report_fits_its_window(studio: Studio, tmp_path: Path, fits: Callable[[Path], None]) -> None:
     write_report(read_history(studio.runs / "base"), tmp_path / "report.html")
     fits(tmp_path / "report.html")

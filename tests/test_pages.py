@@ -214,7 +214,7 @@ def test_no_element_and_no_attribute_of_a_page_comes_from_data(
     assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
     if payload != "long":  # of which a page shows a part
         assert hostile.text.count(MARK) >= plain.text.count(MARK) > 0
-    assert len(text) < 40 * MOST_CHARACTERS
+    assert len(text.partition("</style>")[2]) < 40 * MOST_CHARACTERS
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from markupsafe import Markup
 
 from gptworks.pages.drawing import SMALL, Drawing, Point, text_width
-from gptworks.pages.parts import paragraph, printable, stylesheet
+from gptworks.pages.parts import figure, paragraph, printable, stylesheet
 
 Format = Callable[[float], str]
 
 WIDE, NARROW = 960.0, 456.0
 """Widths of a chart: as wide as the page, or one of two side by side."""
+NARROW_HEIGHT = 300.0
+"""Maximum height of a wide chart where it is drawn narrow."""
 
 N_COLOURS = 8
 """Number of colours, series-0 to series-7 in style.css; further series are dashed."""
@@ -79,6 +81,14 @@ class Chart:
         if drawing is None:
             return paragraph(f"{self.y_label}: nothing yet", "note")
         return drawing.svg(self.width, self.height, self.title, self.words(), self.name)
+
+    def figure(self) -> Markup:
+        """Return the chart in a figure. A wide one is drawn a second time for screens on which its text would be too
+        small; a page shows one of them."""
+        if self.width <= NARROW:
+            return figure(self.svg(), "chart")
+        narrow = replace(self, name=f"{self.name}-narrow", width=NARROW, height=min(self.height, NARROW_HEIGHT))
+        return figure(self.svg(), "chart wide") + figure(narrow.svg(), "chart narrow")
 
     def words(self) -> str:
         """Return a description of the curves in words."""

@@ -62,6 +62,8 @@ bold = _macro("bold")
 columns = _macro("columns")
 """Returns sections side by side, where there is room."""
 figure = _macro("figure")
+folded = _macro("folded")
+"""Returns a part that is hidden until its title is clicked, but printed."""
 figures = _macro("figures")
 """Returns drawings in rows of two, where there is room."""
 key_figures = _macro("key_figures")

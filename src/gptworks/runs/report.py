@@ -8,6 +8,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from gptworks.config import Recipe
 from gptworks.describe.page import architecture
 from gptworks.describe.sheet import describe, summary, traits
 from gptworks.errors import UserError
@@ -88,7 +89,7 @@ def to_html(run: History, refresh_seconds: int | None = None) -> str:
     parts = [
         key_figures_of(run),
         *_left_out_lines(run),
-        html.section("Reward" if run.rewarded else "Loss", html.figure(loss.svg())),
+        html.section("Reward" if run.rewarded else "Loss", loss.figure()),
         html.section("Along the run", html.figures((*_charts(run), *_by_layer(run)))),
         html.section("Where the time went", _where_time_went(run)),
         html.section(
@@ -110,15 +111,20 @@ def to_html(run: History, refresh_seconds: int | None = None) -> str:
             html.paragraph(html.unbroken(traits(run.recipe.model))),
             architecture(run.recipe.model),
         ),
-        html.section(
-            "Settings", html.settings(run.recipe.model_dump(mode="json", exclude={"name", "run_dir", "sweep"}))
-        ),
+        html.section("Settings", *_settings(run.recipe)),
     ]
     step = f"step {run.step:,}" + (f" of {planned:,}" if planned else "")
     progress = f"{step} · {run.tokens:,} tokens · {clock(run.seconds)} of training"
     return page(
         run.name, (html.unbroken(progress), html.unbroken(summary(sheet))), parts, _conventions(run), refresh_seconds
     )
+
+
+def _settings(recipe: Recipe) -> tuple[Markup, Markup]:
+    """Return the settings that differ from their defaults, and all of them, folded."""
+    hidden = {"name", "run_dir", "sweep"}
+    given, whole = (recipe.model_dump(mode="json", exclude=hidden, exclude_defaults=some) for some in (True, False))
+    return html.settings(given), html.folded("All settings", html.settings(whole))
 
 
 def key_figures_of(run: History) -> Markup:
