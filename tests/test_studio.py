@@ -154,14 +154,17 @@ def test_whether_a_run_goes_on(http: httpx.Client, runs: Path) -> None:
     assert state() == "finished"
     before = log.read_text(encoding="utf-8")
     log.write_text(before + json.dumps(training(9, 2.0)) + "\n", encoding="utf-8")  # it was resumed, and crashed
-    assert state() == "stopped"
+    assert state() == "killed"
     log.write_text(before, encoding="utf-8")
     outcome.write_text(ended.replace('"finished"', '"stopped by SIGTERM"'), encoding="utf-8")
     assert state() == "stopped"
     outcome.rename(outcome.with_suffix(".aside"))
-    assert state() == "stopped"
+    assert state() == "killed"
     with filelock.FileLock(runs / "demo" / ".lock"):
         assert state() == "running"
+    (runs / "demo" / "quantization.json").write_text("{}", encoding="utf-8")
+    assert state() == "quantized"
+    (runs / "demo" / "quantization.json").unlink()
     outcome.with_suffix(".aside").unlink()
     outcome.write_text(ended, encoding="utf-8")
 

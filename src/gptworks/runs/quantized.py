@@ -27,6 +27,9 @@ from gptworks.runs.quantization_report import QuantizationReport, make_report
 from gptworks.tokenizer import load_tokenizer
 from gptworks.training.checkpoint_files import save_checkpoint
 
+FILE = "quantization.json"
+"""The file of a quantized run that names its origin and reports its errors."""
+
 CALIBRATION_TOKENS = 32_768
 """Default number of tokens of training text with which GPTQ calibrates."""
 
@@ -141,7 +144,7 @@ def _write(out: Path, run: Path, loaded: LoadedRun, quantized: QuantizedGPT, mea
         write_sums(aside / "tokenizer")
         save_checkpoint(aside, step, quantized.state_dict(), {}, loaded.checkpoint.state() | {"best_step": step})
         figures = json.dumps({"made_from": origin, **measured.to_json()}, indent=2)
-        write_whole(aside / "quantization.json", figures + "\n")
+        write_whole(aside / FILE, figures + "\n")
         write_whole(aside / "model-card.md", _card(run, loaded, measured))
 
 

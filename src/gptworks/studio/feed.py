@@ -23,7 +23,7 @@ class Feed:
     def __init__(self, library: Library) -> None:
         self.library, self.watch = library, Watch(recipe_of=library.recipes.of)
         self.states: dict[str, str] = {}
-        """State of each run by id: running, finished or stopped."""
+        """State of each run by id, as `state_of` returns it."""
         self.left_out: dict[str, str] = {}
         """Reasons why runs are skipped, by the run's id."""
         self._inside: dict[str, int] = {}

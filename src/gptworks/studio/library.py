@@ -4,6 +4,7 @@ among the folders found, and never used as a path.
 
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.infer.defaults import sampling_of
 from gptworks.planning.params import count_parameters
+from gptworks.runs.quantized import FILE as QUANTIZATION
 from gptworks.runs.report import has_ended
 from gptworks.serve.errors import APIError
 from gptworks.studio.recipes import Recipes
@@ -28,6 +30,8 @@ MOST_DEPTH = 6
 MOST_FOLDERS = 20_000
 """Maximum number of folders that are searched for runs."""
 MOST_RUNS = 2_000
+MOST_PROMPTS, MOST_PROMPT = 6, 400
+"""Maximum number of sample prompts of a run that the page offers, and their maximum number of characters."""
 _FEWER = "are listed: give the studio a folder with fewer of them, such as gptworks studio runs/sweep."
 _READ = ("recipe.yaml", "changes.json", "metrics.jsonl", "outcome.json", "tokenizer", "checkpoints", CONSOLE)
 """Entries of a run folder that the studio reads."""
@@ -45,6 +49,8 @@ class RunFolder:
     folder: Path
     root: Path
     """The given folder that contains the run. Nothing outside of it is read."""
+    started: float = 0.0
+    """When the run was started or last resumed, in seconds since the epoch: its recipe is written then."""
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the run's checkpoints, newest first, one for each step."""
@@ -114,10 +120,11 @@ class Library:
         return None if self.roots[0].is_dir() else self.roots[0]
 
     def runs(self) -> dict[str, RunFolder]:
-        """Return the runs by id, ordered by the given folders, then by name."""
+        """Return the runs by id, newest first, then ordered by the given folders and by name."""
         with self._lock:
             if time.monotonic() - self._looked_at > _FRESH_SECONDS:
-                self._found, self._looked_at = self._look(), time.monotonic()
+                found = sorted(self._look().values(), key=lambda run: -run.started)
+                self._found, self._looked_at = {run.id: run for run in found}, time.monotonic()
             return self._found
 
     def get(self, name: str) -> RunFolder:
@@ -171,11 +178,11 @@ class Library:
             made = self._settings(run) | {"checkpoints": _checkpoints(run), "state": state_of(run.folder)}
         except (UserError, OSError) as error:  # OSError: the folder was deleted
             made = {"problem": printable(str(error)), "checkpoints": [], "state": "stopped"}
-        empty = {"chat": False, "context": None, "parameters": None, "vocab_size": None, "problem": None,
-                 "sampling": SAMPLING._asdict()}  # fmt: skip
+        empty: dict[str, Any] = {"chat": False, "context": None, "parameters": None, "vocab_size": None, "prompts": [],
+                                 "problem": None, "sampling": SAMPLING._asdict()}  # fmt: skip
         if not any(one["last"] for one in made["checkpoints"]) and made.get("problem") is None:
             made["problem"] = "it has no checkpoint yet: let it train to its first one (train.checkpoint_every)."
-        return {"id": run.id, "run": printable(str(run.folder)), **empty, **made}
+        return {"id": run.id, "run": printable(str(run.folder)), "started": run.started, **empty, **made}
 
     def _settings(self, run: RunFolder) -> dict[str, Any]:
         """Return figures from a run's recipe, or the recipe's problem; and whether the run has a chat template."""
@@ -186,7 +193,7 @@ class Library:
             if known is not recipe:
                 model = recipe.model
                 made = {"context": model.context_length, "vocab_size": model.vocab_size,
-                        "parameters": count_parameters(model).total}  # fmt: skip
+                        "parameters": count_parameters(model).total, "prompts": _prompts(recipe)}  # fmt: skip
                 if len(self._settings_of) >= 2 * self.most_runs:
                     self._settings_of.clear()
                 self._settings_of[run.folder] = recipe, made
@@ -210,7 +217,7 @@ class Library:
                 n = 2
                 while name in found:
                     name, n = f"{name.rpartition(' ~')[0] or name} ~{n}", n + 1
-                found[name] = RunFolder(name, folder, root)
+                found[name] = RunFolder(name, folder, root, _written(folder / "recipe.yaml"))
         if left[0] < 0:
             self.notice = f"There are more than {self.most_folders:,} folders, and runs in the first {_FEWER}"
         return found
@@ -227,6 +234,13 @@ def _run_folders(folder: Path, depth: int, left: list[int]) -> Iterator[Path]:
     inside = [one.name for one in _entries(folder) if one.is_dir(follow_symlinks=False)]
     for name in sorted(name for name in inside if not name.startswith(".")):
         yield from _run_folders(folder / name, depth - 1, left)
+
+
+def _written(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:  # the folder was deleted
+        return 0.0
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -259,12 +273,22 @@ def _checkpoints(run: RunFolder) -> list[dict[str, Any]]:
     return made
 
 
+def _prompts(recipe: Recipe) -> list[str]:
+    """Return the first prompts of the run's samples; those that are empty or long are left out."""
+    return [prompt for prompt in recipe.train.sample_prompts if 0 < len(prompt) <= MOST_PROMPT][:MOST_PROMPTS]
+
+
 def state_of(folder: Path) -> str:
-    """Return the state of a run: running, finished or stopped."""
+    """Return the state of a run: running, finished, stopped, killed (its log is newer than any recorded end, and no
+    process has it open), or quantized (`gptworks quantize` made it)."""
+    if (folder / QUANTIZATION).is_file():
+        return "quantized"
     if has_ended(folder):
         outcome = read_outcome(folder)
         return "stopped" if isinstance(outcome, str) or outcome.reason.startswith("stopped") else "finished"
-    return "running" if is_in_use(folder) else "stopped"
+    if is_in_use(folder):
+        return "running"
+    return "killed" if sys.platform != "win32" and _written(folder / "metrics.jsonl") else "stopped"
 
 
 def printable(name: str) -> str:

@@ -56,14 +56,16 @@ async def _rows(feed: Feed, names: set[str] | None = None) -> list[dict[str, Any
     """Return the rows of the list of runs for `names`; None: for all runs."""
 
     def made(watch: Watch) -> list[dict[str, Any]]:
+        started = {name: run.started for name, run in feed.library.runs().items()}
         named = defaultdict[str, dict[Path, str]](dict)
         for name, one in watch.runs.items():
             named[one.series.folder.name][one.series.folder] = name
         return [
-            {"id": name, "state": feed.states.get(name, "stopped"), **plain(one.row()), "origin": _origin(one, named)}
+            {"id": name, "state": feed.states.get(name, "stopped"), "started": started.get(name, 0.0),
+             **plain(one.row()), "origin": _origin(one, named)}
             for name, one in watch.runs.items()
             if names is None or name in names
-        ]
+        ]  # fmt: skip
 
     return await feed.ask(made)
 

@@ -42,7 +42,7 @@ class Served:
             "id": name, "run": None if folder is None else str(folder), "chat": engine.chat_template is not None,
             "context": engine.context, "parameters": count_parameters(config).total, "vocab_size": config.vocab_size,
             "sampling": {setting: getattr(engine.defaults, setting) for setting in SAMPLING._fields},
-            "state": "served", "checkpoints": [], "problem": None,
+            "state": "served", "checkpoints": [], "prompts": [], "problem": None,
         }  # fmt: skip
 
 
