@@ -26,6 +26,8 @@ class ServedModel:
     loop: EngineLoop
     tokens: Tokens
     created: int = field(default_factory=lambda: int(time.time()))
+    _lent: dict[str, ChatTemplate] = field(default_factory=dict)
+    """The last template of another model that was used with this one, by its source."""
 
     @functools.cached_property
     def reader(self) -> Backend:
@@ -44,6 +46,18 @@ class ServedModel:
                 code="no_chat_template",
             )
         return self.engine.chat_template
+
+    def template(self, source: str | None) -> ChatTemplate:
+        """Return the model's chat template; if it has none, the template with this source. Slow for a new source.
+
+        Raises:
+            APIError: the model has no template, and there is no source. UserError: the source does not compile.
+        """
+        if source is None or self.engine.chat_template is not None:
+            return self.chat_template
+        if source not in self._lent:
+            self._lent = {source: ChatTemplate(source, self.engine.tokenizer)}
+        return self._lent[source]
 
     def describe(self) -> openai.Model:
         return openai.Model(

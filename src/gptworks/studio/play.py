@@ -1,5 +1,6 @@
 """Routes of the Play tab: a model's text, token by token, with each token's alternatives before and after sampling."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -9,6 +10,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, model_validator
 
+from gptworks.chat_template import MAX_TEMPLATE_BYTES, TEMPLATE_FILE
+from gptworks.files import read_text
 from gptworks.infer.logprobs import TokenLogprob
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Pace
@@ -78,6 +81,8 @@ class GenerateRequest(Chosen):
     tokens: Annotated[list[int], Field(min_length=1, max_length=openai.MAX_TOKENS)] | None = None
     messages: openai.Messages | None = None
     answers: bool = False
+    template_of: RunName | None = None
+    """The run whose chat template writes the conversation, if the model has none."""
     settings: PlaySettings = PlaySettings()
     n_top: openai.Alternatives = 10
     score_prompt: bool = False
@@ -118,10 +123,11 @@ async def generate(request: Request) -> Response:
     body, caller = await body_of(request, GenerateRequest), caller_of(request)
     service, engines = service_of(request), _engines_of(request)
     body.settings.sampling(SamplingSettings(), body.n_top)  # invalid ones are refused before a model is loaded
+    source = await _source(request, body.template_of)
     begun: list[Generation] = []
 
     async def start(model: ServedModel) -> Generation:
-        begun.append(await _begin(service, model, body, caller))
+        begun.append(await _begin(service, model, body, caller, source))
         return begun[0]
 
     def cancel() -> None:
@@ -148,19 +154,32 @@ async def generate(request: Request) -> Response:
     return MessageEvents(load(), cancel)
 
 
-async def _begin(service: Service, model: ServedModel, body: GenerateRequest, caller: Caller) -> Generation:
-    """Submit a request's prompt to the engine and return the generation.
+async def _source(request: Request, run: str | None) -> str | None:
+    """Return the source of a run's chat template; None without a run."""
+    if run is None:
+        return None
+    if _engines_of(request) is None:
+        return service_of(request).get(run).chat_template.source
+    tokenizer = (await in_thread(request, lambda: request.app.state.studio.library.get(run))).folder / "tokenizer"
+    return await in_thread(request, lambda: read_text(tokenizer / TEMPLATE_FILE, MAX_TEMPLATE_BYTES, inside=tokenizer))
+
+
+async def _begin(
+    service: Service, model: ServedModel, body: GenerateRequest, caller: Caller, source: str | None
+) -> Generation:
+    """Submit a request's prompt to the engine and return the generation. source: the template of a model without one.
 
     Raises:
         APIError, UserError, QueueFull: the request is rejected.
     """
     task, settings = caller.task(), body.settings.sampling(model.engine.defaults, body.n_top)
     if body.messages is not None or body.answers:
-        settings = settings.ending_at(model.chat_template.end_token_ids)
+        template = await asyncio.get_running_loop().run_in_executor(service.threads, model.template, source)
+        settings = settings.ending_at(template.end_token_ids)
 
     def read(_: None) -> Prompt:
         if body.messages is not None:
-            return fitted_prompt(model, body.messages, settings.max_tokens, task, model.chat_template)
+            return fitted_prompt(model, body.messages, settings.max_tokens, task, model.template(source))
         if body.tokens is not None:
             return Prompt(model.tokens.check(body.tokens, "tokens"))
         return Prompt(model.tokens.encode(body.prompt or "", "prompt"))
