@@ -46,7 +46,7 @@ def make_runs(folder: Path) -> Path:
     runs, texts = folder / "runs", folder / "texts"
     texts.mkdir()
     learns = {"max_steps": 60, "evaluate_every": 20, "checkpoint_every": 20, "keep_checkpoints": 5}
-    learns |= {"learning_rate": 0.01}
+    learns |= {"learning_rate": 0.01, "sample_prompts": ["line 7:", "line 8: the quick"]}
     base = chats.base_tree(texts, **learns, keep_every=20) | {"run_dir": str(runs / "base")}
     tuned = chats.tune_tree(texts, **learns | {"max_steps": 40}) | {
         "run_dir": str(runs / "group" / "tuned"), "initialize_from": str(runs / "base"),

@@ -54,20 +54,21 @@ def test_documents_are_paged_and_each_token_has_its_id(page: Any, studio: Studio
     assert f"id {found['tokens'][3]['id']}" in page.locator(".detail").inner_text()
     page.locator(".data .rows").focus()
     page.keyboard.press("ArrowRight")
-    assert f"Token 4: {found['tokens'][4]['spelling'].replace(' ', '␣')}" in page.locator(".detail").inner_text()
+    assert f"Token 5: {found['tokens'][4]['spelling'].replace(' ', '␣')}" in page.locator(".detail").inner_text()
     page.get_by_label("Split").select_option("validation")
     settled(page)
     held_out = asked(studio, "document", model="base", split="validation")
     assert shown(page) == [written(token) for token in held_out["tokens"]]
-    page.get_by_label("First token", exact=True).fill("1030")
+    page.get_by_label("First token", exact=True).fill("1031")
     settled(page)
     later = asked(studio, "document", model="base", split="validation", first=1030)
     assert shown(page) == [written(token) for token in later["tokens"]]
     page.get_by_role("button", name="Previous first token").click()
     settled(page)
-    assert page.get_by_label("First token", exact=True).input_value() == "6"
+    assert page.get_by_label("First token", exact=True).input_value() == "7"
     page.get_by_label("Document", exact=True).fill("999")
-    page.get_by_text("document 999 is not in the validation split").wait_for()
+    n = asked(studio, "about", model="base")["splits"]["validation"]["n_documents"]
+    assert page.get_by_label("Document", exact=True).input_value() == str(n), "no further than the last"
 
 
 def test_windows_show_documents_and_losses(page: Any, studio: Studio) -> None:
@@ -77,7 +78,7 @@ def test_windows_show_documents_and_losses(page: Any, studio: Studio) -> None:
     [row] = asked(studio, "window", model=TUNED, window=1)["rows"]
     assert shown(page) == [written(token) for token in row["tokens"]]
     begins = [token["begins"] for token in row["tokens"] if token["begins"]]
-    assert page.locator(".data .begins").all_text_contents() == [f"document {one['document']}" for one in begins]
+    assert page.locator(".data .begins").all_text_contents() == [f"document {one['document'] + 1}" for one in begins]
     classes = [str(one) for one in page.locator(".data .tokens .t").evaluate_all("all => all.map((t) => t.className)")]
     assert ["learned" in one.split() for one in classes] == [token["learned"] for token in row["tokens"]]
     page.get_by_role("button", name="Colour by loss").click()
@@ -100,7 +101,7 @@ def test_a_step_shows_its_batch(page: Any, studio: Studio) -> None:
     assert shown(page) == [written(token) for row in found["rows"] for token in row["tokens"]]
     titles = page.locator(".data h2").all_text_contents()
     assert len(titles) == len(found["rows"]) and titles[1].startswith(
-        f"Sample 1 · window {found['rows'][1]['window']} of epoch {found['rows'][1]['epoch']} · "
+        f"Sample 2 · window {found['rows'][1]['window'] + 1} of epoch {found['rows'][1]['epoch'] + 1} · "
     )
     page.get_by_role("button", name="Colour by loss").click()
     page.get_by_text("nats for each learned token").wait_for()
@@ -118,7 +119,9 @@ def test_a_step_shows_masks_and_packing_borders(page: Any, studio: Studio) -> No
     assert ["masked" in one for one in classes] == [not token["learned"] for token in found]
     borders = [token["begins"]["document"] for token in found if token["begins"]]
     shown = page.locator(".data .begins").all_text_contents()
-    assert [one.split(",")[0] for one in shown] == [f"document {document:,}" for document in borders] and len(shown) > 1
+    assert [one.split(",")[0] for one in shown] == [f"document {document + 1:,}" for document in borders] and len(
+        shown
+    ) > 1
 
 
 def test_two_tokenizers_side_by_side(page: Any, studio: Studio) -> None:
@@ -182,11 +185,24 @@ def test_a_phrase_is_searched_and_its_place_opened(page: Any, studio: Studio) ->
     assert shown == [hit["before"] + hit["text"] + hit["after"] for hit in found["hits"]]
     assert set(page.locator(".hit mark").all_text_contents()) == {"lazy dog, 1"}
     hit = found["hits"][3]
-    page.get_by_role("button", name=f"Document {hit['document']:,}, token {hit['first']:,}").click()
+    page.get_by_role("button", name=f"Document {hit['document'] + 1:,}, token {hit['first'] + 1:,}").click()
     settled(page)
-    assert page.get_by_label("First token", exact=True).input_value() == str(hit["first"] - 32)
+    assert page.get_by_label("First token", exact=True).input_value() == str(hit["first"] - 31)
     text = "".join(page.locator(".data .tokens .t").all_text_contents())
     assert "lazy dog, 1" in text[: text.index("lazy dog, 1") + 200]
+
+
+def test_a_picker_is_shown_where_it_chooses_something(page: Any) -> None:
+    opened(page, "Documents")
+    point = page.locator(".data").get_by_label("Checkpoint of run")
+    for view in ("Documents", "Windows", "A step", "Search", "Figures", "Two tokenizers"):
+        page.get_by_role("button", name=view, exact=True).click()
+        assert point.count() == 0, "no view shows a checkpoint's work yet"
+    page.get_by_role("button", name="Windows", exact=True).click()
+    page.get_by_role("button", name="Colour by loss").click()
+    point.select_option("20")
+    page.get_by_text("at step 20").wait_for()
+    assert page.get_by_label("Window", exact=True).input_value() == "1"
 
 
 def test_what_cannot_be_searched_is_said(page: Any) -> None:
@@ -207,5 +223,10 @@ def test_the_figures_are_those_of_the_command(page: Any, studio: Studio) -> None
     for row, one in zip(rows, found["amounts"], strict=True):
         figures = (one["split"], f"{one['documents']:,}", f"{one['tokens']:,}", f"{one['text_bytes']:,}")
         assert row.split("\t")[:4] == list(figures)
+    bars = page.locator(".lengths").first.locator(".length-bar span").evaluate_all(
+        "(all) => all.map((bar) => bar.getBoundingClientRect().width)")  # fmt: skip
+    counts = [one["documents"] for one in found["lengths"]["train"]["histogram"]]
+    assert max(bars) > 200
+    assert [bar / max(bars) for bar in bars] == pytest.approx([n / max(counts) for n in counts], abs=0.02)
     lengths = found["lengths"]["train"]
     assert f"{lengths['shortest']:,} to {lengths['longest']:,} tokens a document" in page.locator(".data").inner_text()

@@ -67,6 +67,31 @@ def test_a_written_token_is_explained_by_the_checkpoint_that_wrote_it(page: Any,
     assert int(page.get_by_label("Checkpoint of compared model").input_value()) == first_step(studio)
 
 
+def test_a_run_chosen_in_one_part_is_chosen_in_all(page: Any, studio: Studio) -> None:
+    labels = {"Play": "Model of column 1", "Read": "Model", "Through time": "Run", "Data": "Run", "Model": "Model"}
+    with studio.http() as http:
+        models = http.get("/studio/state").json()["models"]
+    assert [model["id"] for model in models] == [one["id"] for one in sorted(models, key=lambda one: -one["started"])]
+    shown = page.locator(".part:not([hidden])")
+    assert shown.get_by_label(labels["Play"], exact=True).input_value() == models[0]["id"], "the newest, to begin with"
+    for part, run in zip(labels, ("base", "group/tuned", "long", "base", "group/tuned"), strict=True):
+        page.locator(".shell").get_by_role("link", name=part, exact=True).click()
+        shown.get_by_label(labels[part], exact=True).select_option(run)
+        key = "time" if part == "Through time" else part.lower()
+        page.wait_for_url(f"**#/{key}/{run}")  # a link to what is shown
+        for other, label in labels.items():
+            page.locator(".shell").get_by_role("link", name=other, exact=True).click()
+            box = shown.get_by_label(label, exact=True)
+            box.wait_for()
+            assert box.input_value() == run, f"chosen in {part}, shown in {other}"
+    shown.get_by_label("Checkpoint of model", exact=True).select_option("40")
+    page.reload()
+    shown.get_by_label("Checkpoint of model", exact=True).wait_for()
+    page.locator(".shell").get_by_role("link", name="Play", exact=True).click()
+    assert page.get_by_label("Model of column 1").input_value() == "group/tuned"
+    assert page.get_by_label("Checkpoint of column 1").input_value() == "40"
+
+
 CHOSEN_IN_FRAMES = """(label) => void (window.chosen = new Promise((settle) => {
   const values = [];
   const look = () => {

@@ -57,9 +57,13 @@ def test_a_part_is_clicked_and_shows_what_it_takes(page: Any, studio: Studio) ->
     assert part["words"] in page.locator(".model-details").inner_text()
     assert page.locator(".model-tensors button").all_inner_texts() == [QUERY]
     assert "32 × 32 · fp32, 4.096 kB · 1,024 parameters" in page.locator(".model-tensors").inner_text()
-    facts = dict(zip(*(page.locator(f".model-facts {tag}").all_inner_texts() for tag in ("dt", "dd")), strict=True))
+    facts = dict(zip(*(page.locator(f".model-facts {tag}").all_text_contents() for tag in ("dt", "dd")), strict=True))
     assert [facts[fact["name"]] for fact in sheet["facts"]] == [fact["text"] for fact in sheet["facts"]]
     assert facts["model.d_model"] == "32" and facts["model.mlp"] == "swiglu"
+    given, default = (page.locator(".model-facts dt", has_text=name) for name in ("model.d_model", "model.mlp_bias"))
+    assert given.is_visible() and not default.is_visible(), "what is as by default is folded"
+    page.get_by_text("settings with their defaults").click()
+    assert default.is_visible()
     choose(page, "SiLU")
     page.get_by_text("It has no weights.").wait_for()
     architecture.get_by_label("Layer").select_option("1")

@@ -177,6 +177,7 @@ def test_the_page_says_when_the_server_is_gone(new_page: Callable[..., Any], stu
         page.goto(short.url)
         page.wait_for_selector(".play")
         assert page.locator(".connection").inner_text() == "Connected"
+    choose(page, "base")
     page.get_by_label("Prompt", exact=True).fill("a")
     page.get_by_role("button", name="Generate", exact=True).click()
     page.locator(".column .problem:has-text('does not answer')").wait_for()

@@ -46,6 +46,42 @@ def percent(logprob: float) -> float:
 # ------------------------------------------------------------------------------------------------- texts and tokens
 
 
+def test_the_model_and_sample_prompts_are_at_the_prompt_and_help_is_asked_for(page: Any, studio: Studio) -> None:
+    choose(page, "base")
+    head = page.locator(".composer .head")
+    assert head.text_content() == "Promptto base"
+    page.get_by_label("Checkpoint of column 1").select_option("40")
+    assert head.text_content() == "Promptto base, step 40"
+    with studio.http() as http:
+        models = {model["id"]: model for model in http.get("/studio/state").json()["models"]}
+    chips = page.get_by_role("group", name="Sample prompts").get_by_role("button")
+    assert chips.all_text_contents() == models["base"]["prompts"] and chips.count()
+    chips.first.click()
+    assert page.get_by_label("Prompt", exact=True).input_value() == models["base"]["prompts"][0]
+    about = page.locator("#setting-temperature-about")
+    assert not about.is_visible()
+    page.get_by_role("button", name="Explain").click()
+    assert about.is_visible() and "lower is safer" in about.inner_text()
+    page.get_by_role("button", name="Explain").click()
+    setting(page, "temperature", "9")
+    assert "0 to 2" in about.inner_text() and about.is_visible(), "a mistake is always explained"
+
+
+def test_branches_are_named_by_what_differs(page: Any) -> None:
+    choose(page, "base")
+    names = page.locator(".branch .words")
+    for step, seed in ((20, 3), (60, 3), (60, 4)):
+        page.get_by_label("Checkpoint of column 1").select_option(str(step))
+        generate(page, "line 7:", seed=seed, max_tokens=5)
+    assert names.all_inner_texts() == [
+        f"step {step} · seed {seed} · line 7:" for step, seed in ((20, 3), (60, 3), (60, 4))
+    ]
+    page.get_by_role("button", name="Edit text").click()
+    whole = page.get_by_label("Prompt", exact=True).input_value()
+    generate(page, f"{whole} fox")
+    assert names.last.inner_text() == "… fox"
+
+
 def test_a_text_is_written_and_its_tokens_are_shaded(page: Any, studio: Studio) -> None:
     choose(page, "base")
     generate(page, "line 7: the", seed=3, max_tokens=12)
@@ -197,7 +233,8 @@ def test_any_place_can_be_edited_and_continued(page: Any) -> None:
     page.wait_for_function("() => document.querySelectorAll('.branch').length === 3")
     finish(page)
     assert shown_prompt(page) == longer[:at] + "fox" + longer[at:] and tokens(page).count() == 6
-    assert page.locator(".branches ul ul ul .branch").count() == 1, "it stands below the text that it was made from"
+    assert page.locator(".branches ul ul .branch").count() == 1, "another way is indented; what continues is not"
+    assert page.locator(".branches > ul > li > .branch").count() == 2
     page.get_by_role("button", name="Edit text").click()
     assert box.input_value() == shown_prompt(page) + answer(page)
 
@@ -407,6 +444,26 @@ def test_two_checkpoints_and_two_models_side_by_side_from_one_seed(page: Any, st
         assert answer(page, column) == "".join(e["text"] for e in events_of(studio, body) if e["type"] == "token")
     page.get_by_role("button", name="Close column 2").click()
     assert page.locator(".column").count() == 1
+
+
+def test_a_model_without_a_chat_template_takes_that_of_the_one_next_to_it(page: Any, studio: Studio) -> None:
+    choose(page, "group/tuned")
+    page.get_by_role("button", name="Side by side").click()
+    choose(page, "base", column=2)
+    assert "that of group/tuned" in page.locator(".column").nth(1).inner_text()
+    with page.expect_request(lambda sent: "generate" in sent.url and '"base"' in sent.post_data) as sent:
+        for name, value in {"max_tokens": 8, "seed": 2}.items():
+            setting(page, name, value)
+        say(page, "what of brown 1?")
+    assert sent.value.post_data_json["template_of"] == "group/tuned"
+    assert not page.locator(".problem").count() and page.locator(".turn").count() == 4
+    events = events_of(studio, sent.value.post_data_json)
+    rendered = "".join(token["text"] for token in events[0]["tokens"])
+    assert rendered == "<|im_start|>user\nwhat of brown 1?<|im_end|>\n<|im_start|>assistant\n", "as the tuned one's"
+    assert answer(page, 1) == "".join(event["text"] for event in events if event["type"] == "token")
+    page.get_by_role("button", name="Close column 2").click()
+    choose(page, "base")
+    assert page.get_by_label("Prompt", exact=True).is_visible()
 
 
 # ----------------------------------------------------------------------------------------------------- conversations

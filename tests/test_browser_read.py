@@ -144,8 +144,49 @@ def check_head(page: Any, panels: Any, found: Any) -> None:
     panels.get_by_role("button", name="block 0 head 1", exact=True).click()
     said = panels.locator("section").first.get_by_role("status").inner_text()
     place = found["first_read"] + weights.index(max(weights))
-    assert said.startswith("block 0 head 1 looks at ") and f"(token {place:,})" in said.split(", ")[0]
+    assert said.startswith("block 0 head 1 looks at ") and f"(token {place + 1:,})" in said.split(", ")[0]
     assert page.locator(".t.weighed").count() > 0
+
+
+def test_a_token_of_a_long_text_answers_next_to_it(new_page: Callable[..., Any], studio: Studio) -> None:
+    for width, height in ((1280, 900), (390, 844)):
+        page = new_page(viewport={"width": width, "height": height})
+        page.goto(f"{studio.url}/#/read/base")
+        page.get_by_label("Text", exact=True).fill(TEXT * 3)
+        page.keyboard.press("Control+Enter")
+        why = page.get_by_role("region", name="The chosen token")
+        why.locator(".panels").wait_for()
+        losses = [token["nats"] or 0 for token in asked(studio, "text", text=TEXT * 3)["tokens"]]
+        worst = losses.index(max(losses))
+        assert page.locator(".read .t.picked").get_attribute("data-i") == str(worst), "no empty half: one is chosen"
+        tokens = page.locator(".read .text .t")
+        tokens.nth(40).scroll_into_view_if_needed()
+        tokens.nth(40).click()
+        why.get_by_role("heading", name="token 41").wait_for()
+        why.locator(".panels").wait_for()
+        page.wait_for_timeout(300)
+        box = why.get_by_role("heading", name="token 41").bounding_box()
+        assert 0 <= box["y"] < height - 100, f"the answer is in sight at {width} pixels"
+        lens = why.locator(".scrolls-frame").filter(has=page.locator(".lens"))
+        cut = lens.locator(".scrolls").evaluate("(box) => box.scrollWidth > box.clientWidth")
+        assert ("right" in lens.get_attribute("data-more")) == cut and (cut or width > 390)
+        lens.locator(".scrolls").evaluate("(box) => box.scrollTo(box.scrollWidth, 0)")
+        if cut:
+            page.wait_for_function("() => document.querySelector('.scrolls-frame:has(.lens)').dataset.more === 'left'")
+        screenshot(page, f"read-panel-{width}")
+
+
+def test_an_example_is_read_with_a_click(page: Any, studio: Studio) -> None:
+    page.evaluate("() => (location.hash = '#/read/base')")
+    example = page.locator(".examples button").first
+    example.wait_for()
+    text = "".join(token["text"] for token in asked(studio, "text", document=0)["tokens"])
+    assert text.startswith(example.locator("bdi").text_content()[:100])
+    screenshot(page, "read-examples")
+    example.click()
+    page.locator(".read .text .t").first.wait_for()
+    assert "".join(page.locator(".read .text .t").all_text_contents()) == text
+    page.evaluate("() => scrollTo(0, 0)")
 
 
 def test_the_training_data_and_the_checkpoints(page: Any, studio: Studio) -> None:
@@ -207,7 +248,8 @@ def test_a_validation_document_is_read(page: Any, studio: Studio) -> None:
     page.get_by_role("link", name="Read").click()
     page.get_by_label("Model", exact=True).select_option("base")
     page.get_by_role("button", name="A validation document").click()
-    page.get_by_text(f"of {asked(studio, 'documents')['n_documents']:,}, numbered from 0").wait_for()
+    page.locator(".document").get_by_text(f"of {asked(studio, 'documents')['n_documents']:,}").wait_for()
+    assert page.locator(".document input").input_value() == "1"
     page.get_by_role("button", name="Read", exact=False).last.click()
     found = asked(studio, "text", document=0)
     page.locator(".read .text .t").first.wait_for()

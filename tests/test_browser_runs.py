@@ -109,8 +109,8 @@ def test_the_list_is_searched_ordered_and_chosen_from(page: Any, runs: Studio) -
     page.get_by_role("button", name="None").click()
     assert page.get_by_text("No run is chosen").is_visible()
     asked_for, found = curves(page, "validation.loss", rows.first.click, lambda asked: len(asked["run"]) == 1)
-    assert asked_for["run"] == ["grid/fast-1"]
-    assert found[0]["y"] == [record["loss"] for record in read_history(runs.runs / "grid/fast-1").validation]
+    assert asked_for["run"] == ["grid/fast-2"], "the newest run is the first"
+    assert found[0]["y"] == [record["loss"] for record in read_history(runs.runs / "grid/fast-2").validation]
     page.get_by_role("button", name="All shown").click()
     page.get_by_label("Search runs").fill("")
     page.get_by_label("Order of the runs").select_option("best")
@@ -191,18 +191,68 @@ def test_axes_and_smoothing_are_chosen(page: Any) -> None:
     screenshot(page, "runs-log")
 
 
+def hovered(page: Any, title: str, share: float, holds: str) -> str:
+    """Point at a chart, at a share of its width, until its readout has some words; return what it has."""
+    over, readout = plot(page, title), ""
+    for i in range(100):  # until the points are there
+        box = over.bounding_box()
+        page.mouse.move(box["x"] + share * box["width"], box["y"] + 50 + i % 2)
+        readout = page.locator("figure.chart").filter(has=page.get_by_role("heading", name=title)).locator(
+            ".readout").text_content()  # fmt: skip
+        if holds in readout:
+            return str(readout)
+        page.wait_for_timeout(100)
+    pytest.fail(f"{holds!r} is not in {readout!r}")
+
+
+def test_a_run_that_ended_before_the_pointer_has_no_figure_there(new_page: Callable[..., Any], tmp_path: Path) -> None:
+    folder, long_name = tmp_path / "runs", "a-run-with-a-name-that-is-far-too-long-for-its-card-seed-1"
+    write_run(folder / long_name, [training(i, 3.0) for i in range(1, 1001)])
+    write_run(folder / "short", [training(i, 2.0) for i in range(1, 21)])
+    with open_studio(folder) as studio:
+        page = opened(new_page(), studio)
+        early, late = (hovered(page, "Training loss", share, long_name) for share in (0.005, 0.5))
+        assert f"{long_name} 3.0000" in early and "short 2.0000" in early
+        assert f"{long_name} 3.0000" in late and "short" not in late
+        readout = page.locator(".readout").first
+        colours = readout.locator(".line").evaluate_all("(all) => all.map((e) => getComputedStyle(e).borderTopColor)")
+        drawn = page.locator(".run", has_text=long_name).locator(".line").evaluate(
+            "(e) => getComputedStyle(e).borderTopColor")  # fmt: skip
+        assert colours == [drawn]
+        name = page.locator(".run .cut-name").filter(has_text=long_name)
+        begins, ends = name.locator("span").all()
+        assert begins.evaluate("(e) => e.scrollWidth > e.clientWidth") and ends.text_content() == "-card-seed-1"
+        assert ends.evaluate(
+            "(e) => e.getBoundingClientRect().right <= e.closest('.run').getBoundingClientRect().right"
+        )
+
+
+def test_a_chart_fills_its_card(page: Any) -> None:
+    over, card = plot(page, "Training loss").bounding_box(), page.locator("figure.chart").nth(1).bounding_box()
+    assert over["width"] * over["height"] > 0.6 * card["width"] * card["height"]
+
+
+def test_the_selected_run_alone_leads_to_other_parts_and_a_link_skips_the_list(page: Any) -> None:
+    assert page.locator(".run.chosen").count() == 5 and page.locator(".run-links").count() == 0
+    page.get_by_role("button", name="grid/slow-2").click()
+    assert page.get_by_label("Other parts with grid/slow-2").is_visible() and page.locator(".run-links").count() == 1
+    page.get_by_label("Draw grid/slow-2").uncheck()
+    assert page.locator(".run.chosen").count() == 4 and page.locator(".run.selected").count() == 1
+    page.locator(".shell").get_by_role("link", name="Runs").focus()
+    skip = page.get_by_role("link", name="Skip to the first chart")
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        if skip.evaluate("(e) => e === document.activeElement"):
+            break
+    assert skip.bounding_box()["x"] >= 0
+    page.keyboard.press("Enter")
+    assert str(page.evaluate("() => document.activeElement.ariaLabel")).startswith("Validation loss")
+
+
 def test_memory_is_drawn_in_bytes(page: Any) -> None:
     page.get_by_role("heading", name="Resident memory").scroll_into_view_if_needed()
-    over = plot(page, "Resident memory")
-    chart = page.locator("figure.chart").filter(has=page.get_by_role("heading", name="Resident memory"))
-    for i in range(100):  # until the points are there
-        over.hover(position={"x": 180 + i % 2, "y": 80})
-        if "grid/slow-1 1." in (text := chart.locator(".readout").inner_text()):
-            assert " GB" in text
-            screenshot(page, "runs-memory")
-            return
-        page.wait_for_timeout(100)
-    pytest.fail(text)
+    assert " GB" in hovered(page, "Resident memory", 0.5, "grid/slow-1 1.")
+    screenshot(page, "runs-memory")
 
 
 def test_runs_that_are_left_out_are_named(page: Any) -> None:
@@ -224,7 +274,9 @@ def test_bands_verdict_differences_samples_and_a_step(page: Any, runs: Studio) -
     assert "difference" in section.inner_text() and "the band of tiny" in section.inner_text()
     table = section.locator("table").last.inner_text()
     assert "train.learning_rate" in table and "0.002" in table
-    rows = [row.locator("th, td").all_inner_texts() for row in section.locator("table").first.locator("tbody tr").all()]
+    rows = [
+        row.locator("th, td").all_text_contents() for row in section.locator("table").first.locator("tbody tr").all()
+    ]
     keys = ("parameters", "tokens", "tokens_per_second", "best_validation_loss", "last_validation_loss",
             "best_bits_per_byte")  # fmt: skip
     for (name, *cells), run in zip(rows, found.to_json()["runs"], strict=True):
@@ -286,7 +338,7 @@ def test_a_fork_is_drawn_with_the_run_that_it_comes_from(new_page: Callable[...,
         asked_for, _ = curves(page, "train.loss", faint.uncheck)
         assert asked_for["run"] == ["fork"] and page.locator(".series-parent").count() == 0
         faint.check()
-        page.locator(".run", has_text="base").first.click()
+        page.get_by_label("Draw base").check()
         page.wait_for_function("() => !document.querySelector('.series-parent')")  # it is drawn for itself
         assert faint.count() == 0
 

@@ -59,9 +59,10 @@ def test_the_first_paint_waits_for_one_stylesheet_and_one_small_script() -> None
 
 def test_a_part_styles_no_class_that_another_part_has() -> None:
     """All stylesheets apply to all parts: `.line` of one part drew boxes around another's line ends. Shared styles are
-    in style.css."""
+    in style.css and shared.css."""
     sheets = {path.name: path.read_text(encoding="utf-8") for path in OWN if path.suffix == ".css"}
-    shared = set(re.findall(r"^\.([\w-]+)", sheets.pop("style.css"), re.MULTILINE))
+    common = sheets.pop("style.css") + sheets.pop("shared.css")
+    shared = set(re.findall(r"^\.([\w-]+)", common, re.MULTILINE))
     assert len(sheets) > 2
     for name, sheet in sheets.items():
         alone = set(re.findall(r"^\.([\w-]+)(?=[ ,{:])", sheet, re.MULTILINE)) - shared

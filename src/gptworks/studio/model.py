@@ -111,11 +111,15 @@ def _sheet(shown: Shown, layer: int) -> Tree:
     names = [_tensor_names(part, layer, shapes) for part in made]
     stored = {one.name: one for one in shown.stored([name for some in names for name in some])}
     facts = [{"name": name, "text": text} for name, text in (*about.facts, *_training_facts(recipe, shown.whole))]
+    changed = c.model_dump(mode="json", exclude_defaults=True)
     in_block = sum(group.total for group in about.parameters.groups.values() if group.in_block)
     return {
         "model": shown.wanted.run.id, "step": shown.wanted.checkpoint.step, "name": recipe.name,
         "summary": summary(about), "traits": traits(c), "facts": facts,
-        "settings": [{"name": f"model.{name}", "value": value} for name, value in c.model_dump(mode="json").items()],
+        "settings": [
+            {"name": f"model.{name}", "value": value, "is_default": name not in changed}
+            for name, value in c.model_dump(mode="json").items()
+        ],
         "layer": layer, "n_layers": c.n_layers, "window": c.layer_window(layer), "parallel": c.parallel_residual,
         "block_share": in_block / about.parameters.total,
         "parts": [

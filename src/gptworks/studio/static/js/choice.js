@@ -1,26 +1,76 @@
-// A run, and one of its checkpoints.
+// The run and checkpoint that all parts show, the pickers of a run and a checkpoint, and names of new runs.
 
 import { count, figure } from "./format.js";
-import { html, useLayoutEffect } from "./ui.js";
+import { html, useLayoutEffect, useRef, useState } from "./ui.js";
 
-/** Choose the run in the address before anything is drawn, so that no other run appears for a moment. */
-export function useLinked(route, models, choose) {
-  const linked = route.join("/");
-  useLayoutEffect(() => {
-    if (models.some((model) => model.id === linked)) choose({ model: linked, checkpoint: null });
-  }, [linked]);
+const STORED = "gptworks-choice"; // in the tab
+const listeners = new Set();
+let chosen = restored();
+
+function restored() {
+  try {
+    const { model = null, checkpoint = null } = JSON.parse(sessionStorage.getItem(STORED)) ?? {};
+    return { model, checkpoint };
+  } catch {
+    return { model: null, checkpoint: null };
+  }
 }
 
+/** Choose a run, at its best checkpoint unless one is given, in all parts. */
+export function chooseRun({ model, checkpoint = null }) {
+  if (model === chosen.model && checkpoint === chosen.checkpoint) return;
+  chosen = { model, checkpoint };
+  sessionStorage.setItem(STORED, JSON.stringify(chosen));
+  for (const listener of listeners) listener(chosen);
+}
+
+/** What was chosen last, even if that run is not listed: { model, checkpoint }, null where nothing was chosen. */
+export function lastChosen() {
+  return chosen;
+}
+
+/** The same in a component, which is drawn again when it changes. */
+export function useChosen() {
+  const [, draw] = useState(chosen);
+  useLayoutEffect(() => (listeners.add(draw), () => listeners.delete(draw)), []);
+  return chosen;
+}
+
+/**
+ * The chosen run; the newest that can be used if none is chosen or the chosen one is not listed. A part that is not
+ * shown keeps its run, so that it asks for nothing.
+ */
+export function useRun(models, shown) {
+  const found = useChosen();
+  const kept = useRef(null);
+  if (shown || !kept.current)
+    kept.current = models.some((model) => model.id === found.model)
+      ? found
+      : { model: models.find((model) => !model.problem)?.id ?? null, checkpoint: null };
+  return kept.current;
+}
+
+/** The step of the chosen checkpoint, if the run has it. */
+export function stepOf(models, { model, checkpoint }) {
+  const checkpoints = models.find((one) => one.id === model)?.checkpoints ?? [];
+  const which = checkpoint ?? "best";
+  return checkpoints.find((one) => one.step === which || one[which] === true)?.step;
+}
+
+const NOTES = { running: " (training)", killed: " (killed)" };
+
 export function RunChoice({ models, chosen, choose, name }) {
+  const model = models.find((one) => one.id === chosen.model);
   return html`<span class="choice">
-    <select class="field" aria-label=${name} value=${chosen.model ?? ""}
-      onChange=${(event) => choose({ model: event.target.value, checkpoint: null })}>
-        ${!models.some((one) => one.id === chosen.model) && html`<option value="">No model</option>`}
+      <select class="field" aria-label=${name} title=${chosen.model ?? ""} value=${chosen.model ?? ""}
+        onChange=${({ target }) => choose({ model: target.value, checkpoint: null })}>
+        ${!model && html`<option value="">No model</option>`}
         ${models.map(
           (one) => html`<option key=${one.id} value=${one.id} disabled=${Boolean(one.problem)}
-          title=${one.problem ?? ""}>${one.id}${one.problem ? " (cannot be used)" : ""}</option>`,
+          title=${one.problem ?? ""}>${one.id}${one.problem ? " (cannot be used)" : (NOTES[one.state] ?? "")}</option>`,
         )}
-      </select></span>`;
+      </select></span>
+    ${model?.problem && html`<span class="problem" role="alert">${model.problem}</span>`}`;
 }
 
 /** The checkpoints as options, the newest first. */
@@ -35,17 +85,27 @@ export function stepOptions(checkpoints = []) {
     );
 }
 
-export function ModelChoice({ models, chosen, choose, name }) {
-  const model = models.find((one) => one.id === chosen.model);
+export function CheckpointChoice({ models, chosen, choose, of }) {
+  const checkpoints = models.find((one) => one.id === chosen.model)?.checkpoints ?? [];
+  if (!checkpoints.length) return null;
+  const { checkpoint } = chosen;
+  const gone = Number.isInteger(checkpoint) && !checkpoints.some(({ step }) => step === checkpoint);
+  const which = (name) => {
+    const found = checkpoints.find((one) => one[name]);
+    return html`<option value=${name}>${name}${found ? ` (step ${count(found.step)})` : ""}</option>`;
+  };
   const point = ({ target: { value } }) =>
-    choose({ ...chosen, checkpoint: /^\d+$/.test(value) ? Number(value) : value });
-  return html`<${RunChoice} ...${{ models, chosen, choose, name }} />
-    <span class="choice">
-      <select class="field" aria-label=${`Checkpoint of ${name.toLowerCase()}`} value=${chosen.checkpoint ?? "best"}
-        onChange=${point}>
-        <option value="best">best</option><option value="last">last</option>
-        ${stepOptions(model?.checkpoints)}
-      </select></span>`;
+    choose({ model: chosen.model, checkpoint: /^\d+$/.test(value) ? Number(value) : value });
+  return html`<span class="choice">
+    <select class="field" aria-label=${`Checkpoint of ${of}`} value=${checkpoint ?? "best"} onChange=${point}>
+      ${which("best")}${which("last")}
+      ${gone && html`<option value=${checkpoint}>step ${count(checkpoint)} (gone)</option>`}
+      ${stepOptions(checkpoints)}
+    </select></span>`;
+}
+
+export function ModelChoice({ name, of = name.toLowerCase(), ...props }) {
+  return html`<${RunChoice} name=${name} ...${props} /><${CheckpointChoice} of=${of} ...${props} />`;
 }
 
 /** A name for a new run: `name`, with a number if a run has it. */

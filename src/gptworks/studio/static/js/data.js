@@ -7,7 +7,7 @@ import { Step, Windows } from "./data/rows.js";
 import { Search } from "./data/search.js";
 import { Tokenizers } from "./data/tokenizers.js";
 import { count } from "./format.js";
-import { ModelChoice, useLinked } from "./choice.js";
+import { chooseRun, RunChoice, useRun } from "./choice.js";
 import { html, useState } from "./ui.js";
 
 const VIEWS = {
@@ -20,20 +20,15 @@ const VIEWS = {
 };
 const START = { split: "train", document: 0, first: 0, window: 0, epoch: 0, step: 1, sample: 0, loss: false };
 
-export function Part({ state, route }) {
+export function Part({ state, shown }) {
   const models = state.models;
   const usable = models.filter((model) => !model.problem);
-  const [picked, pick] = useState({ model: null, checkpoint: null });
+  const chosen = useRun(models, shown);
   const [view, setView] = useState("documents");
-  const [at, set] = useState(START);
-  const chosen = picked.model ? picked : { ...picked, model: usable[0]?.id ?? null };
+  const [held, hold] = useState({ at: START }); // the place in a run's data
+  const at = held.model === chosen.model ? held.at : START;
   const { found: about, problem } = useAsked("about", view !== "tokenizers" && chosen.model ? chosen : null);
-  const choose = (next) => {
-    if (next.model !== chosen.model) set(START);
-    pick(next);
-  };
-  useLinked(route, models, choose);
-  const move = (changes) => set((was) => ({ ...was, ...changes }));
+  const move = (changes) => hold({ model: chosen.model, at: { ...at, ...changes } });
   const open = (key, place) => (move(place), setView(key));
   if (!usable.length) return html`<p class="notice">There is no run here whose data can be shown yet.</p>`;
   const View = { documents: Documents, windows: Windows, step: Step, search: Search, figures: Figures }[view];
@@ -48,7 +43,8 @@ export function Part({ state, route }) {
       </div>
       ${
         View &&
-        html`<div class="toolbar"><${ModelChoice} models=${models} chosen=${chosen} choose=${choose} name="Run" /></div>
+        html`<div class="toolbar">
+          <${RunChoice} models=${models} chosen=${chosen} choose=${chooseRun} name="Run" /></div>
         ${
           about &&
           html`<p class="quiet facts number">${Object.entries(about.splits)
@@ -62,7 +58,11 @@ export function Part({ state, route }) {
         ${problem && html`<p class="problem" role="alert">${problem}</p>`}`
       }
     </section>
-    ${View && about && html`<${View} key=${`${chosen.model}/${view}`} ...${{ chosen, about, at, move, open }} />`}
-    ${!View && html`<${Tokenizers} models=${usable} />`}
+    ${
+      View &&
+      about &&
+      html`<${View} key=${`${chosen.model}/${view}`} ...${{ models, chosen, about, at, move, open }} />`
+    }
+    ${!View && html`<${Tokenizers} models=${models} chosen=${chosen} />`}
   </div>`;
 }

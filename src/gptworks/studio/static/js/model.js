@@ -6,27 +6,19 @@ import { html, useEffect, useState } from "./ui.js";
 import { Architecture } from "./model/architecture.js";
 import { PartDetails } from "./model/details.js";
 import { Weights } from "./model/weights.js";
-import { ModelChoice, stepOptions, useLinked } from "./choice.js";
+import { chooseRun, ModelChoice, stepOptions, useRun } from "./choice.js";
 
 const usable = (models) => models.filter((model) => !model.problem);
 
-export function Part({ state, route }) {
+export function Part({ state, shown }) {
   const models = state.models;
-  const [chosen, choose] = useState({ model: null, checkpoint: null });
-  const [against, setAgainst] = useState(null);
-  const [layer, setLayer] = useState(0);
+  const current = useRun(models, shown);
+  const [held, hold] = useState({}); // of a run: the layer, and the compared checkpoint
+  const { layer = 0, against = null } = held.model === current.model ? held : {};
+  const keep = (more) => hold({ model: current.model, layer, against, ...more });
   const [key, setKey] = useState("token_embedding");
   const [tensor, setTensor] = useState({});
-  const current = chosen.model ? chosen : { ...chosen, model: usable(models)[0]?.id ?? null };
   const { sheet, problem } = useSheet(current, layer);
-  const change = (next) => {
-    if (next.model !== current.model) {
-      setLayer(0);
-      setAgainst(null);
-    }
-    choose(next);
-  };
-  useLinked(route, models, change);
   if (!usable(models).length) return html`<p class="notice">There is no run here yet whose model can be shown.</p>`;
   const part = sheet && (sheet.parts.find((one) => one.key === key) ?? sheet.parts[0]);
   const name = part && (part.tensors.find((one) => shortName(one.name) === tensor[part.key]) ?? part.tensors[0])?.name;
@@ -34,13 +26,13 @@ export function Part({ state, route }) {
   return html`<div class="cards model-part">
     <h1 class="hidden-text">Model</h1>
     <div class="card toolbar">
-      <${ModelChoice} models=${models} chosen=${current} choose=${change} name="Model" />
+      <${ModelChoice} models=${models} chosen=${current} choose=${chooseRun} name="Model" />
       <label class="check"><input type="checkbox" checked=${against != null} disabled=${!steps.length}
-        onChange=${(event) => setAgainst(event.target.checked ? steps[0].step : null)} /> Compare with</label>
+        onChange=${(event) => keep({ against: event.target.checked ? steps[0].step : null })} /> Compare with</label>
       ${
         against != null &&
         html`<select class="field" aria-label="Compared checkpoint" value=${against}
-        onChange=${(event) => setAgainst(Number(event.target.value))}>${stepOptions(steps)}</select>`
+        onChange=${(event) => keep({ against: Number(event.target.value) })}>${stepOptions(steps)}</select>`
       }
     </div>
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
@@ -51,7 +43,7 @@ export function Part({ state, route }) {
       <p class="model-summary number"><bdi>${sheet.name}</bdi>, step ${count(sheet.step)}: ${sheet.summary}<br />
         <span class="quiet">${sheet.traits}</span></p>
       <div class="model-sides">
-        <${Architecture} sheet=${sheet} chosen=${part.key} choose=${setKey} setLayer=${setLayer} />
+        <${Architecture} sheet=${sheet} chosen=${part.key} choose=${setKey} setLayer=${(layer) => keep({ layer })} />
         <div class="model-details">
           <${PartDetails} sheet=${sheet} part=${part} tensor=${name}
             choose=${(one) => setTensor({ ...tensor, [part.key]: shortName(one) })} />
@@ -95,11 +87,15 @@ function Totals({ facts }) {
 }
 
 function Settings({ settings }) {
-  return html`<section class="card" aria-labelledby="model-settings">
-    <h2 id="model-settings">The recipe's model section</h2>
-    <dl class="model-facts number">${settings.map(
+  const [changed, rest] = [settings.filter((one) => !one.is_default), settings.filter((one) => one.is_default)];
+  const list = (some) =>
+    html`<dl class="model-facts number">${some.map(
       ({ name, value }) => html`<div key=${name}><dt><code>${name}</code></dt>
       <dd>${value == null ? "null" : typeof value === "object" ? JSON.stringify(value) : String(value)}</dd></div>`,
-    )}</dl>
+    )}</dl>`;
+  return html`<section class="card" aria-labelledby="model-settings">
+    <h2 id="model-settings">The recipe's model section</h2>
+    ${list(changed)}
+    <details><summary>${count(rest.length)} settings with their defaults</summary>${list(rest)}</details>
   </section>`;
 }

@@ -1,7 +1,8 @@
 // The part Play: write, and see what a model makes of it, token by token.
 
-import { cx, html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
-import { useLinked } from "./choice.js";
+import { Chips, cx, html, Name, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
+import { useRun } from "./choice.js";
+import { count } from "./format.js";
 import { Branches } from "./play/branches.js";
 import { Column } from "./play/column.js";
 import { Session } from "./play/session.js";
@@ -11,7 +12,7 @@ import { Legend } from "./play/text.js";
 const MAC = /Mac|iPhone|iPad/.test(navigator.platform);
 const WIDE = "(min-width: 60rem)";
 
-export function Part({ state, shown, route }) {
+export function Part({ state, shown }) {
   const session = useMemo(() => new Session(state.sampling), []);
   const [, setVersion] = useState(0);
   const [said, say] = useState("");
@@ -22,14 +23,13 @@ export function Part({ state, shown, route }) {
     return () => removeEventListener("pagehide", leaving);
   }, []);
   const models = state.models;
-  session.settle(models);
-  useLinked(route, models, (choice) => session.setColumn(0, choice));
+  session.settle(models, useRun(models, shown));
   const choice = session.columns.map(({ model, checkpoint }) => `${model}@${checkpoint}`).join("\n");
   const prepare = () => session.prepare(models);
   useEffect(() => void (shown && prepare()), [shown, choice]);
   const chosen = session.columns.map((column) => models.find((model) => model.id === column.model));
-  const canChat = chosen.length > 0 && chosen.every((model) => model?.chat);
-  const chat = canChat && !session.plain;
+  const canChat = chosen.some((model) => model?.chat); // the others take its chat template
+  const chat = canChat && !(session.plain ?? !chosen[0]?.chat); // at first what suits the first column
   const busy = session.busy;
   useAnnouncements(session, busy, say);
   useFollowing(chat && busy);
@@ -54,7 +54,7 @@ export function Part({ state, shown, route }) {
   return html`<div class=${cx("play", session.mono && "as-code")}>
     <h1 class="hidden-text">Play</h1>
     <div class="work">
-      ${!chat && html`<${Prompt} ...${{ session, busy, box: prompt, prepare }} />`}
+      ${!chat && html`<${Prompt} ...${{ session, busy, box: prompt, prepare, chosen }} />`}
       <div class="toolbar">
         ${
           canChat &&
@@ -87,7 +87,7 @@ export function Part({ state, shown, route }) {
           canRead=${state.parts.includes("read")} />`,
         )}
       </div>
-      ${chat && html`<${Message} ...${{ session, busy, prepare }} />`}
+      ${chat && html`<${Message} ...${{ session, busy, prepare, chosen }} />`}
     </div>
     <aside aria-label="Branches and settings">
       <${Folding} name="Branches" n=${session.tree.branches.size}>
@@ -160,15 +160,29 @@ function Go({ name, keys, busy, go, stop, disabled }) {
     <button class="button" disabled=${!busy} onClick=${stop}>Stop</button>`;
 }
 
-function Prompt({ session, busy, box, prepare }) {
+/** The heading of a box, and the models that its text goes to. */
+function Head({ name, of, session }) {
+  const models = session.columns.map(
+    ({ model, checkpoint }, i) =>
+      html`${i > 0 && " and "}<${Name} text=${model ?? "no model"} />${
+        checkpoint != null && `, ${Number.isInteger(checkpoint) ? `step ${count(checkpoint)}` : checkpoint}`
+      }`,
+  );
+  return html`<div class="head"><label for=${of}><h2>${name}</h2></label><span class="quiet">to ${models}</span></div>`;
+}
+
+const promptsOf = (models) => [...new Set(models.flatMap((model) => model?.prompts ?? []))];
+
+function Prompt({ session, busy, box, prepare, chosen }) {
   const go = () => session.generate();
   const typed = (event) => session.set({ prompt: event.target.value });
   return html`<div class="composer">
-    <label for="prompt"><h2>Prompt</h2></label>
+    <${Head} name="Prompt" of="prompt" session=${session} />
     <textarea id="prompt" class="field" rows="4" ref=${box} value=${session.prompt} onInput=${typed} onFocus=${prepare}
       spellcheck="false"
       placeholder="The beginning of a text"
       onKeyDown=${(event) => sends(event) && !busy && (event.preventDefault(), go())}></textarea>
+    <${Chips} name="Sample prompts" texts=${promptsOf(chosen)} use=${(prompt) => session.set({ prompt })} />
     <div class="actions"><${Go} name="Generate" keys=${MAC ? "⌘ ↵" : "Ctrl ↵"} busy=${busy} go=${go}
         stop=${() => session.stop()} />
       ${
@@ -182,7 +196,7 @@ function fresh(session) {
   session.set({ prompt: "", columns: session.columns.map((column) => ({ ...column, current: null })) });
 }
 
-function Message({ session, busy, prepare }) {
+function Message({ session, busy, prepare, chosen }) {
   const [text, setText] = useState("");
   const [system, setSystem] = useState("");
   const begun = session.columns.some((column) => column.current);
@@ -198,10 +212,11 @@ function Message({ session, busy, prepare }) {
       <textarea class="field" rows="1" value=${system}
         onInput=${(event) => setSystem(event.target.value)}></textarea></label>`
     }
-    <label for="message"><h2>Message</h2></label>
+    <${Head} name="Message" of="message" session=${session} />
     <textarea id="message" class="field" rows="3" value=${text} placeholder="Ask or say something" onFocus=${prepare}
       onInput=${(event) => setText(event.target.value)}
       onKeyDown=${(event) => ends(event) && (event.preventDefault(), busy || go())}></textarea>
+    ${!begun && html`<${Chips} name="Sample prompts" texts=${promptsOf(chosen)} use=${setText} />`}
     <div class="actions">
       <${Go} name="Send" keys="↵" busy=${busy} disabled=${!text.trim()} go=${go} stop=${() => session.stop()} />
       ${

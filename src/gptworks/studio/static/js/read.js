@@ -3,9 +3,10 @@
 import { post } from "./api.js";
 import { count, figure } from "./format.js";
 import { taken } from "./shell.js";
-import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
-import { ModelChoice } from "./choice.js";
+import { Chips, html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
+import { chooseRun, ModelChoice, stepOf, useRun } from "./choice.js";
 import { Along } from "./read/along.js";
+import { Examples } from "./read/examples.js";
 import { asked as wanted, Source } from "./read/source.js";
 import { DifferenceLegend, LossLegend, ReadText } from "./read/text.js";
 import { newestOf, Steps, useSteps } from "./read/steps.js";
@@ -13,9 +14,9 @@ import { Token } from "./read/token.js";
 
 const usable = (models) => models.filter((model) => !model.problem);
 
-export function Part({ state, route, shown }) {
+export function Part({ state, shown }) {
   const models = state.models;
-  const [chosen, choose] = useState({ model: null, checkpoint: null });
+  const current = useRun(models, shown);
   const [against, setAgainst] = useState(null);
   const [source, change] = useState({ kind: "text", text: "", number: 0 });
   const [found, setFound] = useState(null); // { body, answer }
@@ -28,7 +29,6 @@ export function Part({ state, route, shown }) {
   const [handed, hand] = useState(null); // a text that Play wrote, as its tokens
   const [said, say] = useState("");
   const abort = useRef(null);
-  const current = chosen.model ? chosen : { ...chosen, model: usable(models)[0]?.id ?? null };
   useEffect(() => () => abort.current?.abort(), []);
 
   const read = async (event, given = null, at = null) => {
@@ -47,7 +47,7 @@ export function Part({ state, route, shown }) {
         { signal: asked.signal },
       );
       setFound({ body: { ...body, checkpoint: answer.step }, answer });
-      setIndex(at);
+      setIndex(at ?? leastExpected(answer.tokens));
       seek(at);
       setSteps(null);
       setWeights(null);
@@ -57,19 +57,20 @@ export function Part({ state, route, shown }) {
     }
     if (abort.current === asked) setWork(null);
   };
-  const linked = route.join("/");
   useLayoutEffect(() => {
-    // another part opens a run, or a token of a text
-    const brought = shown ? taken() : null;
-    if (brought) {
-      const { model, checkpoint, text: wrote, tokens, index: at } = brought;
-      choose({ model, checkpoint });
-      setAgainst(null);
-      change({ kind: "text", text: wrote, number: 0 });
-      hand({ text: wrote, tokens });
-      read(null, { model, checkpoint, tokens }, at);
-    } else if (models.some((model) => model.id === linked)) choose({ model: linked, checkpoint: null });
-  }, [shown, linked]);
+    const brought = shown ? taken() : null; // another part opens a token of a text
+    if (!brought) return;
+    const { model, checkpoint, text: wrote, tokens, index: at } = brought;
+    if (checkpoint !== stepOf(models, current)) chooseRun({ model, checkpoint });
+    setAgainst(null);
+    change({ kind: "text", text: wrote, number: 0 });
+    hand({ text: wrote, tokens });
+    read(null, { model, checkpoint, tokens }, at);
+  }, [shown, current.model]);
+  const example = (from) => {
+    change({ text: "", number: 0, ...from });
+    read(null, { ...current, ...wanted(from) });
+  };
   const keys = (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) read(event);
   };
@@ -79,7 +80,7 @@ export function Part({ state, route, shown }) {
     <h1 class="hidden-text">Read</h1>
     <form class="card composer" onSubmit=${read} onKeyDown=${keys}>
       <div class="toolbar">
-        <${ModelChoice} models=${models} chosen=${current} choose=${choose} name="Model" />
+        <${ModelChoice} models=${models} chosen=${current} choose=${chooseRun} name="Model" />
         <label class="check"><input type="checkbox" checked=${Boolean(against)} onChange=${(event) =>
           setAgainst(
             event.target.checked ? { model: current.model, checkpoint: earliest } : null,
@@ -90,6 +91,8 @@ export function Part({ state, route, shown }) {
         }
       </div>
       <${Source} chosen=${current} source=${source} change=${change} />
+      <${Chips} name="Examples" texts=${models.find((model) => model.id === current.model)?.prompts ?? []}
+        use=${(text) => example({ kind: "text", text })} />
       <div class="actions">
         <button class="button primary" disabled=${!current.model || !wanted(source) || Boolean(work)}>Read <kbd>
           Ctrl Enter</kbd></button>
@@ -97,12 +100,7 @@ export function Part({ state, route, shown }) {
       </div>
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     </form>
-    ${
-      !found &&
-      html`<p class="quiet">
-        Each token is coloured by its loss. Choose one to see its alternatives, the contribution of each part of the
-        model, and the checkpoint at which the run learned it.</p>`
-    }
+    ${!found && html`<${Examples} ...${{ shown, current, work }} pick=${example} />`}
     ${
       found &&
       html`<${Found} key=${found.answer}
@@ -128,7 +126,7 @@ function Found({ found, index, setIndex, sought, steps, setSteps, weights, setWe
     setIndex(i);
     setWeights(null);
   };
-  return html`<section class="card" aria-label="Text, coloured">
+  return html`<div class="read-sides"><div class="read-text"><section class="card" aria-label="Text, coloured">
       <div class="toolbar">
         ${
           answer.segments &&
@@ -141,7 +139,8 @@ function Found({ found, index, setIndex, sought, steps, setSteps, weights, setWe
         ${difference ? html`<${DifferenceLegend} about=${`${second} needs`} />` : html`<${LossLegend} />`}
         ${weights && html`<span class="quiet">Underlined: what ${weights.name} looks at</span>`}
       </div>
-      <p class="quiet">Click a token to see why the model expects it or not.</p>
+      <p class="quiet">Click a token to see why the model expects it or not. To begin with, the one is chosen that it
+        expected least.</p>
       <${Figures} answer=${answer} name=${answer.other ? answer.model : null} />
       ${answer.other && html`<${Figures} answer=${answer.other} name=${answer.other.model} />`}
       <${ReadText} tokens=${shown} segments=${difference ? answer.segments : null} index=${index} pick=${pick}
@@ -149,12 +148,18 @@ function Found({ found, index, setIndex, sought, steps, setSteps, weights, setWe
         weights=${weights} second=${second} />
       <${Along} parts=${answer.along} other=${answer.other?.along} />
     </section>
+    <${Steps} ...${{ through, body, answer, index, steps, setSteps }} context=${model?.context}
+      newest=${newestOf(model)} /></div>
     ${
       index != null &&
       html`<${Token} key=${index} ...${{ body, answer, index, weights, setWeights }} sought=${sought === index} />`
-    }
-    <${Steps} ...${{ through, body, answer, index, steps, setSteps }} context=${model?.context}
-      newest=${newestOf(model)} />`;
+    }</div>`;
+}
+
+/** The place of the token with the largest loss; null if none is predicted. */
+function leastExpected(tokens) {
+  const most = Math.max(...tokens.map(({ nats }) => nats ?? -1));
+  return most < 0 ? null : tokens.findIndex(({ nats }) => nats === most);
 }
 
 function Figures({ answer, name }) {

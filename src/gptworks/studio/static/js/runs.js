@@ -1,11 +1,12 @@
 // The part Runs: the curves of many runs as they train, and the conclusions from them.
 
 import { post } from "./api.js";
+import { chooseRun, lastChosen, useChosen } from "./choice.js";
 import { follow } from "./runs/live.js";
 import { styleOf } from "./runs/chart.js";
 import { Figures } from "./runs/figures.js";
 import { Comparison, Samples, StepDetails } from "./runs/findings.js";
-import { LeftOut, RunList } from "./runs/list.js";
+import { LeftOut, newest, RunList } from "./runs/list.js";
 import { Tries } from "./runs/tries.js";
 import { html, useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState, useTheme } from "./ui.js";
 
@@ -21,27 +22,29 @@ export function Part({ shown, route, state, refresh }) {
   const [picked, setPicked] = useState(null);
   const [settings, set] = useState({ x: "step", window: null, smooth: 0, logX: false, logY: false, parents: true });
   const theme = useTheme();
+  const rank = (row) => 2 * (row.id === lastChosen().model) + (row.state === "running");
   useEffect(
     () => (shown ? follow((found, out) => setRuns({ runs: found, leftOut: out }), setProblem) : undefined),
     [shown],
   );
   const rows = useMemo(() => (runs ? [...runs.values()] : []), [runs]);
   const linked = route.join("/");
+  const { model: selected } = useChosen();
   useLayoutEffect(() => {
     // a linked run may come into the list later
     if (!rows.length || (chosen && !linked)) return;
-    const first = rows.find((row) => row.id === linked);
-    setChosen(
-      first
-        ? [first.id]
-        : (was) =>
-            was ??
-            [...rows]
-              .sort((a, b) => (b.state === "running") - (a.state === "running"))
-              .slice(0, FIRST)
-              .map((row) => row.id),
-    );
+    if (runs.has(linked)) {
+      setChosen([linked]);
+      chooseRun({ model: linked });
+    } else if (!chosen) {
+      const first = [...rows].sort((a, b) => rank(b) - rank(a) || newest(a, b)).slice(0, FIRST);
+      setChosen(first.map((row) => row.id));
+    }
   }, [rows.length > 0, linked, Boolean(runs?.has(linked))]);
+  const select = useCallback((id) => {
+    chooseRun({ model: id });
+    setChosen((was) => (was.includes(id) ? was : [...was, id]));
+  }, []);
   const ids = useMemo(() => (chosen ?? []).filter((id) => runs?.has(id)), [chosen, runs?.size]);
   const styles = useStyles(ids);
   const drawn = useMemo(() => ids.map((id) => runs.get(id)).filter(Boolean), [ids, runs]);
@@ -67,8 +70,9 @@ export function Part({ shown, route, state, refresh }) {
     <${LeftOut} reasons=${leftOut} /></div>`;
   return html`<div class="runs">
     <h1 class="hidden-text">Runs</h1>
+    <a class="skip" href="#charts" onClick=${skip}>Skip to the first chart</a>
     <aside><${RunList} rows=${rows} chosen=${ids} styles=${styles} faint=${faint} leftOut=${leftOut} choose=${setChosen}
-      parts=${state.parts} stop=${state.read_only ? null : stop} /></aside>
+      selected=${selected} select=${select} parts=${state.parts} stop=${state.read_only ? null : stop} /></aside>
     <div class="work">
       ${problem && html`<p class="problem" role="alert">${problem}</p>`}
       <${Controls} settings=${settings} set=${set} parents=${parents} />
@@ -82,6 +86,11 @@ export function Part({ shown, route, state, refresh }) {
       <${Samples} ...${{ ids, styles, version }} />
     </div>
   </div>`;
+}
+
+function skip(event) {
+  event.preventDefault();
+  document.querySelector(".runs .plot")?.focus();
 }
 
 function Controls({ settings, set, parents }) {

@@ -1,6 +1,7 @@
 // The frame around the parts: tabs, light or dark, the state of the connection, the key.
 
 import { dropKey, get, setKey, signIn, takeCode } from "./api.js";
+import { chooseRun, lastChosen, useChosen } from "./choice.js";
 import { cx, html, render, useCallback, useEffect, useRef, useState } from "./ui.js";
 
 const parts = new Map();
@@ -10,9 +11,12 @@ let brought = null;
 let refusedLink = null; // the reason why the last link did not sign in
 const NOWHERE = []; // the rest of an address belongs to the shown part
 
-/** Add a part: its key in the server's state and in the address, its tab's name, and its module with `Part`. */
-export function part(key, name, load) {
-  parts.set(key, { name, load });
+/**
+ * Add a part: its key in the server's state and in the address, its tab's name, and its module with `Part`.
+ * `ofRun`: it shows the chosen run, which its address names.
+ */
+export function part(key, name, load, { ofRun = false } = {}) {
+  parts.set(key, { name, load, ofRun });
 }
 
 /** Open a part and hand it `what`, which it gets from `taken`. */
@@ -35,6 +39,7 @@ export function addressOf(key, run = "") {
 
 export async function start(element) {
   await signedIn();
+  followAddress();
   render(html`<${Shell} />`, element);
 }
 
@@ -52,6 +57,14 @@ async function signedIn() {
 function route() {
   const [, key = "", ...rest] = location.hash.split("/");
   return { key, rest: rest.filter(Boolean).map(decoded) };
+}
+
+/** Choose the run in the address, before anything is drawn, so that no other run appears for a moment. */
+function followAddress() {
+  const at = route();
+  const model = at.rest.join("/");
+  if (model && parts.get(at.key)?.ofRun && model !== lastChosen().model) chooseRun({ model });
+  return at;
 }
 
 function decoded(text) {
@@ -121,16 +134,23 @@ function useServer() {
 function Shell() {
   const { state, problem, status, refresh } = useServer();
   const [at, setAt] = useState(route());
+  const { model } = useChosen();
   useEffect(() => {
     const changed = async () => {
       if (await signedIn()) refresh();
-      setAt(route());
+      setAt(followAddress());
     };
     addEventListener("hashchange", changed);
     return () => removeEventListener("hashchange", changed);
   }, []);
   const known = state ? state.parts.filter((key) => parts.has(key)) : [];
   const key = known.includes(at.key) ? at.key : known[0];
+  const addressIn = (name) => addressOf(name, parts.get(name).ofRun && model ? model : "");
+  useEffect(() => {
+    if (!parts.get(key)?.ofRun || !model || (at.key === key && at.rest.join("/") === model)) return;
+    history.replaceState(null, "", addressIn(key));
+    setAt(route());
+  }, [key, model, at]);
   useEffect(() => {
     document.title = key ? `${parts.get(key).name} · gptworks` : "gptworks";
   }, [key]);
@@ -142,7 +162,8 @@ function Shell() {
         known.length > 1 &&
         html`<nav aria-label="Parts">${known.map(
           (name) => html`
-        <a key=${name} href=${`#/${name}`} aria-current=${name === key ? "page" : null}>${parts.get(name).name}</a>`,
+        <a key=${name} href=${addressIn(name)} aria-current=${name === key ? "page" : null}>
+          ${parts.get(name).name}</a>`,
         )}
       </nav>`
       }

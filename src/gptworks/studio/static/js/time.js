@@ -1,19 +1,19 @@
 // The part Through time: one text under each checkpoint of a run, and what the run learned between two of them.
 
 import { post } from "./api.js";
-import { RunChoice, useLinked } from "./choice.js";
+import { chooseRun, RunChoice, useRun } from "./choice.js";
 import { count, figure, percent, visible } from "./format.js";
-import { html, useEffect, useMemo, useRef, useState } from "./ui.js";
+import { html, Scrolls, useEffect, useMemo, useRef, useState } from "./ui.js";
 import { asked, Source } from "./read/source.js";
 import { newestOf, Steps, useSteps } from "./read/steps.js";
 import { DifferenceLegend, ReadText } from "./read/text.js";
 
 const LISTED = 10;
 
-export function Part({ state, route }) {
+export function Part({ state, shown }) {
   const models = state.models;
   const usable = models.filter((model) => !model.problem && model.checkpoints.length);
-  const [picked, pick] = useState(null);
+  const { model } = useRun(models, shown);
   const [source, change] = useState({ kind: "text", text: "", number: 0 });
   const [found, setFound] = useState(null); // { body, answer }
   const [work, setWork] = useState(null);
@@ -21,9 +21,8 @@ export function Part({ state, route }) {
   const [said, say] = useState("");
   const abort = useRef(null);
   useEffect(() => () => abort.current?.abort(), []);
-  useLinked(route, models, ({ model }) => pick(model));
   if (!usable.length) return html`<p class="notice">There is no run with a checkpoint here yet.</p>`;
-  const chosen = { model: picked ?? usable[0].id, checkpoint: "last" };
+  const chosen = { model, checkpoint: "last" };
   const read = async (event) => {
     event.preventDefault();
     abort.current?.abort();
@@ -46,7 +45,7 @@ export function Part({ state, route }) {
     <h1 class="hidden-text">Through time</h1>
     <form class="card composer" onSubmit=${read} onKeyDown=${keys}>
       <div class="toolbar">
-        <${RunChoice} models=${usable} chosen=${chosen} choose=${({ model }) => pick(model)} name="Run" /></div>
+        <${RunChoice} models=${models} chosen=${chosen} choose=${chooseRun} name="Run" /></div>
       <${Source} chosen=${chosen} source=${source} change=${change} />
       <div class="actions">
         <button class="button primary" disabled=${!asked(source) || Boolean(work)}>Read at each checkpoint <kbd>
@@ -115,16 +114,16 @@ function Changes({ parts, from, to, pick }) {
   const worse = several(changed.filter(({ less }) => less < 0).sort((a, b) => a.less - b.less));
   const table = (name, list) =>
     list.length > 0 &&
-    html`<div class="scrolls" tabindex="0" role="region" aria-label=${name}><table>
+    html`<${Scrolls} name=${name}><table>
       <caption>${name} (probability)</caption>
       <thead><tr><th scope="col">Token</th><th scope="col">At step ${count(from.step)}</th><th scope="col">
         At step ${count(to.step)}</th></tr></thead>
       <tbody>${list.map(
         (one) => html`<tr key=${one.i}><th scope="row"><button class="button plain small" onClick=${() => pick(one.i)}>
         <bdi class="spelling">${visible(one.spelling)}</bdi> <span class="quiet">
-          token ${count(one.i)}</span></button></th>
+          token ${count(one.i + 1)}</span></button></th>
         <td class="number">${percent(Math.exp(-one.nats))}</td><td class="number">
           ${percent(Math.exp(-one.other_nats))}</td></tr>`,
-      )}</tbody></table></div>`;
+      )}</tbody></table><//>`;
   return html`<div class="changes">${table("Learned most", better)}${table("Forgotten most", worse)}</div>`;
 }

@@ -1,6 +1,6 @@
 // Preact with hooks and htm, and small helpers.
 
-import { Component, h, useEffect, useRef, useState } from "../vendor/preact-htm.js";
+import { Component, h, html, useEffect, useRef, useState } from "../vendor/preact-htm.js";
 
 export {
   Component,
@@ -45,6 +45,46 @@ export function useTheme() {
 /** A class attribute of the truthy names. */
 export function cx(...names) {
   return names.filter(Boolean).join(" ");
+}
+
+/** A region that scrolls sideways where it is too narrow; its edges show where there is more. */
+export function Scrolls({ name, children, ...more }) {
+  const box = useRef(null);
+  const [hidden, set] = useState("");
+  const look = () => {
+    const { scrollLeft, scrollWidth, clientWidth } = box.current;
+    const right = scrollWidth - clientWidth - scrollLeft;
+    set([scrollLeft > 1 && "left", right > 1 && "right"].filter(Boolean).join(" "));
+  };
+  useEffect(() => {
+    const resized = new ResizeObserver(look);
+    for (const element of [box.current, ...box.current.children]) resized.observe(element);
+    return () => resized.disconnect();
+  }, []);
+  return html`<div class="scrolls-frame" data-more=${hidden}><div class=${cx("scrolls", more.class)} ref=${box}
+    tabindex="0" role="region" aria-label=${name} onScroll=${look}>${children}</div></div>`;
+}
+
+/** Texts to click, such as examples. */
+export function Chips({ name, texts, use }) {
+  if (!texts.length) return null;
+  return html`<div class="chips" role="group" aria-label=${name}><span class="quiet">${name}:</span>${texts.map(
+    (text) => html`<button type="button" key=${text} class="button small" title=${text} onClick=${() => use(text)}>
+      <span>${text}</span></button>`,
+  )}</div>`;
+}
+
+const TAIL = 12;
+
+/** The beginning of a name, which is cut where the name is too long, and its end, which is not. */
+export function cutName(text) {
+  const at = text.length > 2 * TAIL ? text.length - TAIL : text.length;
+  return [text.slice(0, at), text.slice(at)].filter(Boolean);
+}
+
+/** A name that is cut in its middle where it is too long, since long names often differ at their ends. */
+export function Name({ text }) {
+  return html`<bdi class="cut-name" title=${text}>${cutName(text).map((part) => html`<span>${part}</span>`)}</bdi>`;
 }
 
 /** The element of a list that an arrow key, Home or End selects; undefined for other keys. */

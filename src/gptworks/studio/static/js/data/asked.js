@@ -27,14 +27,14 @@ export function useAsked(what, body) {
   return answer;
 }
 
-/** A number that is typed, or changed with the buttons next to it. */
-export function Place({ name, value, set, min = 0, max, by = 1, of }) {
+/** An index from 0, shown as a number from `first` on, that is typed or changed with the buttons next to it. */
+export function Place({ name, value, set, min = 0, max, by = 1, of, first = 1 }) {
   const to = (n) => set(Math.max(min, Math.min(max ?? Infinity, n)));
   const last = max == null || value + by > max;
+  const typed = ({ target }) => target.value !== "" && to((Math.floor(Number(target.value)) || 0) - first);
   return html`<span class="place"><label>
-    ${name} <input class="field number" type="number" min=${min} max=${max} step="1" value=${value}
-      onInput=${({ target }) =>
-        target.value !== "" && set(Math.max(min, Math.floor(Number(target.value)) || min))} /></label>
+    ${name} <input class="field number" type="number" min=${min + first} max=${max == null ? null : max + first}
+      step="1" value=${value + first} onInput=${typed} /></label>
     ${of && html`<span class="quiet number">${of}</span>`}
     <button class="button small" aria-label=${`Previous ${name.toLowerCase()}`} disabled=${value <= min}
       onClick=${() => to(value - by)}>‹</button>
@@ -48,6 +48,5 @@ export function TokenPages({ first, n, total, set }) {
   return html`<div class="toolbar">
     <${Place} name="First token" value=${first} set=${set} max=${Math.max(0, total - 1)} by=${n} />
     <span class="quiet number">
-      tokens ${count(first)} to ${count(Math.min(total, first + n) - 1)} of ${count(total)}, numbered from
-      0</span></div>`;
+      tokens ${count(first + 1)} to ${count(Math.min(total, first + n))} of ${count(total)}</span></div>`;
 }

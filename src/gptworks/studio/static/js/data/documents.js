@@ -20,7 +20,7 @@ export function Documents({ chosen, about, at, move }) {
         )}</select></label>
       <${Place} name="Document" value=${document} set=${(to) => move({ document: to, first: 0 })}
         max=${Math.max(0, n - 1)}
-        of=${`of ${count(n)}, numbered from 0`} />
+        of=${`of ${count(n)}`} />
     </div>
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     ${

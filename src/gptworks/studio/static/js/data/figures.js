@@ -1,7 +1,7 @@
 // The figures of a run's data: amounts, lengths, duplicates, languages.
 
 import { count, figure } from "../format.js";
-import { html } from "../ui.js";
+import { html, Scrolls } from "../ui.js";
 import { useAsked } from "./asked.js";
 
 export function Figures({ chosen }) {
@@ -45,22 +45,22 @@ function Lengths({ split, lengths }) {
     ${split}: ${count(lengths.shortest)} to ${count(lengths.longest)} tokens a document, half have ${count(
       lengths.percentiles.p50,
     )} or more</p>
-    <div class="scrolls" tabindex="0" role="region" aria-label=${`Lengths of ${split} documents`}><table class="number">
+    <${Scrolls} name=${`Lengths of ${split} documents`}><table class="number lengths">
       <thead><tr><th scope="col">Tokens</th><th scope="col">Documents</th><td></td></tr></thead>
       <tbody>${lengths.histogram.map(
         (
           one,
         ) => html`<tr key=${one.at_least}><th scope="row">${count(one.at_least)} to ${count(2 * one.at_least - 1)}</th>
-        <td>${count(one.documents)}</td><td>
-          <meter min="0" max=${most} value=${one.documents} aria-hidden="true"></meter></td></tr>`,
-      )}</tbody></table></div>`;
+        <td>${count(one.documents)}</td><td class="length-bar" aria-hidden="true">
+          <span style=${{ width: `${(100 * one.documents) / most}%` }}></span></td></tr>`,
+      )}</tbody></table><//>`;
 }
 
 function Table({ name, header, rows }) {
-  return html`<div class="scrolls" tabindex="0" role="region" aria-label=${name}><table class="number">
+  return html`<${Scrolls} name=${name}><table class="number">
     <thead><tr>${header.map((title) => (title ? html`<th scope="col">${title}</th>` : html`<td></td>`))}</tr></thead>
     <tbody>${rows.map(
       (cells, i) =>
         html`<tr key=${i}><th scope="row">${cells[0]}</th>${cells.slice(1).map((cell) => html`<td>${cell}</td>`)}</tr>`,
-    )}</tbody></table></div>`;
+    )}</tbody></table><//>`;
 }

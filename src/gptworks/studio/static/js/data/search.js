@@ -36,7 +36,7 @@ export function Search({ chosen, about, at, move, open }) {
         (hit) => html`<li key=${hit.position}>
         <button class="button small number"
           onClick=${() => open("documents", { split, document: hit.document, first: Math.max(0, hit.first - AROUND) })}>
-          Document ${count(hit.document)}, token ${count(hit.first)}</button>
+          Document ${count(hit.document + 1)}, token ${count(hit.first + 1)}</button>
         <bdi class="text hit">${hit.before}<mark>${hit.text}</mark>${hit.after}</bdi></li>`,
       )}</ol>`
     }</section>`;

@@ -1,12 +1,15 @@
 // One text, cut by two tokenizers.
 
+import { chooseRun, RunChoice } from "../choice.js";
 import { count, figure } from "../format.js";
 import { html, useState } from "../ui.js";
 import { useAsked } from "./asked.js";
 import { Tokens } from "./tokens.js";
 
-export function Tokenizers({ models }) {
-  const [names, setNames] = useState([models[0].id, (models[1] ?? models[0]).id]);
+export function Tokenizers({ models, chosen }) {
+  const [other, setOther] = useState(null); // the second run; the first is that of all parts
+  const second = other ?? (models.find((model) => model.id !== chosen.model && !model.problem) ?? models[0]).id;
+  const names = [chosen.model, second];
   const [text, setText] = useState("The quick brown fox jumps over the lazy dog.");
   const { found: answer, problem, busy } = useAsked("tokenize", text ? { models: names, text } : null);
   const found = answer && text ? answer.found : [];
@@ -16,9 +19,8 @@ export function Tokenizers({ models }) {
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     <div class="tokenizers">${names.map(
       (name, i) => html`<section key=${i} aria-label=${`Tokenizer ${i + 1}`}>
-      <select class="field" aria-label=${`Run of tokenizer ${i + 1}`} value=${name}
-          onChange=${({ target }) => setNames(names.map((was, k) => (k === i ? target.value : was)))}>
-        ${models.map((model) => html`<option key=${model.id} value=${model.id}>${model.id}</option>`)}</select>
+      <${RunChoice} models=${models} chosen=${{ model: name }} name=${`Run of tokenizer ${i + 1}`}
+        choose=${i ? ({ model }) => setOther(model) : chooseRun} />
       ${
         found[i] &&
         html`<p class="facts number">

@@ -19,7 +19,8 @@ function withEnds(text) {
 }
 
 function Border({ begins }) {
-  const where = `document ${count(begins.document)}${begins.first ? `, from its token ${count(begins.first)}` : ""}`;
+  const from = begins.first ? `, from its token ${count(begins.first + 1)}` : "";
+  const where = `document ${count(begins.document + 1)}${from}`;
   return html`<span class=${cx("begins", begins.alone && "alone")}>${where}</span>`;
 }
 
@@ -60,7 +61,7 @@ export function Tokens({ rows, first }) {
       )}</div>
     <p class="detail number" role="status">${
       token
-        ? html`Token <b>${count(first + shown[1])}</b>: <bdi class="spelling">${visible(token.spelling)}</bdi>,
+        ? html`Token <b>${count(first + shown[1] + 1)}</b>: <bdi class="spelling">${visible(token.spelling)}</bdi>,
       id <b>${token.id}</b>${masks && (token.learned ? ", learned" : ", only read")}${
         token.nats != null && `, ${figure(token.nats)} nats, ${percent(Math.exp(-token.nats))}`
       }`

@@ -1,7 +1,7 @@
 // A part's description, its costs and its tensors.
 
 import { count, percent } from "../format.js";
-import { html } from "../ui.js";
+import { html, Scrolls } from "../ui.js";
 
 const MOST_BUTTONS = 8;
 const dims = (shape) => shape.map(count).join(" × ");
@@ -16,7 +16,7 @@ export function PartDetails({ sheet, part, tensor, choose }) {
     <p class="quiet number">What leaves it: ${part.shape}</p>
     ${
       part.figures.length > 0 &&
-      html`<div class="model-scrolls" tabindex="0" role="region" aria-label="What the part takes"><table class="number">
+      html`<${Scrolls} class="model-scrolls" name="What the part takes"><table class="number">
       <thead><tr><td></td>${
         repeats && html`<th scope="col">this layer</th>`
       }<th scope="col">${repeats ? "all layers" : "in all"}</th>
@@ -27,7 +27,7 @@ export function PartDetails({ sheet, part, tensor, choose }) {
           repeats && html`<td title=${exact(row.layer)}>${row.layer_text}</td>`
         }<td title=${exact(row.all)}>${row.all_text}</td>
         <td>${percent(row.share)}</td></tr>`,
-      )}</tbody></table></div>`
+      )}</tbody></table><//>`
     }
     ${part.tensors.length > 0 && html`<${Tensors} part=${part} tensor=${tensor} choose=${choose} />`}
     ${!part.tensors.length && html`<p class="quiet">It has no weights.</p>`}

@@ -2,7 +2,7 @@
 
 import { post } from "../api.js";
 import { count, figure, percent } from "../format.js";
-import { html, useEffect, useState } from "../ui.js";
+import { html, Scrolls, useEffect, useState } from "../ui.js";
 import { Plot } from "./plot.js";
 
 const PAUSE_MS = 120;
@@ -69,7 +69,7 @@ const ROWS = [
 
 function Moments({ answer }) {
   const all = answer.checkpoints;
-  return html`<div class="model-scrolls" tabindex="0" role="region" aria-label="Moments"><table class="number">
+  return html`<${Scrolls} class="model-scrolls" name="Moments"><table class="number">
       <thead><tr><td></td>${all.map((one) => html`<th key=${one.step} scope="col">${nameOf(one)}</th>`)}</tr></thead>
       <tbody>${ROWS.map(
         ([name, of]) =>
@@ -77,7 +77,7 @@ function Moments({ answer }) {
             (one) => html`<td key=${one.step}>${of(one)}</td>`,
           )}</tr>`,
       )}</tbody>
-    </table></div>
+    </table><//>
     ${
       all.length > 1 &&
       html`<p class="model-change">${
@@ -124,7 +124,7 @@ function Spectrum({ answer }) {
     ends=${["1", count(checkpoints[0].values.length)]}
       series=${checkpoints.map((one) => ({ name: nameOf(one), values: one.values }))}>
       <${Log} log=${log} setLog=${setLog} what="spectrum" /><//>
-    <div class="model-scrolls" tabindex="0" role="region" aria-label="Ranks"><table class="number">
+    <${Scrolls} class="model-scrolls" name="Ranks"><table class="number">
       <thead><tr><td></td>${checkpoints.map(
         (one) => html`<th key=${one.step} scope="col">${nameOf(one)}</th>`,
       )}</tr></thead>
@@ -137,7 +137,7 @@ function Spectrum({ answer }) {
         <tr key=${key}><th scope="row">${name}</th>${checkpoints.map(
           (one) => html`<td key=${one.step}>${figure(one[key])}</td>`,
         )}</tr>`,
-      )}</tbody></table></div>
+      )}</tbody></table><//>
     <p class="quiet">
       Each value over the largest: how far the matrix stretches its strongest direction, and the others beside it. They
       are the

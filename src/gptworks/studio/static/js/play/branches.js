@@ -27,18 +27,29 @@ export function Branches({ session }) {
     below.set(parent, [...(below.get(parent) ?? []), branch]);
   }
   const several = new Set([...tree.branches.values()].map((branch) => branch.model)).size > 1;
-  const item = (branch) => html`<li key=${branch.id}>
-    <${Item} ...${{ session, branch, several, rename }} renaming=${renaming === branch.id}
-      current=${shown.has(branch.id)} />
-    ${list(below.get(branch.id))}</li>`;
-  const list = (branches) => branches && html`<ul>${branches.map(item)}</ul>`;
-  return html`<nav class="branches" aria-label="Branches" ref=${nav}>${list(below.get(null))}</nav>`;
+  const names = namesOf(tree, below);
+  /** A branch, and what follows it: what goes on from its end is at its level, other ways from it are indented. */
+  const item = (branch) => {
+    const next = below.get(branch.id) ?? [];
+    const goesOn = next.length === 1 && continues(tree, branch, next[0]);
+    return html`<li key=${branch.id}>
+      <${Item} ...${{ session, branch, several, rename }} words=${branch.name || names.get(branch.id)}
+        renaming=${renaming === branch.id} current=${shown.has(branch.id)} />
+      ${next.length > 0 && !goesOn && html`<ul>${next.map(item)}</ul>`}</li>${goesOn && item(next[0])}`;
+  };
+  return html`<nav class="branches" aria-label="Branches" ref=${nav}>
+    <ul>${(below.get(null) ?? []).map(item)}</ul></nav>`;
 }
 
-function Item({ session, branch, several, renaming, rename, current }) {
+/** Whether a branch takes its parent's whole text or conversation and adds to it. */
+function continues(tree, parent, branch) {
+  if (branch.at != null) return branch.at >= tree.length(parent);
+  return Boolean(branch.prompt.messages) && branch.prompt.messages.length > tree.root(parent).prompt.messages?.length;
+}
+
+function Item({ session, branch, several, words, renaming, rename, current }) {
   const { tree } = session;
   const n = tree.length(branch);
-  const words = branch.name || firstWords(tree, branch);
   const named = (event) => {
     event.preventDefault();
     branch.name = event.target.elements.name.value.trim();
@@ -83,17 +94,56 @@ function focusOnce(element) {
   }
 }
 
-/** A short name: the branch's prompt if it begins with one, and its own first words. */
-function firstWords(tree, branch) {
-  const own = line(
-    branch.edited ??
-      branch.tokens
-        .slice(0, 20)
-        .map((one) => one.text)
-        .join(""),
-  );
-  if (branch.at != null) return `… ${own || "(empty)"}`;
-  return `${line(tree.promptText(branch)) || "(no prompt)"}${own && ` → ${own}`}`;
+/** Short names: what a branch adds to its parent; of branches that add the same, how they differ as well. */
+function namesOf(tree, below) {
+  const names = new Map();
+  for (const siblings of below.values()) {
+    const alike = new Map();
+    for (const branch of siblings) {
+      const words = added(tree, branch);
+      alike.set(words, [...(alike.get(words) ?? []), branch]);
+    }
+    for (const [words, group] of alike) {
+      const differ = differences(group);
+      group.forEach((branch, i) => {
+        const own = branch.parent == null && branch.at == null && line(branch.edited ?? textOf(branch));
+        const alone = own ? `${words} → ${own}` : words;
+        const nth = i && !differ[i].length ? ` (${i + 1})` : ""; // the same once more
+        names.set(branch.id, group.length > 1 ? [...differ[i], words].join(" · ") + nth : alone);
+      });
+    }
+  }
+  return names;
+}
+
+const textOf = (branch) =>
+  branch.tokens
+    .slice(0, 20)
+    .map((one) => one.text)
+    .join("");
+
+function added(tree, branch) {
+  if (branch.at != null) return `… ${line(textOf(branch)) || "(empty)"}`;
+  const prompt = tree.promptText(branch);
+  const parent = tree.get(branch.parent);
+  const other = parent && !branch.prompt.messages ? tree.promptText(parent) + tree.answerText(parent) : "";
+  return line(differing(prompt, other)) || "(no prompt)";
+}
+
+/** A text from the word on in which it differs from another. */
+function differing(text, other) {
+  let at = 0;
+  while (at < text.length && text[at] === other[at]) at += 1;
+  const word = at < text.length ? text.lastIndexOf(" ", at) + 1 : 0;
+  return word > 0 ? `… ${text.slice(word)}` : text;
+}
+
+/** The model, checkpoint and settings in which branches differ, as words for each of them. */
+function differences(branches) {
+  const facts = branches.map(({ model, step, settings, seed }) => ({ model, step, ...settings, seed }));
+  const keys = Object.keys(facts[0]).filter((key) => new Set(facts.map((one) => JSON.stringify(one[key]))).size > 1);
+  const words = (key, value) => (key === "model" ? value : `${key} ${value == null ? "–" : value}`);
+  return facts.map((one) => keys.map((key) => words(key, one[key])));
 }
 
 function line(text) {

@@ -1,7 +1,7 @@
 // One column: its model, its text or conversation, and the actions on it.
 
 import { key as apiKey } from "../api.js";
-import { stepOptions } from "../choice.js";
+import { ModelChoice } from "../choice.js";
 import { count, rate, short } from "../format.js";
 import { go } from "../shell.js";
 import { html, useEffect, useRef, useState } from "../ui.js";
@@ -96,14 +96,28 @@ export function Column({ session, index, models, chat, say, editPrompt, canRead 
   };
   return html`<section class="column card" aria-label=${`Column ${index + 1}`}>
     <div class="head">
-      <div class="choices"><${ModelChoice} ...${{ session, index, column, models, model }} /></div>
+      <div class="choices">
+        <${ModelChoice} models=${models} chosen=${column} choose=${(next) => session.setColumn(index, next)}
+          name=${`Model of column ${index + 1}`} of=${`column ${index + 1}`} />
+        ${
+          model?.parameters != null &&
+          html`<span class="quiet number about-model">${short(model.parameters)} parameters${
+            model.context != null && html` · context ${count(model.context)}`
+          }</span>`
+        }
+      </div>
       ${
         session.columns.length > 1 &&
         html`<button class="button plain" aria-label=${`Close column ${index + 1}`}
         onClick=${() => session.closeColumn(index)}>✕</button>`
       }
     </div>
-    ${model?.problem && html`<p class="problem" role="alert">${model.problem}</p>`}
+    ${
+      isChat &&
+      !model?.chat &&
+      html`<p class="quiet hint">It has no chat template, so that of ${session.templateFor(column.model)} writes
+        its conversation.</p>`
+    }
     ${
       !branch &&
       html`<p class="quiet start">
@@ -151,46 +165,6 @@ export function Column({ session, index, models, chat, say, editPrompt, canRead 
       }} />`
     }
   </section>`;
-}
-
-function ModelChoice({ session, index, column, models, model }) {
-  const choose = (event) => session.setColumn(index, { model: event.target.value, checkpoint: null });
-  const point = (event) =>
-    session.setColumn(index, {
-      checkpoint: /^\d+$/.test(event.target.value) ? Number(event.target.value) : event.target.value,
-    });
-  const checkpoints = model?.checkpoints ?? [];
-  const gone = Number.isInteger(column.checkpoint) && !checkpoints.some(({ step }) => step === column.checkpoint);
-  return html`<label class="choice"><span class="hidden-text">Model of column ${index + 1}</span>
-      <select class="field" value=${column.model ?? ""} onChange=${choose}>
-        ${!model && html`<option value="">No model</option>`}
-        ${models.map(
-          (one) => html`<option key=${one.id} value=${one.id} disabled=${Boolean(one.problem)}
-          title=${one.problem ?? ""}>
-          ${one.id}${one.problem ? " (cannot be used)" : one.state === "running" ? " (training)" : ""}</option>`,
-        )}
-      </select></label>
-    ${
-      checkpoints.length > 0 &&
-      html`<label class="choice"><span class="hidden-text">Checkpoint of column ${index + 1}</span>
-      <select class="field" value=${column.checkpoint ?? "best"} onChange=${point}>
-        <option value="best">best${stepOf(checkpoints, "best")}</option>
-        <option value="last">last${stepOf(checkpoints, "last")}</option>
-        ${gone && html`<option value=${column.checkpoint}>step ${count(column.checkpoint)} (gone)</option>`}
-        ${stepOptions(checkpoints)}
-      </select></label>`
-    }
-    ${
-      model?.parameters != null &&
-      html`<span class="quiet number about-model">${short(model.parameters)} parameters${
-        model.context != null && html` · context ${count(model.context)}`
-      }</span>`
-    }`;
-}
-
-function stepOf(checkpoints, which) {
-  const found = checkpoints.find((one) => one[which]);
-  return found ? ` (step ${count(found.step)})` : "";
 }
 
 function Facts({ branch, session, work }) {
@@ -242,6 +216,7 @@ function Actions({ session, index, branch, work, say, context, edit }) {
       ${
         made &&
         whole &&
+        !(branch.template_of && session.tree.root(branch).prompt.messages) &&
         html`<span class="copies"><button class="button plain small" onClick=${copy(curl, "curl")}>Copy as curl</button>
       <button class="button plain small" onClick=${copy(python, "Python")}>Copy as Python</button></span>`
       }

@@ -1,6 +1,7 @@
 // The state of the part Play: columns, settings, the tree of branches, and the streams that fill it.
 
 import { post, stream } from "../api.js";
+import { chooseRun } from "../choice.js";
 import { sent } from "./copy.js";
 import { defaultsOf, drawSeed } from "./settings.js";
 import { Tree } from "./tree.js";
@@ -22,7 +23,7 @@ export class Session {
     this.settings = { ...this.defaults, ...kept?.settings };
     this.options = { n_top: 10, score_prompt: false, ...kept?.options };
     this.prompt = kept?.prompt ?? "";
-    this.plain = kept?.plain ?? false;
+    this.plain = kept?.plain ?? null;
     this.shade = kept?.shade ?? "probability";
     this.mono = kept?.mono ?? false;
     this.drawn = false;
@@ -36,8 +37,10 @@ export class Session {
     this.changed();
   }
 
+  /** Change a column. The first one's model and checkpoint are those of all parts. */
   setColumn(index, fields) {
     Object.assign(this.columns[index], fields);
+    if (index === 0) chooseRun(this.columns[0]);
     this.changed();
   }
 
@@ -63,17 +66,14 @@ export class Session {
     this.tree.save({ columns, defaults, settings, options, prompt, plain, shade, mono });
   }
 
-  /** Choose a model if none is chosen, or if the chosen one was removed. Settings that were not changed become the
-   * defaults of the first column's model. */
-  settle(models) {
-    const usable = models.filter((model) => !model.problem);
-    for (const column of this.columns) {
-      if (!models.some((model) => model.id === column.model)) {
-        column.model = usable[0]?.id ?? null;
-        column.checkpoint = null;
-      }
-    }
-    const first = models.find((model) => model.id === this.columns[0].model);
+  /** The first column has the chosen run; so have others whose own was removed. Settings that were not changed become
+   * the defaults of the first column's model. */
+  settle(models, chosen) {
+    this.models = models;
+    this.columns.forEach((column, index) => {
+      if (!index || !models.some((model) => model.id === column.model)) Object.assign(column, chosen);
+    });
+    const first = models.find((model) => model.id === chosen.model);
     for (const [key, value] of Object.entries(first?.sampling ?? {})) {
       if (this.settings[key] === this.defaults[key]) this.settings = { ...this.settings, [key]: value };
       if (this.defaults[key] !== value) this.defaults = { ...this.defaults, [key]: value };
@@ -107,14 +107,14 @@ export class Session {
   closeColumn(index) {
     this.stop(index);
     this.columns.splice(index, 1);
-    this.changed();
+    this.setColumn(0, {});
   }
 
   /** Show a branch, in its own column if it has one, with the model that wrote it. */
   show(id) {
     const branch = this.tree.get(id);
     const index = Math.min(branch.column, this.columns.length - 1);
-    Object.assign(this.columns[index], { current: id, model: branch.model, checkpoint: branch.checkpoint });
+    this.setColumn(index, { current: id, model: branch.model, checkpoint: branch.checkpoint });
     const { prompt } = this.tree.root(branch);
     if (!prompt.messages) this.prompt = prompt.text;
     this.changed();
@@ -242,6 +242,12 @@ export class Session {
     }
   }
 
+  /** The model whose chat template another one takes that has none: the one next to it. */
+  templateFor(model) {
+    const chats = (id) => this.models.some((one) => one.id === id && one.chat);
+    return chats(model) ? null : (this.columns.map((column) => column.model).find(chats) ?? null);
+  }
+
   /** Stream one branch into the tree. `like`: with that branch's model. */
   async run(index, made, { tokens = null, seed = this.settings.seed, like = null } = {}) {
     this.stop(index);
@@ -251,6 +257,7 @@ export class Session {
     const checkpoint = like ? (like.step ?? like.checkpoint) : column.checkpoint;
     const settings = { ...this.settings, seed };
     const { chosen, ...fields } = made;
+    const template_of = like ? like.template_of : this.templateFor(model);
     const branch = tree.add({
       ...fields,
       column: index,
@@ -258,6 +265,7 @@ export class Session {
       checkpoint: like?.checkpoint ?? column.checkpoint,
       settings,
       sent: tokens,
+      template_of,
       chosen: Boolean(chosen),
     });
     const work = { controller: new AbortController(), branch: branch.id, loading: false };
@@ -271,6 +279,7 @@ export class Session {
       n_top: options.n_top,
       score_prompt: options.score_prompt && made.at == null,
     };
+    if (root.prompt.messages) body.template_of = template_of;
     if (tokens) Object.assign(body, { tokens, answers: Boolean(root.prompt.messages) });
     else if (made.prompt.messages) body.messages = sent(made.prompt.messages);
     else body.prompt = made.prompt.text;

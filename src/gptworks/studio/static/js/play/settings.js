@@ -124,11 +124,15 @@ export function readBiases(text) {
 export const SettingsPanel = memo(function SettingsPanel({ settings, defaults, options, change, changeOptions }) {
   const set = (key, value) => change({ ...settings, [key]: value });
   const greedy = settings.temperature === 0;
-  return html`<div class="settings">
+  const explain = () => changeOptions({ ...options, explained: !options.explained });
+  return html`<div class=${cx("settings", options.explained && "explained")}>
     <div class="presets" role="group" aria-label="Presets">
       <button class="button small" onClick=${() => change({ ...defaults, seed: settings.seed })}>Default</button>
       <button class="button small" aria-pressed=${String(greedy)}
         onClick=${() => change({ ...defaults, seed: settings.seed, temperature: 0 })}>Greedy</button>
+      <span class="fill"></span>
+      <button class="button small" aria-pressed=${String(Boolean(options.explained))} onClick=${explain}>
+        Explain</button>
     </div>
     <${Seed} seed=${settings.seed} set=${(seed) => set("seed", seed)} />
     ${Object.entries(GROUPS).map(
@@ -186,7 +190,7 @@ function Dial({ one, value, set }) {
   };
   useEffect(() => setDraft(null), [value]);
   return html`<div class="dial">
-    <label for=${id} class=${cx("mono", value !== one.value && "changed")}>${key}</label>
+    <label for=${id} title=${one.about} class=${cx("mono", value !== one.value && "changed")}>${key}</label>
     <input type="range" aria-label=${`${key}, slider`} min=${least} max=${Math.min(most, one.slide ?? most)}
       step=${step}
       value=${value} onInput=${(event) => set(key, Number(event.target.value))} />

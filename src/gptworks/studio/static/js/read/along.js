@@ -11,7 +11,7 @@ export function Along({ parts, other }) {
     .join(", ")}`}>
     ${list.map(
       (part) =>
-        html`<span key=${part.first_token} title=${`tokens ${part.first_token}–${part.end_token - 1}: ${figure(
+        html`<span key=${part.first_token} title=${`tokens ${part.first_token + 1}–${part.end_token}: ${figure(
           part.bits_per_byte,
         )} bits per byte`} style=${{ height: `${(100 * part.bits_per_byte) / most}%` }}></span>`,
     )}</span>`;

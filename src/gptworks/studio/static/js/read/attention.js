@@ -85,7 +85,7 @@ export function Attention({ heads, tokens, look }) {
         aria-label="Heat map of attention"></canvas></div>
     <p class="number" role="status">${heads.of(at.row).name}: <b>${percent(weight(at.row, at.key))}</b> on ${""}
       <bdi class="spelling">${visible(tokens[first + at.key].spelling)}</bdi> <span class="quiet">
-        token ${count(first + at.key)}</span></p>
+        token ${count(first + at.key + 1)}</span></p>
     <p class="ramp quiet" role="img" aria-label="Darker is more">${LEGEND.map(
       (one) => html`<span key=${one}>
       <span class="swatch" style=${{ opacity: strength(one) }}></span>${percent(one)}</span>`,

@@ -45,9 +45,11 @@ function Document({ chosen, number, setNumber }) {
     return () => asking.abort();
   }, [chosen.model, chosen.checkpoint]);
   if (problem) return html`<p class="problem" role="alert">${problem}</p>`;
+  const last = about ? about.n_documents - 1 : null;
+  const typed = ({ target }) =>
+    setNumber(Math.max(0, Math.min(last ?? Infinity, Math.floor(Number(target.value)) - 1 || 0)));
   return html`<label class="document">
-    Document <input class="field" type="number" min="0" max=${about ? about.n_documents - 1 : null}
-      step="1" required value=${number}
-      onInput=${(event) => setNumber(Math.max(0, Math.floor(Number(event.target.value))))} />
-    <span class="quiet">${about ? `of ${count(about.n_documents)}, numbered from 0` : "Loading …"}</span></label>`;
+    Document <input class="field" type="number" min="1" max=${about ? last + 1 : null} step="1" required
+      value=${number + 1} onInput=${typed} />
+    <span class="quiet">${about ? `of ${count(about.n_documents)}` : "Loading …"}</span></label>`;
 }

@@ -2,9 +2,11 @@
 
 import { post } from "../api.js";
 import { count, figure, percent, visible } from "../format.js";
-import { cx, html, useEffect, useMemo, useRef, useState } from "../ui.js";
+import { cx, html, Scrolls, useEffect, useMemo, useRef, useState } from "../ui.js";
 import { Attention, headsOf } from "./attention.js";
 import { lossShade } from "./text.js";
+
+const LEAST_SEEN = 120; // pixels of the answer; with fewer it is scrolled to, as on a phone
 
 /** `sought`: another part opened this token: scroll to it. */
 export function Token({ body, answer, index, sought, weights, setWeights }) {
@@ -13,7 +15,10 @@ export function Token({ body, answer, index, sought, weights, setWeights }) {
   const [problem, setProblem] = useState(null);
   const section = useRef(null);
   const heads = useMemo(() => found && headsOf(found.attention, found.first_read), [found?.attention]);
-  useEffect(() => void (sought && section.current.scrollIntoView()), [Boolean(found)]);
+  useEffect(() => {
+    const { top } = section.current.getBoundingClientRect();
+    if (sought || (found && top > innerHeight - LEAST_SEEN)) section.current.scrollIntoView();
+  }, [Boolean(found)]);
   useEffect(() => {
     const asked = new AbortController();
     setProblem(null);
@@ -27,7 +32,7 @@ export function Token({ body, answer, index, sought, weights, setWeights }) {
   const look = (row) => setWeights(heads.of(row));
   return html`<section class="token" aria-label="The chosen token" ref=${section}>
     <h2>Why <bdi class="spelling">${visible(token.spelling)}</bdi>? <span class="quiet number">
-      token ${count(index)} · probability ${percent(Math.exp(-token.nats))} · ${figure(token.nats)} nats</span></h2>
+      token ${count(index + 1)} · probability ${percent(Math.exp(-token.nats))} · ${figure(token.nats)} nats</span></h2>
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     ${!found && !problem && html`<p class="quiet" role="status">Looking into the model …</p>`}
     ${
@@ -71,7 +76,7 @@ function Lens({ lens, tokens, index }) {
     <h3 id="lens-title">Logit lens</h3>
     <p class="quiet">
       What each block would predict if it were the last. The first line is the model's own prediction.</p>
-    <div class="scrolls" tabindex="0" role="region" aria-label="Logit lens, by layer and token"><table class="lens">
+    <${Scrolls} name="Logit lens, by layer and token"><table class="lens">
       <thead><tr><th scope="col">Block</th>${lens.tokens.map(
         (i) => html`<th key=${i} scope="col" class=${cx(i === index && "here")}>
         <bdi class="spelling">${visible(tokens[i].spelling)}</bdi></th>`,
@@ -87,7 +92,7 @@ function Lens({ lens, tokens, index }) {
           <bdi class="spelling">${visible(best.spelling)}</bdi> <span class="number">
             ${percent(best.probability)}</span></td>`;
           })}</tr>`,
-      )}</tbody></table></div>
+      )}</tbody></table><//>
     <p class="quiet">Each cell: the likeliest token and its probability; bold if it is the actual token. The
       shade is the loss of that token, as in the text.</p></section>`;
 }
@@ -164,7 +169,7 @@ function lookedAt({ values, first }, tokens) {
     ({ weight, i }, k) =>
       html`${k > 0 && ", "}<bdi class="spelling">${visible(tokens[first + i].spelling)}</bdi> ${percent(
         weight,
-      )} <span class="quiet">(token ${count(first + i)})</span>`,
+      )} <span class="quiet">(token ${count(first + i + 1)})</span>`,
   );
 }
 
@@ -200,7 +205,7 @@ function NGrams({ body, index }) {
     ${
       found &&
       html`<p class="quiet">Of ${count(found.n_tokens)} tokens, ${count(found.searched_tokens)} were searched.</p>
-      <div class="scrolls" tabindex="0" role="region" aria-label="N-grams"><table class="ngrams">
+      <${Scrolls} name="N-grams"><table class="ngrams">
         <thead><tr><th scope="col">Tokens before</th><th scope="col">Seen</th><th scope="col">Then this token</th>
           <th scope="col">What follows most often</th></tr></thead>
         <tbody>${found.by_length.map(
@@ -212,13 +217,13 @@ function NGrams({ body, index }) {
                 spelling,
               )}</bdi> <span class="quiet number">${count(n)}</span></span>`,
           )}</td></tr>`,
-        )}</tbody></table></div>
+        )}</tbody></table><//>
       ${
         found.places.length > 0 &&
         html`<p>The longest match has ${count(found.longest)} tokens. It first occurs here:</p>
         <ul class="places">${found.places.map(
           (one) => html`<li key=${`${one.document}-${one.token}`}>
-          <span class="quiet number">document ${count(one.document)}, token ${count(one.token)}</span>
+          <span class="quiet number">document ${count(one.document + 1)}, token ${count(one.token + 1)}</span>
           <p><span class="quiet">${one.before}</span><mark>${one.found}</mark><span class="quiet">
             ${one.after}</span></p></li>`,
         )}</ul>`

@@ -2,9 +2,8 @@
 
 import uPlot from "../../vendor/uPlot.esm.js";
 import { short } from "../format.js";
-import { html, useEffect, useLayoutEffect, useRef } from "../ui.js";
+import { cutName, html, useEffect, useLayoutEffect, useRef } from "../ui.js";
 
-const HEIGHT = 240;
 const DASHES = [[], [6, 3], [2, 3], [9, 3, 2, 3]];
 const DOTS = 60;
 const FEW = 8;
@@ -31,7 +30,7 @@ export function Chart({ title, ...props }) {
   const { view, curves, bands, xName } = props;
   useLayoutEffect(() => {
     const plot = new uPlot(
-      options(kept.current, box.current.clientWidth),
+      options(kept.current, box.current),
       [
         [0, 1],
         [null, null],
@@ -40,8 +39,8 @@ export function Chart({ title, ...props }) {
     );
     kept.current.plot = plot;
     const resized = new ResizeObserver(() => {
-      const width = box.current.clientWidth;
-      if (width && width !== plot.width) plot.setSize({ width, height: HEIGHT });
+      const { clientWidth: width, clientHeight: height } = box.current;
+      if (width && (width !== plot.width || height !== plot.height)) plot.setSize({ width, height });
     });
     resized.observe(box.current);
     return () => (resized.disconnect(), plot.destroy());
@@ -53,13 +52,13 @@ export function Chart({ title, ...props }) {
   const keys = (event) => keyed(event, kept.current);
   const label = `${title} by ${xName}, ${curves.length} curves. Plus and minus zoom, arrows move, 0 shows all.`;
   return html`<figure class="chart">
-    <figcaption><h2>${title}</h2><span class="readout quiet number" ref=${readout}></span></figcaption>
+    <figcaption><h2>${title}</h2></figcaption>
     <div class="plot" ref=${box} tabindex="0" role="group" onKeyDown=${keys}
-      aria-label=${label}></div>
+      aria-label=${label}><div class="readout number" ref=${readout} hidden></div></div>
   </figure>`;
 }
 
-function options(kept, width) {
+function options(kept, { clientWidth: width, clientHeight: height }) {
   const style = getComputedStyle(document.documentElement);
   const [ink, rule] = ["--muted", "--rule"].map((name) => style.getPropertyValue(name).trim());
   const { view } = kept.props;
@@ -71,7 +70,8 @@ function options(kept, width) {
   };
   return {
     width: width || 300,
-    height: HEIGHT,
+    height: height || 150,
+    padding: [8, null, 0, 0],
     legend: { show: false },
     pxAlign: 0,
     scales: {
@@ -80,10 +80,11 @@ function options(kept, width) {
     },
     series: [{}, { show: true, stroke: "transparent", points: { show: false } }],
     axes: [
-      { ...axis, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) },
+      { ...axis, size: 26, gap: 3, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) },
       {
         ...axis,
-        size: 68,
+        gap: 3,
+        size: labelsWidth,
         values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : (kept.props.tick ?? plainNumber)(tick))),
       },
     ],
@@ -94,12 +95,20 @@ function options(kept, width) {
       bind: { dblclick: () => () => (kept.props.zoom(null), null) },
     },
     hooks: {
-      draw: [(plot) => (paint(plot, kept.props, style), read(plot, kept))],
+      draw: [(plot) => (paint(plot, kept.props, style), readSoon(plot, kept))],
       setSelect: [(plot) => selected(plot, kept)],
-      setCursor: [(plot) => read(plot, kept)],
+      setCursor: [(plot) => readSoon(plot, kept)],
       ready: [(plot) => plot.over.addEventListener("click", () => clicked(plot, kept))],
     },
   };
+}
+
+/** The room for the labels of the y axis: no more than they need, so that the curves have the rest. */
+function labelsWidth(plot, labels) {
+  if (!labels?.length) return 30;
+  plot.ctx.font = `${12 * (devicePixelRatio || 1)}px system-ui`;
+  const widest = Math.max(...labels.map((label) => plot.ctx.measureText(label ?? "").width));
+  return Math.ceil(widest / (devicePixelRatio || 1)) + 15; // with the tick and a gap
 }
 
 function plainNumber(value) {
@@ -235,20 +244,48 @@ function clicked(plot, kept) {
   if (found) kept.props.pick(found.curve.id, found.curve.x[found.at]);
 }
 
+/** Write the readout at the next frame, once for all moves until then: the cursor moves in all charts at once. */
+function readSoon(plot, kept) {
+  kept.reading ??= requestAnimationFrame(() => {
+    kept.reading = null;
+    read(plot, kept);
+  });
+}
+
+/** Write the values of the curves at the cursor; those that ended before it, or begin after it, have none. */
 function read(plot, { props, readout }) {
-  if (!readout.current) return;
+  const box = readout.current;
+  if (!box) return;
   const { left } = plot.cursor;
-  if (left == null || left < 0) {
-    readout.current.textContent = "";
-    return;
-  }
+  box.hidden = left == null || left < 0;
+  if (box.hidden) return;
   const x = plot.posToVal(left, "x");
   const shown =
     props.curves.length <= FEW
-      ? props.curves.filter((curve) => curve.x.length).map((curve) => ({ curve, at: placeOf(curve.x, x) }))
+      ? props.curves.filter(reaching(plot)).map((curve) => ({ curve, at: placeOf(curve.x, x) }))
       : [nearest(plot, props)].filter(Boolean);
-  const values = shown.map(({ curve, at }) => `${curve.name} ${props.write(curve.y[at])}`);
-  readout.current.textContent = [`${props.xName} ${Math.round(x).toLocaleString("en-US")}`, ...values].join(" · ");
+  const line = (kind, ...children) => {
+    const made = document.createElement("span");
+    made.className = kind;
+    made.append(...children);
+    return made;
+  };
+  const rows = shown.map(({ curve, at }) => {
+    const { colour, dash } = curve.style;
+    const name = line("cut-name", ...cutName(curve.name).map((part) => line("", part)));
+    return line("row", line(`line series-${colour} dash-${dash}`), name, " ", line("value", props.write(curve.y[at])));
+  });
+  box.replaceChildren(line("row", `${props.xName} ${Math.round(x).toLocaleString("en-US")}`), ...rows);
+  box.classList.toggle("at-left", left > plot.bbox.width / (devicePixelRatio || 1) / 2);
+}
+
+const NEAR_PIXELS = 4;
+
+/** Whether a curve has points on both sides of the cursor, or next to it. */
+function reaching(plot) {
+  const x = (pixels) => plot.posToVal(plot.cursor.left + pixels, "x");
+  const [low, high] = [x(-NEAR_PIXELS), x(NEAR_PIXELS)];
+  return (curve) => curve.x.length > 0 && curve.x[0] <= high && curve.x[curve.x.length - 1] >= low;
 }
 
 /** The curve and its point that are nearest to the pointer. */
@@ -257,8 +294,7 @@ function nearest(plot, { curves }) {
   if (left == null || left < 0) return null;
   const x = plot.posToVal(left, "x");
   let found = null;
-  for (const curve of curves) {
-    if (!curve.x.length) continue;
+  for (const curve of curves.filter(reaching(plot))) {
     const at = placeOf(curve.x, x);
     const away =
       Math.abs(plot.valToPos(curve.y[at], "y") - top) + 0.2 * Math.abs(plot.valToPos(curve.x[at], "x") - left);

@@ -2,7 +2,7 @@
 
 import { get } from "../api.js";
 import { count, figure } from "../format.js";
-import { html, useEffect, useState } from "../ui.js";
+import { html, Name, Scrolls, useEffect, useState } from "../ui.js";
 import { Line, loss } from "./list.js";
 
 const MOST_COMPARED = 64;
@@ -56,32 +56,34 @@ export function Comparison({ ids, styles, version }) {
     }
     ${
       answer &&
-      html`<h2>Figures</h2><div class="scroll" tabindex="0" role="group" aria-label="Figures of the runs"><table>
+      html`<h2>Figures</h2><${Scrolls} class="scroll" name="Figures of the runs"><table>
       <thead><tr>${["run", "parameters", "tokens", "tokens/s", "best loss", "last loss", "bits per byte"].map(
         (name) => html`<th key=${name} scope="col">${name}</th>`,
       )}</tr></thead>
       <tbody>${answer.runs.map(
         (run, i) => html`<tr key=${answer.ids[i]}>
-        <th scope="row"><${Line} style=${styles.get(answer.ids[i])} /> ${run.run}</th>
+        <th scope="row"><${Line} style=${styles.get(answer.ids[i])} /> <${Name} text=${run.run} /></th>
         <td>${count(run.parameters)}</td><td>${count(run.tokens)}</td><td>${count(run.tokens_per_second)}</td>
         <td>${loss(run.best_validation_loss)}</td><td>${loss(run.last_validation_loss)}</td><td>
           ${loss(run.best_bits_per_byte)}</td>
       </tr>`,
-      )}</tbody></table></div>`
+      )}</tbody></table><//>`
     }
     ${
       settings.length > 0 &&
-      html`<h2>Settings that differ</h2><div class="scroll" tabindex="0" role="group" aria-label="Settings that differ">
+      html`<h2>Settings that differ</h2><${Scrolls} class="scroll" name="Settings that differ">
         <table>
       <thead><tr><th scope="col">setting</th>${columns.map(
-        (run, i) => html`<th key=${run.run} scope="col"><${Line} style=${styles.get(answer.ids[i])} /> ${run.run}</th>`,
+        (run, i) =>
+          html`<th key=${run.run} scope="col">
+            <${Line} style=${styles.get(answer.ids[i])} /> <${Name} text=${run.run} /></th>`,
       )}</tr></thead>
       <tbody>${settings.map(
         ([key, values]) => html`<tr key=${key}><th scope="row">${key}</th>
         ${columns.map(
           (run) => html`<td key=${run.run}>${values[run.run] == null ? "" : String(values[run.run])}</td>`,
         )}</tr>`,
-      )}</tbody></table></div>`
+      )}</tbody></table><//>`
     }
     ${
       answer &&

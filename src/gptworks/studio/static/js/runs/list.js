@@ -2,16 +2,22 @@
 
 import { count } from "../format.js";
 import { addressOf } from "../shell.js";
-import { cx, html, memo, useMemo, useState } from "../ui.js";
+import { cx, html, memo, Name, useMemo, useState } from "../ui.js";
 import { PARENT } from "./chart.js";
 
 const MOST_SHOWN = 400;
 const ORDERS = {
+  newest: ["Newest", newest],
   name: ["Name", (a, b) => a.id.localeCompare(b.id, "en", { numeric: true })],
   best: ["Best loss", (a, b) => lossOf(a.best) - lossOf(b.best)],
   last: ["Last loss", (a, b) => lossOf(a.last) - lossOf(b.last)],
   step: ["Steps", (a, b) => b.step - a.step],
 };
+
+/** The newest run first. */
+export function newest(a, b) {
+  return b.started - a.started || a.id.localeCompare(b.id, "en", { numeric: true });
+}
 
 function lossOf(evaluation) {
   return typeof evaluation?.loss === "number" ? evaluation.loss : Infinity;
@@ -22,9 +28,9 @@ export function loss(value) {
   return typeof value === "number" ? value.toFixed(4) : (value ?? "–");
 }
 
-export const RunList = memo(({ rows, leftOut, chosen, styles, faint, choose, parts, stop }) => {
+export const RunList = memo(({ rows, leftOut, chosen, selected, styles, faint, choose, select, parts, stop }) => {
   const [search, setSearch] = useState("");
-  const [order, setOrder] = useState("name");
+  const [order, setOrder] = useState("newest");
   const found = useMemo(() => {
     const words = search.toLowerCase().split(/\s+/).filter(Boolean);
     const fits = (row) =>
@@ -53,8 +59,8 @@ export const RunList = memo(({ rows, leftOut, chosen, styles, faint, choose, par
     <div class="runs-rows" tabindex="0" role="group" aria-label="Runs to draw">
       ${found.slice(0, MOST_SHOWN).map(
         (row) => html`<${Row} key=${row.id} row=${row} style=${styles.get(row.id)}
-          isFaint=${faint.some((one) => one.id === row.id)}
-        ...${{ toggle, parts, stop }} />`,
+          isFaint=${faint.some((one) => one.id === row.id)} isSelected=${row.id === selected}
+        ...${{ toggle, select, parts, stop }} />`,
       )}
       ${
         found.length > MOST_SHOWN &&
@@ -87,13 +93,16 @@ const LEADS = {
   start: "Fork or resume",
 };
 
-function Row({ row, style, isFaint, toggle, parts, stop }) {
+/** A run: its box draws it, its name selects it, in the other parts too. The selected one has links to them. */
+function Row({ row, style, isFaint, isSelected, toggle, select, parts, stop }) {
   const state = row.problem ? "cannot be read" : !row.whole ? "reading…" : row.state;
-  return html`<label class=${cx("run", style && "chosen")} title=${row.id}>
-    <input type="checkbox" checked=${Boolean(style)} onChange=${() => toggle(row.id)} />
+  return html`<div class=${cx("run", style && "chosen", isSelected && "selected")}
+      onClick=${(event) => event.target.closest("input, button, a") || select(row.id)}>
+    <input type="checkbox" aria-label=${`Draw ${row.id}`} checked=${Boolean(style)} onChange=${() => toggle(row.id)} />
     <${Line} style=${style ?? (isFaint && PARENT)} />
-    <span class="name">${row.id}</span>
-    <span class=${cx("state", row.state === "running" && "good", row.problem && "problem")}>${state}</span>
+    <button class="name" aria-pressed=${String(isSelected)} onClick=${() => select(row.id)}>
+      <${Name} text=${row.id} /></button>
+    <span class=${cx("state", `is-${row.problem ? "problem" : row.state}`)}>${state}</span>
     <span class="facts quiet number">step ${count(row.step)}${
       row.best && html` · best ${loss(row.best.loss)} · last ${loss(row.last.loss)}`
     }${
@@ -106,17 +115,17 @@ function Row({ row, style, isFaint, toggle, parts, stop }) {
     ${row.problem && html`<span class="facts problem">${row.problem}</span>`}
     ${row.skipped && html`<span class="facts quiet">${row.skipped}</span>`}
     ${row.thinned && html`<span class="facts quiet">older records are shown thinned out</span>`}
-  </label>
-  ${
-    style &&
-    html`<nav class="run-links" aria-label=${`Other parts with ${row.id}`}>${parts
-      .filter((key) => LEADS[key])
-      .map(
-        (key) => html`
-    <a key=${key} href=${addressOf(key, row.id)}>${LEADS[key]}</a>`,
-      )}</nav>`
-  }
-  ${stop && row.state === "running" && html`<${Stop} run=${row.id} stop=${stop} />`}`;
+    ${
+      isSelected &&
+      html`<nav class="facts run-links" aria-label=${`Other parts with ${row.id}`}>${parts
+        .filter((key) => LEADS[key])
+        .map(
+          (key) => html`
+      <a key=${key} href=${addressOf(key, row.id)}>${LEADS[key]}</a>`,
+        )}</nav>`
+    }
+    ${stop && row.state === "running" && html`<${Stop} run=${row.id} stop=${stop} />`}
+  </div>`;
 }
 
 /** Asks a run to stop, once. */
@@ -128,7 +137,7 @@ function Stop({ run, stop }) {
     setProblem(null);
     stop(run).catch((error) => (setProblem(error.message), ask(false)));
   };
-  return html`<div class="run-stop"><button class="button small" disabled=${asked} onClick=${click}>
+  return html`<div class="facts run-stop"><button class="button small" disabled=${asked} onClick=${click}>
     Stop <span class="hidden-text">${run}</span></button>
     <span class="quiet" role="status">${asked && "stopping: it saves a checkpoint"}</span>
     ${problem && html`<span class="problem" role="alert">${problem}</span>`}</div>`;
