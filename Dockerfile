@@ -15,8 +15,10 @@ COPY --from=build /wheels /wheels
 COPY constraints.txt /wheels/
 RUN pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c /wheels/constraints.txt \
     "$(echo /wheels/*.whl)[serve,interop,sources]"
-RUN useradd --create-home gptworks && install --directory --owner=gptworks /models
+RUN useradd gptworks && install --directory --owner=gptworks /models
 USER gptworks
+# A home that any user may write to: `docker run --user` has others.
+ENV HOME=/tmp
 # The folder of recipes and texts; gptworks writes data/ and runs/ into it.
 WORKDIR /models
 VOLUME /models
