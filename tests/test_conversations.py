@@ -107,6 +107,8 @@ def test_a_table_gives_one_record_a_row(tmp_path: Path, ending: str, delimiter: 
          [("user", "Q"), ("assistant", "A")]),
         ({"messages": [{"from": "Human ", "value": "Q"}, {"from": "GPT", "value": "A"}]},
          [("user", "Q"), ("assistant", "A")]),
+        ({"messages": '[{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]'},
+         [("user", "Q"), ("assistant", "A")]),
         ({"messages": [{"role": "user", "content": "Q"}, {"role": "model", "content": "A"}]},
          [("user", "Q"), ("assistant", "A")]),
     ],

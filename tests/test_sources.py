@@ -367,6 +367,12 @@ def test_a_dataset_of_the_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> No
             documents(source)
 
 
+def test_a_slice_of_a_dataset_is_refused_by_its_name() -> None:
+    source = HuggingFaceSource(type="huggingface", dataset="a/b", split="train[:10%]")
+    with pytest.raises(UserError, match=r"split=train\[:10%\] is a slice, .* such as train\."):
+        documents(source)
+
+
 @pytest.mark.parametrize("kind", [HuggingFaceSource, ConversationsSource])
 def test_a_dataset_whose_files_have_different_columns_is_named(
     kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,5 +1,6 @@
 """Read conversations from files and datasets, and convert three shapes of records to messages."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -272,6 +273,9 @@ def read_turns(record: Fields, field: str, shape: Shape = "messages") -> Turns:
     if field not in record:
         raise ValueError(f"no field `{field}`; its fields are {', '.join(map(str, record)) or 'none'}")
     turns = record[field]
+    if isinstance(turns, str) and turns.lstrip().startswith("["):  # as tables hold it
+        with contextlib.suppress(ValueError, RecursionError):
+            turns = json.loads(turns)
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"`{field}` is {_kind(turns) if turns else 'empty'}, not a list of turns")
     if isinstance(turns[0], Mapping) and ("from" in turns[0]) != ("role" in turns[0]):

@@ -339,6 +339,9 @@ def open_dataset(source: AnyDataset) -> tuple[str, Any]:
             folder.
     """
     where, folder = f"dataset {source.dataset}", Path(source.dataset or "")
+    if "[" in source.split:
+        raise UserError(f"{where}: split={source.split} is a slice, and a dataset is read as a stream, which has none. "
+                        f"Name a whole split, such as {source.split.partition('[')[0]}.")  # fmt: skip
     try:
         import datasets
     except ImportError:
