@@ -343,6 +343,48 @@ def test_settings_have_the_engines_defaults_and_are_sent(page: Any) -> None:
     assert page.locator("#setting-temperature").input_value() == "0.8"
 
 
+def test_settings_that_were_not_changed_become_those_that_the_chosen_model_states(page: Any) -> None:
+    def stating(route: Any) -> None:
+        answer = route.fetch()
+        tree = answer.json()
+        for model in tree["models"]:
+            if model["id"] == "group/tuned":
+                model["sampling"] |= {"temperature": 0.5, "top_k": 20, "top_p": 0.9}
+        route.fulfill(response=answer, json=tree)
+
+    def shown() -> list[str]:
+        return [page.locator(f"#setting-{name}").input_value() for name in ("temperature", "top_k", "top_p")]
+
+    page.route("**/studio/state", stating)
+    page.reload()
+    choose(page, "base")
+    assert shown() == ["0.8", "0", "1"]
+    setting(page, "top_p", 0.7)
+    choose(page, "group/tuned")
+    assert shown() == ["0.5", "20", "0.7"]
+    page.reload()
+    page.wait_for_selector("#setting-top_k")
+    assert shown() == ["0.5", "20", "0.7"]
+    page.get_by_role("button", name="Default", exact=True).click()
+    assert shown() == ["0.5", "20", "0.9"]
+    choose(page, "base")
+    assert shown() == ["0.8", "0", "1"]
+
+
+def test_an_input_methods_enter_sends_nothing(page: Any) -> None:
+    """omi#12090, chat-ai#167: Enter that chooses a word sent the message, in Safari even with `isComposing` asked."""
+    choose(page, "group/tuned")
+    box = page.get_by_label("Message", exact=True)
+    box.fill("東京")
+    for composing in ("true", "false"):
+        keys = f"{{key: 'Enter', keyCode: 229, isComposing: {composing}, bubbles: true}}"
+        box.evaluate(f"(box) => box.dispatchEvent(new KeyboardEvent('keydown', {keys}))")
+    assert box.input_value() == "東京"
+    box.press("Enter")
+    page.wait_for_function("() => document.querySelector('#message').value === ''")
+    finish(page)
+
+
 def test_a_prompt_that_was_scored_can_be_changed_at_a_token(page: Any) -> None:
     choose(page, "base")
     generate(page, "line 7: the quick", seed=1, max_tokens=5)

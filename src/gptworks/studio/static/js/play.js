@@ -149,9 +149,10 @@ function sends(event) {
   return event.key === "Enter" && (event.ctrlKey || event.metaKey);
 }
 
-/** Enter sends a message; with Shift it begins a new line, and in an input method it chooses a word. */
+/** Enter sends a message; with Shift it begins a new line, and in an input method it chooses a word, for which Safari
+ * sends the key code 229 once the composition has ended. */
 function ends(event) {
-  return event.key === "Enter" && !event.shiftKey && !event.isComposing;
+  return event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229;
 }
 
 function Go({ name, keys, busy, go, stop, disabled }) {
