@@ -9,6 +9,7 @@ const RUNNING_SECONDS = 4;
 const QUIET_SECONDS = 20;
 let brought = null;
 let refusedLink = null; // the reason why the last link did not sign in
+const FIRST = "home"; // the first screen
 const NOWHERE = []; // the rest of an address belongs to the shown part
 
 /**
@@ -199,6 +200,17 @@ function Connection({ connected, problem, status }) {
     <span class="dot" aria-hidden="true"></span><span class="word">${word}</span></span>`;
 }
 
+/** Load the stylesheets of the parts, which the first paint does not wait for: the first screen needs none of them. */
+function styled() {
+  const sheets = [...document.querySelectorAll("link[rel=stylesheet][media]")];
+  return Promise.all(
+    sheets.map((link) => {
+      link.media = "all";
+      return link.sheet ?? new Promise((loaded) => (link.onload = link.onerror = loaded));
+    }),
+  );
+}
+
 /** One part: its module is loaded when it is first shown, and it keeps its state while another is shown. */
 function Loaded({ name, shown, ...props }) {
   const [Part, setPart] = useState(null);
@@ -207,13 +219,10 @@ function Loaded({ name, shown, ...props }) {
   useEffect(() => {
     if (!shown || asked.current) return;
     asked.current = true;
-    parts
-      .get(name)
-      .load()
-      .then(
-        (module) => setPart(() => module.Part),
-        (error) => setProblem(error.message),
-      );
+    Promise.all([parts.get(name).load(), name === FIRST || styled()]).then(
+      ([module]) => setPart(() => module.Part),
+      (error) => setProblem(error.message),
+    );
   }, [shown]);
   if (problem) return shown && html`<p class="problem notice" role="alert">This part cannot be loaded: ${problem}</p>`;
   return html`<div class="part" hidden=${!shown}>${Part && html`<${Part} shown=${shown} ...${props} />`}</div>`;
