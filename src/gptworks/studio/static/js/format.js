@@ -14,9 +14,11 @@ export function visible(text) {
     .replace(UNSEEN, (c) => NAMES[c] ?? `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 }
 
+const WHOLE = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+
 /** 12345 → 12,345 */
 export function count(n) {
-  return n == null ? "–" : Math.round(n).toLocaleString("en-US");
+  return n == null ? "–" : WHOLE.format(Math.round(n));
 }
 
 /** 12345.6 → 12,346, 3.14159 → 3.14: a rate, in three digits or more. */

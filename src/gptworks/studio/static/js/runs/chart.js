@@ -14,8 +14,10 @@ export const PARENT = { colour: "parent", dash: 0, faint: true };
 
 /** The colour and the line of the nth run: eight colours, then the same ones dashed. */
 export function styleOf(n) {
-  return { colour: n % 8, dash: Math.floor(n / 8) % DASHES.length };
+  return (STYLES[n] ??= { colour: n % 8, dash: Math.floor(n / 8) % DASHES.length });
 }
+
+const STYLES = []; // one object for each, by which rows see that theirs is the same
 
 /**
  * curves: [{ id, name, style, x, y, raw: { x, y } | undefined, forkedAt: where a fork begins | undefined }],
@@ -43,12 +45,9 @@ export function Chart({ title, ...props }) {
       if (width && (width !== plot.width || height !== plot.height)) plot.setSize({ width, height });
     });
     resized.observe(box.current);
-    return () => (resized.disconnect(), plot.destroy());
+    return () => (resized.disconnect(), waiting.delete(kept.current), plot.destroy());
   }, [view.logX, view.logY, view.theme]);
-  useEffect(() => {
-    const ends = windowOf(props);
-    kept.current.plot.setData([ends, [null, null]]);
-  }, [view, curves, bands]);
+  useEffect(() => drawSoon(kept.current), [view, curves, bands]);
   const keys = (event) => keyed(event, kept.current);
   const label = `${title} by ${xName}, ${curves.length} curves. Plus and minus zoom, arrows move, 0 shows all.`;
   return html`<figure class="chart">
@@ -56,6 +55,21 @@ export function Chart({ title, ...props }) {
     <div class="plot" ref=${box} tabindex="0" role="group" onKeyDown=${keys}
       aria-label=${label}><div class="readout number" ref=${readout} hidden></div></div>
   </figure>`;
+}
+
+const waiting = new Set();
+
+/** Draw charts one after the other, so that the page can answer between two of them. */
+function drawSoon(kept) {
+  if (!waiting.size) setTimeout(drawNext);
+  waiting.add(kept);
+}
+
+function drawNext() {
+  const [kept] = waiting;
+  waiting.delete(kept);
+  kept?.plot.setData([windowOf(kept.props), [null, null]]);
+  if (waiting.size) setTimeout(drawNext);
 }
 
 function options(kept, { clientWidth: width, clientHeight: height }) {

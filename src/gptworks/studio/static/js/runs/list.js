@@ -2,13 +2,14 @@
 
 import { count } from "../format.js";
 import { addressOf } from "../shell.js";
-import { cx, html, memo, Name, useMemo, useState } from "../ui.js";
+import { cx, html, memo, Name, useCallback, useMemo, useState } from "../ui.js";
 import { PARENT } from "./chart.js";
 
 const MOST_SHOWN = 400;
+const NAMES = new Intl.Collator("en", { numeric: true });
 const ORDERS = {
   newest: ["Newest", newest],
-  name: ["Name", (a, b) => a.id.localeCompare(b.id, "en", { numeric: true })],
+  name: ["Name", (a, b) => NAMES.compare(a.id, b.id)],
   best: ["Best loss", (a, b) => lossOf(a.best) - lossOf(b.best)],
   last: ["Last loss", (a, b) => lossOf(a.last) - lossOf(b.last)],
   step: ["Steps", (a, b) => b.step - a.step],
@@ -16,7 +17,7 @@ const ORDERS = {
 
 /** The newest run first. */
 export function newest(a, b) {
-  return b.started - a.started || a.id.localeCompare(b.id, "en", { numeric: true });
+  return b.started - a.started || NAMES.compare(a.id, b.id);
 }
 
 function lossOf(evaluation) {
@@ -38,7 +39,10 @@ export const RunList = memo(({ rows, leftOut, chosen, selected, styles, faint, c
     return rows.filter(fits).sort(ORDERS[order][1]);
   }, [rows, search, order]);
   const reading = rows.filter((row) => !row.whole).length;
-  const toggle = (id) => choose(chosen.includes(id) ? chosen.filter((one) => one !== id) : [...chosen, id]);
+  const toggle = useCallback(
+    (id) => choose((was) => (was.includes(id) ? was.filter((one) => one !== id) : [...was, id])),
+    [choose],
+  );
   return html`<section class="card runs-list" aria-label="List of runs">
     <div class="runs-tools">
       <label><span class="hidden-text">Search runs</span>
@@ -94,7 +98,7 @@ const LEADS = {
 };
 
 /** A run: its box draws it, its name selects it, in the other parts too. The selected one has links to them. */
-function Row({ row, style, isFaint, isSelected, toggle, select, parts, stop }) {
+const Row = memo(({ row, style, isFaint, isSelected, toggle, select, parts, stop }) => {
   const state = row.problem ? "cannot be read" : !row.whole ? "reading…" : row.state;
   return html`<div class=${cx("run", style && "chosen", isSelected && "selected")}
       onClick=${(event) => event.target.closest("input, button, a") || select(row.id)}>
@@ -126,7 +130,7 @@ function Row({ row, style, isFaint, isSelected, toggle, select, parts, stop }) {
     }
     ${stop && row.state === "running" && html`<${Stop} run=${row.id} stop=${stop} />`}
   </div>`;
-}
+});
 
 /** Asks a run to stop, once. */
 function Stop({ run, stop }) {
