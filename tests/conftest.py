@@ -17,9 +17,10 @@ import torch
 
 import tiny
 from browser import chromium, new_page, page, studio
+from in_process import command
 from stores import any_store, s3
 
-__all__ = ["any_store", "chromium", "new_page", "page", "s3", "studio"]
+__all__ = ["any_store", "chromium", "command", "new_page", "page", "s3", "studio"]
 
 os.fsync = lambda descriptor: None  # a disk's waits; test_crash_consistency.py holds what is flushed, unpatched
 torch.set_num_threads(1)  # at the sizes of tests, threads wait for one another more than they work

@@ -289,7 +289,7 @@ def test_a_bad_override_is_refused(tmp_path: Path, override: str, words: str) ->
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("model: [", "not readable YAML"), ("- a\n- b\n", "holds list"), ("", "holds NoneType")],
+    [("model: [", "not readable YAML"), ("- a\n- b\n", "holds a list"), ("", "holds nothing")],
 )
 def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):

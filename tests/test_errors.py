@@ -3,8 +3,6 @@
 import json
 import os
 import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +13,11 @@ import yaml
 import commands
 import tiny
 from gptworks.checkpoint import checkpoints
-from gptworks.cli import main
 from gptworks.data.prepare import prepare
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.training.loop import train
 from gptworks.training.record.display import Display
-
-Command = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """A function that runs the command line in this process, and returns the exit code and standard error."""
-
-    def run(*arguments: str | Path) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["gptworks", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0), capfd.readouterr().err
-
-    return run
+from in_process import Command
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +56,7 @@ def assert_clear(code: int, error: str, *expected: str, exit_code: int = 2) -> N
 
 RECIPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "unknown key": ({"train.max_step": 3}, ("`train.max_step`", "did you mean `max_steps`")),
-    "wrong type": ({"model.n_layers": "six"}, ("`model.n_layers`", "six", "valid integer")),
+    "wrong type": ({"model.n_layers": "six"}, ("`model.n_layers`", "six", "a whole number")),
     "heads that do not divide": ({"model.n_heads": 3}, ("d_model=32", "n_heads=3", "choose n_heads that divides")),
     "odd head width with RoPE": ({"model.d_head": 15}, ("d_head=15", "rope")),
     "window beyond the context": ({"model.window": 99}, ("window=99", "context_length=32")),

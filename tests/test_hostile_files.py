@@ -52,7 +52,7 @@ RECIPES = {
     "a day that is none": ("name: 2020-13-45\n", "not readable YAML"),
     "two documents": ("a: 1\n---\nb: 2\n", "not readable YAML"),
     "a key that is a list": ("? [1, 2]\n: 3\n", "unhashable key"),
-    "a wrong type with a long value": (f"model: [{'1, ' * 9000}1]\n", "valid dictionary"),
+    "a wrong type with a long value": (f"model: [{'1, ' * 9000}1]\n", "needs a section"),
 }
 
 

@@ -45,7 +45,7 @@ from gptworks.model.lora import add_lora, has_adapter, merge_lora
 from gptworks.quantize.convert import packed_kinds, unpack_all
 from gptworks.quantize.linear import QuantizedGPT
 from gptworks.quantize.load import kinds_to_pack, read_packed
-from gptworks.recipe import load_recipe
+from gptworks.recipe import load_recipe, not_a_run
 from gptworks.tensors import Expected, Stored, TensorFile, Wanted, read_tensors, stored_tensors
 
 FORMAT = 2
@@ -271,7 +271,7 @@ def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambd
         UserError: the folder is not a run, has no checkpoint, lacks the step, or all checkpoints are damaged.
     """
     if not (run_dir / "recipe.yaml").exists():
-        raise UserError(f"{run_dir} is not a run folder: it has no recipe.yaml. `gptworks train RECIPE` makes one.")
+        raise not_a_run(run_dir)
     found = all_checkpoints(run_dir)
     available = [checkpoint for checkpoint in found if not checkpoint.is_start]
     if not available and which != "0":
@@ -332,7 +332,7 @@ def load_run(
         made = load_recipe(run_dir).run_dir
         raise UserError(f"{run_dir} is a file, not a run folder. Give the folder that training it makes: {made}.")
     if not run_dir.is_dir():
-        raise UserError(f"{run_dir}: no such run folder. `gptworks train RECIPE` makes one below runs/.")
+        raise not_a_run(run_dir)
     checkpoint = choose_checkpoint(run_dir, which, report)
     if full:
         require_full_weights(checkpoint)

@@ -37,7 +37,7 @@ from gptworks.errors import UserError, nearest
 from gptworks.files import fetched_path, read_given, read_text, write_whole
 from gptworks.presets import expand_preset
 from gptworks.recipes import shipped_paths
-from gptworks.yaml_files import MAX_BYTES, parse_yaml
+from gptworks.yaml_files import MAX_BYTES, Origin, parse_yaml
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -89,15 +89,16 @@ def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = (), unsaid: Unsai
     if isinstance(recipe, Recipe | Mapping):
         return _from_tree(recipe, overrides, unsaid or {})
     run_dir = fetched_path(recipe) if is_folder(recipe) else None
-    path, tree = read_recipe(recipe)
+    path, text, tree = _text_and_tree(recipe)
+    origin = Origin.of(str(path), text)
     tree.setdefault("name", name_for(path))
     if run_dir is not None:
         tree["run_dir"] = str(run_dir)  # the run folder may have been moved or copied
     given = by_key(overrides)
     tree = _with_unsaid(apply_overrides(tree, overrides), unsaid or {})
     if run_dir is None:
-        return parse_recipe(tree, str(path), given)
-    return _with_tokenizer_at_hand(_parse_whole(tree, str(path), given), run_dir)
+        return parse_recipe(tree, origin, given)
+    return _with_tokenizer_at_hand(_parse_whole(tree, origin, given), run_dir)
 
 
 def load_dataset_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> AnyRecipe:
@@ -173,13 +174,20 @@ def read_recipe(path: str | PathLike[str]) -> tuple[Path, dict[str, Any]]:
     Raises:
         UserError: the file is missing, or its YAML is broken or not a mapping.
     """
+    path, _, tree = _text_and_tree(path)
+    return path, tree
+
+
+def _text_and_tree(path: str | PathLike[str]) -> tuple[Path, str, dict[str, Any]]:
     path, text = recipe_text(path)
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
+        found = "a list" if isinstance(tree, list) else "nothing" if tree is None else f"only {str(tree)[:40]!r}"
         raise UserError(
-            f"{path} holds {type(tree).__name__}, not a mapping with the sections model, tokenizer, data, train."
+            f"{path} holds {found}, and a recipe has the sections model, tokenizer, data and train: lines such as "
+            f"`model:` with indented lines below them. `gptworks init TEXTS -o FILE` writes one."
         )
-    return path, tree
+    return path, text, tree
 
 
 def _no_such_recipe(path: Path) -> str:
@@ -189,13 +197,42 @@ def _no_such_recipe(path: Path) -> str:
             f"{checkpoint} is a checkpoint, not a run folder: give {run} and --resume to continue from its newest "
             f"step-… checkpoint. One named weights-… has no optimizer state and cannot be resumed."
         )
+    if path.name == "recipe.yaml" and path.parent.is_dir():
+        return str(not_a_run(path.parent))
     folder = path.parent if path.parent.is_dir() else Path()
-    near = nearest(path.name, (one.name for one in folder.iterdir() if one.suffix in (".yaml", ".yml")))
+    near = nearest(path.name, (one.name for one in folder.iterdir() if one.suffix in (".yaml", ".yml") or is_run(one)))
     if near:
         return f"{path}: no such recipe file; did you mean {folder / near}?"
     if shipped := nearest(path.with_suffix("").as_posix(), shipped_paths()):
         return f"{path}: no such recipe file; did you mean `{shipped}`, which comes with gptworks?"
     return f"{path}: no such recipe file. `gptworks recipes` lists the shipped ones."
+
+
+def is_run(folder: Path) -> bool:
+    """Whether the folder is a run's: it has a recipe.yaml."""
+    return (folder / "recipe.yaml").exists()
+
+
+def not_a_run(folder: Path) -> UserError:
+    """Return the error about a folder that is not a run's or is missing; it names a run near it."""
+    words = f"{folder} is not a run folder: it has no recipe.yaml"
+    if not folder.is_dir():
+        words = f"{folder}: no such run folder"
+    if (within := next((one for one in folder.parents if is_run(one)), None)) is not None:
+        return UserError(f"{words}; did you mean {within}?")
+    if folder.is_dir() and (runs := sorted(one for one in folder.iterdir() if is_run(one))):
+        return UserError(f"{words}. Give one of the runs in it, such as {runs[0]}.")
+    if (near := near_run(folder)) is not None:
+        return UserError(f"{words}; did you mean {near}?")
+    return UserError(f"{words}. `gptworks train RECIPE` makes one below runs/.")
+
+
+def near_run(folder: Path) -> Path | None:
+    """Return the run whose name is nearest, next to `folder` or in runs/; None if there is none."""
+    for place in (folder.parent, Path("runs")):
+        if place.is_dir() and (name := nearest(folder.name, (one.name for one in place.iterdir() if is_run(one)))):
+            return place / name
+    return None
 
 
 def _with_tokenizer_at_hand(recipe: Recipe, run_dir: Path) -> Recipe:
@@ -371,7 +408,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     parts = key.strip().split(".")
     if not separator or not all(parts) or "\0" in override:
-        raise UserError(f"override `{override}` is not of the form key.path=value, such as train.max_steps=200.")
+        raise UserError(
+            f"override `{override}` is not of the form key.path=value, such as train.max_steps=200, without spaces "
+            f"around the equals sign."
+        )
     value = _value_of(tuple(int(part) if part.isdigit() else part for part in parts), text)
     node: Any = tree
     index: Any

@@ -4,6 +4,7 @@ The limits are checked while nodes are composed, before values are constructed. 
 complete value, and so a merge key counts as all the keys that it adds.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,44 @@ MAX_DEPTH = 64
 MAX_DIGITS = 400
 """Maximum number of digits of a number, because Python reads numbers in quadratic time. Recipes need fewer than 20."""
 
+_MISREAD = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
+"""Numbers that YAML 1.1 reads in base 8 or 60."""
+
 _TAG = "tag:yaml.org,2002:"
 _PLAIN = {None, *(_TAG + kind for kind in ("null", "bool", "int", "float", "timestamp", "str", "seq", "map"))}
+
+
+class Origin(str):
+    """The name of a YAML file in messages, which knows the file's text, so that a message can state a line."""
+
+    text = ""
+
+    @classmethod
+    def of(cls, name: str, text: str) -> "Origin":
+        """Return the name of the file with this text."""
+        origin = cls(name)
+        origin.text = text
+        return origin
+
+    def at(self, key: str) -> str:
+        """Return the name with the line of the value at a path such as `data.sources.0.path`, as far as it exists."""
+        try:
+            node: Any = compose_yaml(self.text, self)
+        except UserError:
+            return self
+        line = None
+        for name in key.split(".") if key else ():
+            if isinstance(node, yaml.MappingNode):
+                mark, node = next(((k.start_mark, v) for k, v in node.value if k.value == name), (None, None))
+            elif isinstance(node, yaml.SequenceNode) and name.isdigit() and int(name) < len(node.value):
+                node = node.value[int(name)]
+                mark = node.start_mark
+            else:
+                break
+            if mark is None:
+                break
+            line = mark.line + 1
+        return self if line is None else f"{self}, line {line}"
 
 
 class _Loader(Composer, _Parser, SafeConstructor, Resolver):
@@ -91,12 +128,18 @@ class _Loader(Composer, _Parser, SafeConstructor, Resolver):
         node = super().compose_scalar_node(anchor)
         if "\0" in node.value:
             raise _fault(f"the text {node.value[:40]!r} has a zero byte, which no path and no name can have", node)
+        if not node.style and _MISREAD.fullmatch(node.value):
+            raise _fault(
+                f"YAML reads {node.value[:40]} as another number: write it without leading zeros or colons, or in "
+                f"quotation marks",
+                node,
+            )
         if node.tag in (_TAG + "int", _TAG + "float") and len(node.value) > MAX_DIGITS:
             raise _fault(f"a number of {len(node.value):,} digits; one may have {MAX_DIGITS}", node)
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        node, names = super().compose_mapping_node(anchor), set()
+        node, names = super().compose_mapping_node(anchor), dict[str, int]()
         for key, _ in node.value:
             if key.tag == _TAG + "merge":
                 continue
@@ -107,8 +150,12 @@ class _Loader(Composer, _Parser, SafeConstructor, Resolver):
                     f"it has the key {key.value[:40] or 'null'}: keys are names; put it into quotation marks", key
                 )
             if key.value in names:
-                raise _fault(f"the key `{key.value[:40]}` occurs twice in one section", key)
-            names.add(key.value)
+                before = names[key.value]
+                raise _fault(
+                    f"the key `{key.value[:40]}` occurs twice in one section, before in line {before}: leave one out",
+                    key,
+                )
+            names[key.value] = key.start_mark.line + 1
         return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
@@ -151,11 +198,40 @@ def _load(text: str, origin: str, get: Any) -> Any:
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
-        why = place + " ".join(f"{error.problem or error.context}".split())
-        if mark is not None and "cannot start any token" in why and "\t" in text.splitlines()[mark.line]:
-            why += ": indent with spaces, not with tabs"
+        why = _explained(error, text.splitlines())
     except (yaml.YAMLError, UnicodeError) as error:
         why = " ".join(str(error).split())
     raise UserError(f"{origin} is not readable YAML: {why[:400]}")
+
+
+def _explained(error: yaml.MarkedYAMLError, lines: list[str]) -> str:
+    """Return the error's place, its reason, the line and what to write instead."""
+    problem = " ".join(f"{error.problem or error.context}".split())
+    mark = error.problem_mark or error.context_mark
+    if mark is None:
+        return problem
+    began = error.context_mark or mark
+    advice = ""
+    if "expected ':'" in problem:
+        mark, advice = began, "write `key: value`, with a colon and a space"
+    elif "quoted scalar" in f"{error.context}" and "end of stream" in problem:
+        mark, advice = began, "the quotation mark is not closed: close it in its line"
+    elif "',' or" in problem and began.line < len(lines):
+        mark = began
+        bracket = lines[mark.line][mark.column : mark.column + 1]
+        advice = f"the `{bracket}` is not closed, or a value in it needs quotation marks"
+    line = lines[mark.line] if mark.line < len(lines) else ""
+    if "\t" in line[: len(line) - len(line.lstrip())]:
+        advice = "indent with spaces, not with tabs"
+    elif "\u00a0" in "".join(lines[max(0, mark.line - 1) : mark.line + 1]):
+        advice = "this line or the one above has no-break spaces: write plain ones"
+    elif not advice and re.search("any token|alphabetic or numeric|escape|hexdecimal", problem):
+        advice = "put the value into single quotation marks, '...'"
+    elif not advice and re.search("mapping values|expected key|expected <block end>", problem):
+        above = next((one for one in reversed(lines[: mark.line]) if one.strip() and one.strip()[0] != "#"), "")
+        here, before = (len(one) - len(one.lstrip()) for one in (line, above))
+        advice = "put a value that holds `: ` into quotation marks"
+        if here != before:
+            advice = f"it is indented by {here} and the line above by {before}: indent all lines of a section alike"
+    shown = f" `{line.strip()[:60]}`" if line.strip() else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}:{shown} {problem}{f': {advice}' if advice else ''}"

@@ -29,7 +29,7 @@ from gptworks.planning.fit import divisors
 from gptworks.planning.run import Measured, Plan
 from gptworks.planning.run import plan as plan_recipe
 from gptworks.planning.steps import DataSize
-from gptworks.recipe import load_recipe, run_name, with_vocab_size
+from gptworks.recipe import load_recipe, near_run, not_a_run, run_name, with_vocab_size
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import load_tokenizer
 from gptworks.training.rehearsal.measure import measure_speed
@@ -85,6 +85,8 @@ def base_run(base: str, report: Callable[[str], None]) -> Path:
     """
     if (Path(base) / "recipe.yaml").exists():
         return Path(base)
+    if not Path(base).exists() and (near := near_run(Path(base))) is not None and Path(base).parent == near.parent:
+        raise not_a_run(Path(base))
     found = find_model(base, report)
     if (found.folder / "adapter_config.json").exists():
         raise UserError(

@@ -13,6 +13,7 @@ from gptworks.data.sources.anything import KINDS, Files
 from gptworks.data.sources.opening import COMPRESSIONS
 from gptworks.data.sources.report import Item, Kind, lines, reasons, table
 from gptworks.errors import UserError
+from gptworks.files import path_like
 from gptworks.terminal import one_line
 from gptworks.units import readable
 
@@ -127,7 +128,7 @@ def look_at(path: Path, progress: Callable[[int, int], None] = lambda done, tota
         UserError: the path does not exist, or has no text or too little.
     """
     if not path.exists():
-        raise UserError(f"{path}: no such file or folder. Give a folder of texts, or one file.")
+        raise UserError(f"{path}: no such file or folder{path_like(path)} Give a folder of texts, or one file.")
     source = {"type": "files", "path": str(path)}
     files = Files(FilesSource.model_validate(source))
     found = Texts(path, tuple(files.look(MOST_BYTES, progress)), [source])

@@ -14,6 +14,7 @@ from gptworks.files.read import (
     map_array,
     open_given,
     open_regular,
+    path_like,
     read_array,
     read_given,
     read_regular,

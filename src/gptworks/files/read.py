@@ -17,7 +17,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from gptworks.errors import UserError
+from gptworks.errors import UserError, nearest
 from gptworks.files.folder import NO_SURPRISE, O_NONBLOCK, Folder
 
 if TYPE_CHECKING:
@@ -144,7 +144,16 @@ def _decoded(data: bytes, path: Path) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8: byte {error.start} cannot be read. Save it as UTF-8.") from None
+        kind = " but UTF-16" if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else ""
+        raise UserError(f"{path} is not UTF-8{kind}: byte {error.start} cannot be read. Save it as UTF-8.") from None
+
+
+def path_like(path: Path) -> str:
+    """Return the end of a message about a missing path: the name nearest to it in its folder, or an advice."""
+    folder = path.parent
+    names = (one.name for one in folder.iterdir()) if folder.is_dir() else ()
+    near = nearest(path.name, names)
+    return f"; did you mean {folder / near}?" if near else ". Check the path."
 
 
 def read_array(path: Path, dtype: "npt.DTypeLike", *, inside: Path | None = None) -> "npt.NDArray[Any]":

@@ -15,7 +15,7 @@ from gptworks.errors import UserError
 from gptworks.files import fetched_path
 from gptworks.planning.params import count_parameters
 from gptworks.planning.steps import planned_steps
-from gptworks.recipe import load_recipe
+from gptworks.recipe import load_recipe, not_a_run
 from gptworks.training.changes import Origin
 from gptworks.training.changes import read_history as read_changes
 from gptworks.training.record.metrics import Record, Skipped, read_metrics
@@ -163,8 +163,9 @@ def read_history(folder: Path) -> History:
     folder = fetched_path(folder)
     if not (folder / "recipe.yaml").exists():
         trials = folder / "trials"
-        hint = f"; a sweep's runs are below {trials}" if trials.is_dir() else ""
-        raise UserError(f"{folder} is not a run folder: it has no recipe.yaml{hint}.")
+        if trials.is_dir():
+            raise UserError(f"{folder} is not a run folder: it has no recipe.yaml; a sweep's runs are below {trials}.")
+        raise not_a_run(folder)
     skipped, kinds = Skipped(), defaultdict[str, _Thinned](_Thinned)
     n_records, parts, memory = 0, Counter[str](), dict[str, int]()
     for record in read_metrics(folder / "metrics.jsonl", skipped):

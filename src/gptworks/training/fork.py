@@ -21,7 +21,7 @@ from gptworks.files import (
     link_or_copy,
     new_folder,
 )
-from gptworks.recipe import by_key, load_recipe, run_name, save_recipe
+from gptworks.recipe import by_key, load_recipe, not_a_run, run_name, save_recipe
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 from gptworks.training.changes import (
     Change,
@@ -119,7 +119,7 @@ def origin_of(text: str) -> tuple[Path, int | None]:
 def _checkpoint_of(source: Path, step: int | None) -> Checkpoint:
     """Return the checkpoint to continue from; its files are not verified yet."""
     if not (source / "recipe.yaml").is_file():
-        raise UserError(f"{source} is not a run folder: it has no recipe.yaml. `gptworks train RECIPE` makes one.")
+        raise not_a_run(source)
     found = checkpoints(source)
     for checkpoint in found:
         if step in (None, checkpoint.step):

@@ -10,7 +10,7 @@ from gptworks.config.sources import FileSource
 from gptworks.data.shards import MANIFEST_FILE, TOKENIZER_FOLDER
 from gptworks.data.sources.opening import has_ending
 from gptworks.errors import UserError
-from gptworks.files import check_inside, is_url
+from gptworks.files import check_inside, is_url, path_like
 from gptworks.files.fetch import cache_folder, fetched
 from gptworks.files.mirror import fetched_data
 
@@ -36,7 +36,7 @@ def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
     files = [file for file in matches if file.is_file()]
     if not files:
         kind = "no file matches this pattern" if glob.has_magic(source.path) else "no such file or folder"
-        raise UserError(f"source {source.path}: {kind} (looked from {Path.cwd()}). Check the path.")
+        raise UserError(f"source {source.path}: {kind} (looked from {Path.cwd()}){path_like(path)}")
     return sorted(files)
 
 
