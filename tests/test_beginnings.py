@@ -107,4 +107,6 @@ def test_a_tuned_run_shows_answers_to_held_out_questions(tmp_path: Path) -> None
     train(parse_recipe(tree), display=Display(Console(file=out, width=200)))
     assert "samples continue 2 held-out conversations of" in out.getvalue()
     records = list(read_metrics(tmp_path / "tuned" / "metrics.jsonl", kinds=("sample",)))
-    assert all("what of" in one["prompt"] and one["follows"].startswith("the ") for one in records) and len(records) == 2
+    assert (
+        all("what of" in one["prompt"] and one["follows"].startswith("the ") for one in records) and len(records) == 2
+    )

@@ -201,7 +201,7 @@ def test_an_evaluation_is_what_the_command_prints(run: TrainedRun) -> None:
     assert repr(found) == printed.strip()
     assert found.validation is not None and found.to_json() == found.validation
     assert f"{found.validation['loss']:.4f} nats per token" in found._repr_html_()
-    with pytest.raises(UserError, match="is not a run folder"):
+    with pytest.raises(UserError, match="no such run folder"):
         gptworks.evaluate("runs/no-such-run")
     with pytest.raises(UserError, match="stride is for text"):
         gptworks.evaluate(run, calibration=True, stride=4)
@@ -278,7 +278,7 @@ def test_a_notebook_has_one_output_that_stays_short(output: Output) -> None:
     assert len(output.outputs) == 1
     last = output.outputs[0][-1].splitlines()
     assert len(last) <= MOST_LINES and last[-1] == "finished" and last[-2].endswith("f(x):⏎    return x")
-    assert "\x1b" not in output.outputs[0][-1] and "step 2000/2000  loss 3.0000" in output.outputs[0][-4]
+    assert "\x1b" not in output.outputs[0][-1] and "step 2000/2000  loss 3.000" in output.outputs[0][-4]
 
 
 def test_training_in_a_notebook_shows_the_run_there(
@@ -294,4 +294,4 @@ def test_training_in_a_notebook_shows_the_run_there(
 def test_elsewhere_progress_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
     display = Display(Console(file=sys.stdout, width=80))
     display.step("step 1/1", 1.0, 3.0, 0.0)
-    assert "step 1/1  loss 3.0000" in capsys.readouterr().out
+    assert "step 1/1  loss 3.000" in capsys.readouterr().out

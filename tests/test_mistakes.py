@@ -139,7 +139,10 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "a shipped recipe misspelled": ("train dmo", ("no such recipe file", "did you mean `demo`")),
     "a preset misspelled": ("plan gpt2-meduim", ("no preset is called", "did you mean `gpt2-medium`")),
     "a text misspelled": ("train mine.yaml data.sources.0.path=txet.txt", ("txet.txt: no such file", "text.txt?")),
-    "a folder of texts misspelled": ("init txet.txt -o new.yaml", ("txet.txt: no such file or folder", "did you mean text.txt?")),
+    "a folder of texts misspelled": (
+        "init txet.txt -o new.yaml",
+        ("txet.txt: no such file or folder", "did you mean text.txt?"),
+    ),
     "an empty folder of texts": ("init empty -o new.yaml", ("empty holds no text", "it has no files")),
     "a base misspelled": ("tune runs/englsh mine.yaml", ("no such run folder", "did you mean runs/english?")),
     "a base that is nowhere": ("tune nobase mine.yaml", ("nobase: no such folder", "with its owner")),

@@ -115,6 +115,7 @@ def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
         return f"`{key}.type` is `{tag}`: one of {tags}{hint}"
     if (told := _in_words(item, key)) is not None:
         return told
+    item = next((one for one in item.get("members", ()) if _needed(one) is None), item)  # a bound that it is beyond
     message: str = item["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:] if message.startswith(("Input", "Field")) else message
     if not key:
