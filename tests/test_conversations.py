@@ -123,6 +123,8 @@ def test_fields_that_published_datasets_use_are_read(
 def test_fields_in_another_case_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="`Instruction` is perhaps `instruction`; `Response` is perhaps `response`"):
         read(write_jsonl(tmp_path / "x.jsonl", [{"Instruction": "Q", "Response": "A"}]))
+    with pytest.raises(UserError, match=r"fields are prompt, chosen, rejected; `chosen` is .* of type preferences"):
+        read(write_jsonl(tmp_path / "x.jsonl", [{"prompt": "Q", "chosen": "A", "rejected": "B"}]))
 
 
 def test_messages_in_parts_and_files_of_a_folder(tmp_path: Path) -> None:
@@ -186,6 +188,14 @@ def test_few_prompts_too_have_one_that_is_held_out() -> None:
             raised += n == 20 and not any(given)
     assert 10 < raised < 35
     assert fraction_held_out(prompts[:1] * 3, 1e-9) == 1e-9, "all prompts are equal: none is left to train on"
+
+
+@pytest.mark.parametrize(("n", "message"), [(0, "hold no record, and"), (1, "hold records of one prompt, and")])
+def test_too_few_prompts_to_hold_one_out_are_named(tmp_path: Path, n: int, message: str) -> None:
+    tree = chats.tune_tree(tmp_path, chats.records(1) * n)
+    tree["tokenizer"] = {"type": "char", "chat_template": "plain"}
+    with pytest.raises(UserError, match=f"data.sources {message} .* give two prompts or more"):
+        prepare(parse_recipe(tree))
 
 
 def test_a_dataset_of_few_records_has_both_splits(tmp_path: Path) -> None:

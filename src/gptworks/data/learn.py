@@ -134,7 +134,7 @@ def _train(recipe: AnyRecipe, texts: list[_Text], sample: Path, report: Report) 
     if first_text is None:
         for text in texts:
             if next(chain(iter_documents(text.texts.sources), *map(origins_of, text.data.records)), None) is not None:
-                raise UserError(empty("train", text.validation, bool(text.data.records)))
+                raise UserError(empty("train", text.validation, text.data))
         raise UserError("data.sources hold no text: every document is empty. Give sources with text.")
     counted = _counted(chain([first_text], learned), most, total, report)
     return train_tokenizer(recipe.tokenizer, counted, lambda line: report(line, 0, None))
@@ -170,10 +170,13 @@ def _counted(texts: Iterable[str], limit_bytes: int | None, total: int | None, r
     report("merging", 0, None)
 
 
-def empty(split: Split, validation: ValidationSplit, conversations: bool = False) -> str:
+def empty(split: Split, validation: ValidationSplit, data: DataConfig) -> str:
     """Return the error message for a split without text."""
+    if (n_prompts := len({json.dumps(record.prompt) for record in iter_records(data)})) < 2 and data.records:
+        found = "no record" if n_prompts == 0 else "records of one prompt"
+        return f"data.sources hold {found}, and one prompt is held out for validation: give two prompts or more."
     name, change = ("training", "Lower") if split == "train" else ("validation", "Raise")
-    other = "" if validation.by == "tail" or conversations else ", set data.validation.by=tail"
+    other = "" if validation.by == "tail" or data.records else ", set data.validation.by=tail"
     return (
         f"data.validation.fraction={validation.fraction} by {validation.by} leaves the {name} split without text. "
         f"{change} the fraction{other}, or give more text."

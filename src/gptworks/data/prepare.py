@@ -216,7 +216,7 @@ def write_dataset(folder: Path, work: Path, recipe: AnyRecipe, made_from: dict[s
             written = join_jobs(work, whole)
         for split, files in written["splits"].items():
             if not files.tokens:
-                raise UserError(empty(split, validation, bool(data.conversations)))
+                raise UserError(empty(split, validation, data))
         (whole / TOKENIZER_FOLDER).mkdir()
         for file in (work / TOKENIZER_FOLDER).iterdir():
             link_or_copy(file, whole / TOKENIZER_FOLDER / file.name)

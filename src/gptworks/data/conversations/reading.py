@@ -13,6 +13,7 @@ from typing import Any
 from gptworks.chat_template import Message
 from gptworks.config import ConversationsSource
 from gptworks.data.conversations.keys import (
+    RECORD_KEYS,
     Fields,
     Shape,
     is_stated,
@@ -155,7 +156,9 @@ def recognized(record: Fields) -> Shape:
     if any(name in record for name in (*QUESTIONS, "input")) and any(name in record for name in _ANSWERS):
         return "alpaca"
     known = (*QUESTIONS, *_ANSWERS, "messages", "conversations")
-    meant = [f"`{name}` is perhaps `{key}`" for name in map(str, record) if (key := misspelt(name, known))]
+    others = [name for name in map(str, record) if name not in RECORD_KEYS]
+    meant = [f"`{name}` is perhaps `{key}`" for name in others if (key := misspelt(name, known))]
+    meant += [f"`{name}` is {RECORD_KEYS[name].meaning}" for name in ("chosen",) if name in record]
     raise ValueError("; ".join([f"its fields are {', '.join(map(str, record)) or 'none'}", *meant]))
 
 
