@@ -6,7 +6,7 @@ it); screenshots are kept in the folder GPTWORKS_SCREENSHOTS, where it is set. c
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -180,19 +180,20 @@ def page(new_page: Callable[..., Any], studio: Studio) -> Any:
     return opened
 
 
-def axe(page: Any) -> list[str]:
-    """Return the problems that axe-core finds on the page in its present state."""
+def axe(page: Any, rules: Sequence[str] = ()) -> list[str]:
+    """Return the problems that axe-core finds on the page in its present state, by all rules or by those named."""
     if AXE is None:
         pytest.skip("needs axe-core: make test-browser fetches it and names it with GPTWORKS_AXE")
     page.evaluate(AXE.read_text(encoding="utf-8"))
-    found = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")["violations"]
+    options = {"resultTypes": ["violations"]} | ({"runOnly": list(rules)} if rules else {})
+    found = page.evaluate("(options) => axe.run(document, options)", options)["violations"]
     return [f"{one['id']}: {node['html'][:200]} {node['failureSummary']}" for one in found for node in one["nodes"]]
 
 
-def screenshot(page: Any, name: str) -> None:
+def screenshot(page: Any, name: str, full_page: bool = False) -> None:
     """Save a screenshot of the page if a folder for them is set."""
     if SCREENSHOTS is not None:
-        page.screenshot(path=str(SCREENSHOTS / f"{name}.png"))
+        page.screenshot(path=str(SCREENSHOTS / f"{name}.png"), full_page=full_page)
 
 
 # --------------------------------------------------------------------------------------------- what a person does

@@ -122,3 +122,13 @@ export function freeName(name, models) {
   while (taken.has(`${base}-${n}`)) n += 1;
   return `${base}-${n}`;
 }
+
+/** What a part shows before there is a run that it can show. */
+export function NoRun({ children }) {
+  return html`<section class="card no-run">
+    <h1>There is no run here yet</h1>
+    <p>Make one from a folder of texts, or train one with <code>gptworks train</code>; it appears by itself.</p>
+    ${children}
+    <a class="button primary" href="#/home">Make a model from a folder</a>
+  </section>`;
+}

@@ -7,7 +7,7 @@ import { Step, Windows } from "./data/rows.js";
 import { Search } from "./data/search.js";
 import { Tokenizers } from "./data/tokenizers.js";
 import { count } from "./format.js";
-import { chooseRun, RunChoice, useRun } from "./choice.js";
+import { chooseRun, NoRun, RunChoice, useRun } from "./choice.js";
 import { html, useState } from "./ui.js";
 
 const VIEWS = {
@@ -30,7 +30,7 @@ export function Part({ state, shown }) {
   const { found: about, problem } = useAsked("about", view !== "tokenizers" && chosen.model ? chosen : null);
   const move = (changes) => hold({ model: chosen.model, at: { ...at, ...changes } });
   const open = (key, place) => (move(place), setView(key));
-  if (!usable.length) return html`<p class="notice">There is no run here whose data can be shown yet.</p>`;
+  if (!usable.length) return html`<${NoRun} />`;
   const View = { documents: Documents, windows: Windows, step: Step, search: Search, figures: Figures }[view];
   return html`<div class="cards data">
     <h1 class="hidden-text">Data</h1>

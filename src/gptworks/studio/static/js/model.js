@@ -6,7 +6,7 @@ import { html, useEffect, useState } from "./ui.js";
 import { Architecture } from "./model/architecture.js";
 import { PartDetails } from "./model/details.js";
 import { Weights } from "./model/weights.js";
-import { chooseRun, ModelChoice, stepOptions, useRun } from "./choice.js";
+import { chooseRun, ModelChoice, NoRun, stepOptions, useRun } from "./choice.js";
 
 const usable = (models) => models.filter((model) => !model.problem);
 
@@ -19,7 +19,7 @@ export function Part({ state, shown }) {
   const [key, setKey] = useState("token_embedding");
   const [tensor, setTensor] = useState({});
   const { sheet, problem } = useSheet(current, layer);
-  if (!usable(models).length) return html`<p class="notice">There is no run here yet whose model can be shown.</p>`;
+  if (!usable(models).length) return html`<${NoRun} />`;
   const part = sheet && (sheet.parts.find((one) => one.key === key) ?? sheet.parts[0]);
   const name = part && (part.tensors.find((one) => shortName(one.name) === tensor[part.key]) ?? part.tensors[0])?.name;
   const steps = models.find((model) => model.id === current.model)?.checkpoints ?? [];

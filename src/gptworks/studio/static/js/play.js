@@ -1,7 +1,7 @@
 // The part Play: write, and see what a model makes of it, token by token.
 
 import { Chips, cx, html, Name, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
-import { useRun } from "./choice.js";
+import { NoRun, useRun } from "./choice.js";
 import { count } from "./format.js";
 import { Branches } from "./play/branches.js";
 import { Column } from "./play/column.js";
@@ -46,8 +46,7 @@ export function Part({ state, shown }) {
     caret.current = null;
   });
   if (!models.length) {
-    return html`<p class="notice">There is no run here yet. Train one with <code>gptworks train</code>
-      ; it appears by itself.</p>`;
+    return html`<${NoRun} />`;
   }
   const setPlain = (plain) =>
     session.set({ plain, columns: session.columns.map((column) => ({ ...column, current: null })) });

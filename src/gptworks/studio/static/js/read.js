@@ -4,7 +4,7 @@ import { post } from "./api.js";
 import { count, figure } from "./format.js";
 import { taken } from "./shell.js";
 import { Chips, html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
-import { chooseRun, ModelChoice, stepOf, useRun } from "./choice.js";
+import { chooseRun, ModelChoice, NoRun, stepOf, useRun } from "./choice.js";
 import { Along } from "./read/along.js";
 import { Examples } from "./read/examples.js";
 import { asked as wanted, Source } from "./read/source.js";
@@ -74,7 +74,7 @@ export function Part({ state, shown }) {
   const keys = (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) read(event);
   };
-  if (!usable(models).length) return html`<p class="notice">There is no run here that can be read with yet.</p>`;
+  if (!usable(models).length) return html`<${NoRun} />`;
   const earliest = models.find((model) => model.id === current.model)?.checkpoints[0]?.step ?? "last";
   return html`<div class="cards read">
     <h1 class="hidden-text">Read</h1>

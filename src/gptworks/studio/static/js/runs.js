@@ -1,7 +1,7 @@
 // The part Runs: the curves of many runs as they train, and the conclusions from them.
 
 import { post } from "./api.js";
-import { chooseRun, lastChosen, useChosen } from "./choice.js";
+import { chooseRun, lastChosen, NoRun, useChosen } from "./choice.js";
 import { follow } from "./runs/live.js";
 import { styleOf } from "./runs/chart.js";
 import { Figures } from "./runs/figures.js";
@@ -64,10 +64,7 @@ export function Part({ shown, route, state, refresh }) {
   const forget = useCallback(() => setPicked(null), []);
   const stop = useCallback((run) => post("studio/start/stop", { run }).then(refresh), [refresh]);
   if (!runs) return html`<p class="notice" role="status">${problem ?? "Looking for runs…"}</p>`;
-  if (!rows.length)
-    return html`<div class="notice"><p>There is no run here yet. Train one with <code>gptworks train</code>
-      ; it appears by itself.</p>
-    <${LeftOut} reasons=${leftOut} /></div>`;
+  if (!rows.length) return html`<${NoRun}><${LeftOut} reasons=${leftOut} /></${NoRun}>`;
   return html`<div class="runs">
     <h1 class="hidden-text">Runs</h1>
     <a class="skip" href="#charts" onClick=${skip}>Skip to the first chart</a>

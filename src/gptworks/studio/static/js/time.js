@@ -1,7 +1,7 @@
 // The part Through time: one text under each checkpoint of a run, and what the run learned between two of them.
 
 import { post } from "./api.js";
-import { chooseRun, RunChoice, useRun } from "./choice.js";
+import { chooseRun, NoRun, RunChoice, useRun } from "./choice.js";
 import { count, figure, percent, visible } from "./format.js";
 import { html, Scrolls, useEffect, useMemo, useRef, useState } from "./ui.js";
 import { asked, Source } from "./read/source.js";
@@ -21,7 +21,7 @@ export function Part({ state, shown }) {
   const [said, say] = useState("");
   const abort = useRef(null);
   useEffect(() => () => abort.current?.abort(), []);
-  if (!usable.length) return html`<p class="notice">There is no run with a checkpoint here yet.</p>`;
+  if (!usable.length) return html`<${NoRun} />`;
   const chosen = { model, checkpoint: "last" };
   const read = async (event) => {
     event.preventDefault();

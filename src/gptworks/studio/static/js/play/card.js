@@ -32,6 +32,21 @@ function unscored({ part, i }) {
     : "Not scored: “score the prompt” in the settings gives the prompt's tokens their probabilities.";
 }
 
+/** Put the card below or above its token, inside the window. */
+function besideToken(card, anchor) {
+  const { style, offsetWidth: width, offsetHeight: height } = card;
+  const box = anchor.getClientRects()[0] ?? anchor.getBoundingClientRect();
+  const below = box.bottom + height + 8 < innerHeight || box.top < height + 8;
+  style.setProperty(
+    "left",
+    `${scrollX + Math.max(8, Math.min(box.left, document.documentElement.clientWidth - width - 8))}px`,
+  );
+  style.setProperty("top", `${scrollY + (below ? box.bottom + 4 : box.top - height - 4)}px`);
+  // On a small screen the card is at the foot and may cover its token.
+  const covered = box.bottom + 8 - card.getBoundingClientRect().top;
+  if (getComputedStyle(card).position === "fixed" && covered > 0) scrollBy(0, covered);
+}
+
 /** `anchor`: the token's element. `pinned`: it stays open and has the focus. */
 export function TokenCard({ token, place, anchor, pinned, take, edit, why, close, hold, release }) {
   const beside = (by) => {
@@ -43,18 +58,10 @@ export function TokenCard({ token, place, anchor, pinned, take, edit, why, close
   };
   const card = useRef(null);
   useLayoutEffect(() => {
-    const { style } = card.current;
-    const box = anchor.getClientRects()[0] ?? anchor.getBoundingClientRect();
-    const { offsetWidth: width, offsetHeight: height } = card.current;
-    const below = box.bottom + height + 8 < innerHeight || box.top < height + 8;
-    style.setProperty(
-      "left",
-      `${scrollX + Math.max(8, Math.min(box.left, document.documentElement.clientWidth - width - 8))}px`,
-    );
-    style.setProperty("top", `${scrollY + (below ? box.bottom + 4 : box.top - height - 4)}px`);
-    // On a small screen the card is at the foot and may cover its token.
-    const covered = box.bottom + 8 - card.current.getBoundingClientRect().top;
-    if (getComputedStyle(card.current).position === "fixed" && covered > 0) scrollBy(0, covered);
+    const placed = () => besideToken(card.current, anchor);
+    placed();
+    addEventListener("resize", placed);
+    return () => removeEventListener("resize", placed);
   }, [anchor, token]);
   useEffect(() => {
     if (pinned) (card.current.querySelector(".row:not(:disabled)") ?? card.current).focus({ preventScroll: true });

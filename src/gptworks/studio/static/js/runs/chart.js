@@ -4,6 +4,8 @@ import uPlot from "../../vendor/uPlot.esm.js";
 import { short } from "../format.js";
 import { cutName, html, useEffect, useLayoutEffect, useRef } from "../ui.js";
 
+/** The height of an axis label in pixels: the smallest type of the page. */
+const LABEL = 0.75 * parseFloat(getComputedStyle(document.documentElement).fontSize);
 const DASHES = [[], [6, 3], [2, 3], [9, 3, 2, 3]];
 const DOTS = 60;
 const FEW = 8;
@@ -80,7 +82,7 @@ function options(kept, { clientWidth: width, clientHeight: height }) {
     stroke: ink,
     grid: { stroke: rule, width: 1 },
     ticks: { stroke: rule, width: 1 },
-    font: "12px system-ui",
+    font: `${LABEL}px system-ui`,
   };
   return {
     width: width || 300,
@@ -94,7 +96,12 @@ function options(kept, { clientWidth: width, clientHeight: height }) {
     },
     series: [{}, { show: true, stroke: "transparent", points: { show: false } }],
     axes: [
-      { ...axis, size: 26, gap: 3, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) },
+      {
+        ...axis,
+        size: LABEL + 14,
+        gap: 3,
+        values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))),
+      },
       {
         ...axis,
         gap: 3,
@@ -120,7 +127,7 @@ function options(kept, { clientWidth: width, clientHeight: height }) {
 /** The room for the labels of the y axis: no more than they need, so that the curves have the rest. */
 function labelsWidth(plot, labels) {
   if (!labels?.length) return 30;
-  plot.ctx.font = `${12 * (devicePixelRatio || 1)}px system-ui`;
+  plot.ctx.font = `${LABEL * (devicePixelRatio || 1)}px system-ui`;
   const widest = Math.max(...labels.map((label) => plot.ctx.measureText(label ?? "").width));
   return Math.ceil(widest / (devicePixelRatio || 1)) + 15; // with the tick and a gap
 }
