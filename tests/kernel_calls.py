@@ -83,12 +83,12 @@ def step(backend: native.NativeBackend, *texts: tuple[int, int, int]) -> Call:
         "tokens": positions % 7, "slots": slots, "positions": positions, "wanted": wanted,
         "logits": floats(len(texts), backend.vocab_size), "features": floats(len(texts), width),
     }  # fmt: skip
-    return Call("step", tensors, model=backend._model)
+    return Call("step", tensors, model=backend._structure.root)
 
 
 def logits(backend: native.NativeBackend, n: int = 40) -> Call:
     tensors = {"features": floats(n, backend.model.config.d_model), "logits": floats(n, backend.vocab_size)}
-    return Call("logits", tensors, model=backend._model)
+    return Call("logits", tensors, model=backend._structure.root)
 
 
 def of_models() -> list[tuple[native.NativeBackend, Call]]:

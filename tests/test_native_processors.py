@@ -110,11 +110,11 @@ def case_bytes(
     for vectors in (*backend.cache.keys, *backend.cache.values):
         vectors.data.zero_()
     image = Image()
-    for tensor in backend._kept:
+    for tensor in backend._structure.kept:
         image.add(tensor.data_ptr(), tensor)
-    layers = backend._model.kept
+    layers = backend._structure.layers
     image.add_structure(ctypes.addressof(layers), layers)
-    at_model = image.add_structure(0, backend._model)
+    at_model = image.add_structure(0, backend._structure.root)
     rows = [(token, slot, i) for slot, ids in enumerate(texts) for i, token in enumerate(ids)]
     numbers = [torch.tensor(column) for column in (*zip(*rows, strict=True), range(len(rows)))]
     logits = torch.zeros_like(wanted)

@@ -75,6 +75,24 @@ class Model(Structure):
     )  # fmt: skip
 
 
+def _with_short_pointers(structure: Any) -> Any:
+    """Return the structure with pointers of 32 bits, as the C++ has it in WebAssembly."""
+
+    def short(kind: Any) -> Any:
+        if kind is POINTER:
+            return ctypes.c_uint32
+        return _with_short_pointers(kind) if issubclass(kind, Structure) else kind
+
+    fields = [(name, short(kind)) for name, kind in structure._fields_]
+    return type(structure.__name__, (Structure,), {"_fields_": fields})
+
+
+class Short:
+    """The structures of a model with pointers of 32 bits."""
+
+    Matrix, Norm, Layer, Model = map(_with_short_pointers, (Matrix, Norm, Layer, Model))
+
+
 @dataclass(frozen=True)
 class Entry:
     """Arguments of a C++ function, in order: a model if it has one, tensors, numbers, and the number of threads."""

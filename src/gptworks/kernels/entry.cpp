@@ -23,9 +23,15 @@ void kernels::fail(Code code, const char *format, ...) {
     va_start(values, format);
     std::vsnprintf(failure.text, sizeof failure.text, format, values);
     va_end(values);
+#ifdef __cpp_exceptions
     throw failure;
+#else // the trap ends the call; the caller reads the text as after a code
+    last = failure;
+    __builtin_trap();
+#endif
 }
 
+#ifdef __cpp_exceptions
 Failure kernels::caught() noexcept {
     Failure failure;
     try {
@@ -47,6 +53,7 @@ int kernels::failed() noexcept {
     last = caught();
     return last.code;
 }
+#endif
 
 Text Text::of(int64_t kind, const int64_t *sizes, int64_t n) {
     Text out;

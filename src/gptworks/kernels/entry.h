@@ -30,12 +30,17 @@ Failure caught() noexcept;
 int failed() noexcept;
 
 template<class F> int guarded(const F &work) noexcept {
+#ifndef __cpp_exceptions // as in WebAssembly: `fail` ends the call, see entry.cpp
+    work();
+    return DONE;
+#else
     try {
         work();
         return DONE;
     } catch (...) {
         return failed();
     }
+#endif
 }
 
 // -------------------------------------------------------------------------------------------------------- tensors

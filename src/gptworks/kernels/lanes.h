@@ -21,10 +21,15 @@
 #ifdef __ARM_NEON
 #include <arm_neon.h>
 #endif
+#ifdef __wasm_simd128__
+#include <wasm_simd128.h>
+#endif
 #if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || defined(__ARM_FEATURE_DOTPROD)
 #define INTEGER_PRODUCTS // of 8 bits
 #elif defined(__AVX2__) && defined(__F16C__) && defined(__FMA__) && (defined(__AVX512BW__) || !defined(__AVX512F__))
 #define WIDE_INTEGER_PRODUCTS // of 16 bits
+#elif defined(__wasm_simd128__)
+#define WIDE_INTEGER_PRODUCTS
 #endif
 #ifdef __AVX512BF16__
 #define BF16_PRODUCTS
@@ -203,6 +208,9 @@ inline Lanes load(const BFloat *p) {
 #elif defined(__ARM_NEON)
     return by_part<Lanes>([&](auto i)
                               EACH { return (Lanes::Part)vshll_n_u16(vld1_u16((const uint16_t *)(p + 4 * i)), 16); });
+#elif defined(__wasm_simd128__)
+    return by_part<Lanes>(
+        [&](auto i) EACH { return (Lanes::Part)wasm_i32x4_shl(wasm_u32x4_load16x4(p + 4 * i), 16); });
 #else
     float wide[LANES];
     for (int i = 0; i < LANES; i++) wide[i] = p[i];

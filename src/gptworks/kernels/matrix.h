@@ -85,7 +85,7 @@ inline int64_t met_by(int64_t kind) {
 // * for int8 and int4 (AVX512_VNNI, ARM's dot products) fixed point of 16 bits with one scale a row, as two planes of
 // signed bytes,
 //   x ≈ scale · (256 · high + low): finer than bf16, and sums of products are exact;
-// * for int8 and int4 (AVX2 alone) the same fixed point, as integers of 16 bits.
+// * for int8 and int4 (AVX2 alone, WebAssembly) the same fixed point, as integers of 16 bits.
 struct Rounded {
     Buffer bytes;                 // [n, pitch], of which 2 · stride are bf16; or low, then high
     std::vector<int32_t> offsets; // int4: for each group of activations, what its weights' offset of 8 adds
@@ -204,16 +204,28 @@ struct Rows {
 
     void round(int64_t row) {
         const float *from = x + row * stride;
-        const __m256 factor = _mm256_set1_ps(to_integers(row, 32767));
+        const float factor = to_integers(row, 32767);
         int16_t *const to = (int16_t *)low(row);
+#ifdef __wasm_simd128__
+        const auto four = [&](int64_t i) EACH {
+            return wasm_i32x4_trunc_sat_f32x4(wasm_f32x4_nearest(wasm_f32x4_mul(wasm_v128_load(from + i), // to even
+                                                                                wasm_f32x4_splat(factor))));
+        };
+        for (int64_t i = 0; i < stride; i += 8) {
+            const v128_t eight = wasm_i16x8_narrow_i32x4(four(i), four(i + 4));
+            wasm_v128_store(to + i, wasm_i16x8_shuffle(eight, eight, 0, 2, 1, 3, 4, 6, 5, 7));
+        }
+#else
+        const __m256 factors = _mm256_set1_ps(factor);
         const auto eight = [&](int64_t i)
-                               EACH { return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(from + i), factor)); };
+                               EACH { return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(from + i), factors)); };
         for (int64_t i = 0; i < stride; i += 16) {
             const __m256i halves = _mm256_packs_epi32(eight(i), eight(i + 8)); // of each, in turns
             const __m256i sixteen = _mm256_permute4x64_epi64(halves, 0xd8);
             _mm256_storeu_si256((__m256i *)(to + i),
                                 _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(sixteen, 0xd8), 0xd8));
         }
+#endif
         if (made != INT4) return;
         for (int64_t i = 0; i < stride; i += GROUPED) {
             int32_t sum = 0;

@@ -140,6 +140,8 @@ template<bool NIBBLES> struct Wide {
     static INLINE Ints add(Ints sum, Right right, int32_t left) {
 #ifdef __AVX512BW__
         return sum + (Ints)_mm512_madd_epi16((__m512i)right, _mm512_set1_epi32(left));
+#elif defined(__wasm_simd128__)
+        return sum + (Ints)wasm_i32x4_dot_i16x8((v128_t)right, wasm_i32x4_splat(left));
 #else
         sum += (Ints)_mm256_madd_epi16((__m256i)right, _mm256_set1_epi32(left));
         asm("" : "+x"(sum)); // GCC adds in another order, and has too few registers

@@ -15,21 +15,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from gptworks.choices import BackendName
 from gptworks.errors import UserError
 from gptworks.infer.backends.backend import Backend, Chunk, TorchBackend
 from gptworks.infer.backends.cache import SlotCache
 from gptworks.infer.backends.placement import matrices, settle, widest_panels
+from gptworks.infer.backends.structure import ModelStructure
 from gptworks.kernels.build import Unavailable
-from gptworks.kernels.call import NUMBERS, call
-from gptworks.kernels.entries import FUNCTION_OF_MLP, Layer, Matrix, Model, Norm
+from gptworks.kernels.call import call
 from gptworks.kernels.library import library
 from gptworks.model.gpt import GPT
 from gptworks.model.lora import has_adapter
-from gptworks.quantize.panels import UNIT, panel_of, size_in_panels, to_panels
+from gptworks.quantize.panels import UNIT, size_in_panels
 from gptworks.units import counted
 
 STEP_TOKENS, STEP_TOKENS_WITH_AMX = 128, 512
@@ -38,9 +37,6 @@ STEP_TOKENS, STEP_TOKENS_WITH_AMX = 128, 512
 _ACTIVATIONS = ("gelu", "gelu_tanh", "relu2", "swiglu", "geglu")
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8)
 """The dtypes of matrices that the kernels multiply."""
-
-_AT_ONCE_BYTES = 64
-"""Rows of matrices are padded to a multiple of this many bytes, which products read together."""
 
 
 def choose_backend(
@@ -139,11 +135,10 @@ class NativeBackend(Backend):
         dtype = dtype or (torch.float32 if kind == torch.float32 else torch.bfloat16)
         self.cache = SlotCache(model.config, n_slots, capacity, dtype=dtype, unit=UNIT)
         self.vocab_size = model.config.vocab_size
-        self._kept: list[Tensor] = []
-        self._widest = widest_panels(kernels)
-        settle(list(matrices(model)), self._widest)
+        self.widest = widest_panels(kernels)
+        settle(list(matrices(model)), self.widest)
         self.model = model
-        self._model = self._structure(model)
+        self._structure = _InProcess(self)
 
     def compute(self, chunks: Sequence[Chunk], on_cuda: bool = False) -> list[Tensor]:
         longest = max(len(chunk.tokens) for chunk in chunks)
@@ -170,13 +165,12 @@ class NativeBackend(Backend):
     def logits(self, features: Tensor) -> Tensor:
         rows = features.float().reshape(-1, features.size(-1)).contiguous()
         logits = torch.empty(len(rows), self.vocab_size)
-        call(self._kernels, "logits", (rows, logits), model=self._model)
+        call(self._kernels, "logits", (rows, logits), model=self._structure.root)
         return logits.view(*features.shape[:-1], -1)
 
     def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
         super().grow(n_slots, capacity, held)
-        self._kept = []
-        self._model = self._structure(self.model)
+        self._structure = _InProcess(self)
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[Tensor]:
         """Compute one step over all rows of the chunks; return each chunk's logits, fp32 [n, V]."""
@@ -198,126 +192,43 @@ class NativeBackend(Backend):
             slots.extend([chunk.slot] * n)
             positions.extend(range(chunk.start, chunk.start + n))
             wanted.extend(range(len(tokens) - chunk.n_logits, len(tokens)))
-        call(self._kernels, "step", (tokens, slots, positions, wanted, logits, features), model=self._model)
+        call(self._kernels, "step", (tokens, slots, positions, wanted, logits, features), model=self._structure.root)
 
-    # -------------------------------------------------------------------------------- the model as step.cpp reads it
 
-    def _structure(self, model: GPT) -> Model:
-        config = model.config
-        width, vocabulary, half = config.d_model, config.vocab_size, config.d_rotary // 2
-        layers = (Layer * config.n_layers)(*(self._layer(model, i) for i in range(config.n_layers)))
-        cos, sin = (
-            model.rotary.at(slice(0, self.capacity), self.capacity, torch.float32) if model.rotary else (None,) * 2
-        )
-        head = model.token_embedding if model.untied_head is None else model.untied_head
-        position = None if model.position_embedding is None else model.position_embedding.weight[: self.capacity]
-        structure = Model(
-            width, config.n_heads, config.n_kv_heads, config.d_head, config.d_ff,
-            config.d_rotary, self.n_slots, self.capacity, config.n_layers,
-            FUNCTION_OF_MLP[config.mlp], config.norm == "layernorm", config.parallel_residual,
-            NUMBERS[self.cache.dtype],
-            config.norm_eps, config.score_scale, config.embedding_scale, config.residual_scale,
-            1 / config.logit_divisor,
-            self._matrix(model.token_embedding, vocabulary, width), self._matrix(head, vocabulary, width),
-            self._vector(position, self.capacity, width), self._vector(cos, self.capacity, half),
-            self._vector(sin, self.capacity, half),
-            0 if position is None else 4 * self.capacity * width, 0 if cos is None else 4 * self.capacity * half,
-            self._norm(model.norm, width), ctypes.addressof(layers),
+class _InProcess(ModelStructure):
+    """A model's structures that refer to its tensors in this process, which they keep alive."""
+
+    def __init__(self, backend: NativeBackend) -> None:
+        super().__init__(
+            backend.model, backend.n_slots, backend.capacity, backend.cache.dtype, backend.widest,
+            torch.get_num_threads(),
         )  # fmt: skip
-        structure.kept = layers
-        return structure
+        self.cache = backend.cache
+        self.kept: list[Tensor] = []
+        self.root = self.build()
 
-    def _layer(self, model: GPT, i: int) -> Layer:
-        block: Any = model.blocks[i]
-        config, attention, mlp = model.config, block.attention, block.mlp
-        width, inner, d_head, groups = config.d_model, config.d_ff, config.d_head, config.n_kv_heads
-        d_query, d_key = config.n_heads * d_head, groups * d_head
-        norms = (
-            (block.norm1, width),
-            (block.norm2, width),
-            (attention.query_norm, d_head),
-            (attention.key_norm, d_head),
-        )
-        matrices = (
-            (attention.query, d_query, width), (attention.key, d_key, width), (attention.value, d_key, width),
-            (attention.out, width, d_query), (mlp.gate, inner, width), (mlp.up, inner, width), (mlp.down, width, inner),
-        )  # fmt: skip
-        slots = self.cache.keys[i].data.size(0)
-        cached, room = [], size_in_panels(self.capacity)
-        for vectors in (self.cache.keys[i], self.cache.values[i]):
-            cached.append(self._address(vectors.data, self.cache.dtype, slots, groups, room, d_head))
-            cached.append(self._address(vectors.scale, torch.float32, slots, groups, room))
-        return Layer(
-            *(self._norm(*norm) for norm in norms),
-            *(self._matrix(*matrix) for matrix in matrices),
-            *cached,
-            self.cache.keys[i].data.nbytes,
-            0 if (scale := self.cache.keys[i].scale) is None else scale.nbytes,
-            attention.scores.window or self.capacity,
-            config.layer_rotates(i),
-        )
-
-    def _norm(self, norm: Any, width: int) -> Norm:
-        if isinstance(norm, nn.Identity):
-            return Norm()
-        return Norm(self._vector(norm.weight, width), self._vector(getattr(norm, "bias", None), width), width)
-
-    def _matrix(self, module: Any, rows: int, columns: int) -> Matrix:
-        """Return a matrix [rows, columns] for the kernels: in panels, or with rows padded to `_AT_ONCE_BYTES`."""
-        if module is None:
-            return Matrix()
-        bias = self._vector(getattr(module, "bias", None), rows)
-        weight: Tensor = module.weight.detach()
-        scale: Any = getattr(module, "scale", None)
-        kind, panel = weight.dtype, getattr(module, "panel", 0)
-        each = 2 if kind == torch.uint8 else 1  # columns packed into one element
-        in_panels = kind in self._widest
-        line = 1 if in_panels and each == 2 else _AT_ONCE_BYTES // kind.itemsize
-        n_elements = -(-columns // (each * line)) * line
-        if panel:
-            _check(weight, kind, size_in_panels(rows) * n_elements)
-        else:
-            _check(weight, kind, rows, columns // each)
-        if kind == torch.int8:
-            _check(scale, torch.float32, rows)
-        elif kind == torch.uint8:
-            _check(scale, torch.float16, *((size_in_panels(rows) * columns // 32,) if panel else (rows, columns // 32)))
-        if n_missing := 0 if panel else n_elements - columns // each:
-            weight = F.pad(weight, (0, n_missing), value=0x88 if each == 2 else 0)
-            scale = F.pad(scale, (0, n_missing // 16)) if each == 2 else scale
-        if in_panels and not panel:  # the module is not a PackedMatrix, which would be in panels already
-            panel = panel_of(rows, torch.get_num_threads(), self._widest[kind])
-            weight, scale = to_panels(weight, panel), to_panels(scale, panel) if each == 2 else scale
-        return Matrix(
-            self._address(weight, kind, *weight.shape),
-            None if scale is None else self._address(scale, scale.dtype, *scale.shape),
-            bias, rows, n_elements * each, NUMBERS[kind], panel,
-            weight.nbytes, 0 if scale is None else scale.nbytes, 0 if bias is None else 4 * rows,
-        )  # fmt: skip
-
-    def _vector(self, tensor: Tensor | None, *shape: int) -> int | None:
-        return None if tensor is None else self._address(tensor.detach().float(), torch.float32, *shape)
-
-    def _address(self, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
-        """Return a tensor's address (None for None). Checks dtype and shape, makes it contiguous and keeps it alive."""
-        if tensor is None:
-            return None
-        tensor = tensor.contiguous()
-        _check(tensor, dtype, *shape)
+    def place(self, tensor: Tensor) -> int:
         assert tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-        self._kept.append(tensor)
+        self.kept.append(tensor)
         return tensor.data_ptr()
 
+    def place_layers(self, layers: Any) -> int:
+        self.layers = layers
+        return ctypes.addressof(layers)
 
-def _check(tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> None:
-    """Refuse a tensor that the kernels, which receive only its address, would read wrongly or beyond its end.
-
-    Raises:
-        TypeError: the tensor is missing, or its dtype, shape or device is not the expected one.
-    """
-    if tensor is None or tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device.type != "cpu":
-        found = "no tensor" if tensor is None else f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        raise TypeError(f"the native kernels need {dtype} {list(shape)} on the CPU and were given {found}")
+    def place_cache(self, i: int) -> tuple[int | None, int | None, int | None, int | None, int, int]:
+        config, (keys, values) = self.model.config, (self.cache.keys[i], self.cache.values[i])
+        shape = keys.data.size(0), config.n_kv_heads, size_in_panels(self.capacity)
+        scale_bytes = 0 if keys.scale is None else keys.scale.nbytes
+        key, key_scale, value, value_scale = (
+            address
+            for vectors in (keys, values)
+            for address in (
+                self._address(vectors.data, self.cache_dtype, *shape, config.d_head),
+                self._address(vectors.scale, torch.float32, *shape),
+            )
+        )
+        return key, key_scale, value, value_scale, keys.data.nbytes, scale_bytes
 
 
 def _part(chunk: Chunk, first: int, n: int) -> Chunk:

@@ -1,0 +1,136 @@
+// What the kernels need of a system, for WebAssembly: memory, text, and the one thread.
+
+#include "../entry.h"
+#include "../threads.h"
+
+#include <cstdio>
+
+using namespace kernels;
+
+extern "C" char __heap_base; // of the linker: where memory is free
+
+namespace {
+
+// Blocks of 64 · 2^k bytes after one another; those given back wait in a list for their size.
+constexpr size_t LINE = 64, HEADER = LINE, SIZES = 26;
+
+struct Block {
+    size_t size_class;
+    Block *next;
+};
+
+char *top = nullptr;
+Block *waiting[SIZES];
+
+[[noreturn]] void stop(const char *why) {
+    fail(NO_MEMORY, "%s", why);
+}
+
+void *take(size_t n) {
+    size_t size_class = 0;
+    while (size_class < SIZES && (LINE << size_class) < n) size_class++;
+    if (size_class == SIZES) stop("a block of memory is too large");
+    Block *block = waiting[size_class];
+    if (block)
+        waiting[size_class] = block->next;
+    else {
+        if (!top) top = &__heap_base + (LINE - (uintptr_t)&__heap_base % LINE) % LINE;
+        block = (Block *)top;
+        const uintptr_t end = (uintptr_t)top + HEADER + (LINE << size_class);
+        const uintptr_t pages = (end + 65535) / 65536, has = __builtin_wasm_memory_size(0);
+        if (end < (uintptr_t)top || (pages > has && __builtin_wasm_memory_grow(0, pages - has) == (size_t)-1))
+            stop("the browser grants no more memory");
+        top = (char *)end;
+        block->size_class = size_class;
+    }
+    return (char *)block + HEADER;
+}
+
+void give_back(void *at) {
+    if (!at) return;
+    Block *const block = (Block *)((char *)at - HEADER);
+    block->next = waiting[block->size_class];
+    waiting[block->size_class] = block;
+}
+
+// Numbers in decimal, from the end of `digits`.
+const char *decimal(long long x, char (&digits)[24]) {
+    char *at = digits + sizeof digits - 1;
+    *at = 0;
+    unsigned long long rest = x < 0 ? 0 - (unsigned long long)x : x;
+    do *--at = '0' + rest % 10;
+    while (rest /= 10);
+    if (x < 0) *--at = '-';
+    return at;
+}
+
+} // namespace
+
+void *operator new(size_t n) { return take(n); }
+void *operator new[](size_t n) { return take(n); }
+void operator delete(void *at) noexcept { give_back(at); }
+void operator delete[](void *at) noexcept { give_back(at); }
+void operator delete(void *at, size_t) noexcept { give_back(at); }
+void operator delete[](void *at, size_t) noexcept { give_back(at); }
+
+extern "C" void *memset(void *to, int value, size_t n) {
+    for (size_t i = 0; i < n; i++) ((volatile char *)to)[i] = (char)value;
+    return to;
+}
+
+extern "C" void *memcpy(void *to, const void *from, size_t n) {
+    for (size_t i = 0; i < n; i++) ((volatile char *)to)[i] = ((const char *)from)[i];
+    return to;
+}
+
+// What the compiler calls for checked products of 64 bits.
+extern "C" __int128 __multi3(__int128 a, __int128 b) {
+    const auto parts = [](uint64_t x) { return std::pair<uint64_t, uint64_t>(x & 0xffffffff, x >> 32); };
+    const auto [a0, a1] = parts((uint64_t)a);
+    const auto [b0, b1] = parts((uint64_t)b);
+    const uint64_t low = a0 * b0, middle = a1 * b0 + (low >> 32), other = (middle & 0xffffffff) + a0 * b1;
+    const uint64_t high = a1 * b1 + (middle >> 32) + (other >> 32) + (uint64_t)a * (uint64_t)(b >> 64) +
+                          (uint64_t)(a >> 64) * (uint64_t)b;
+    return (__int128)((unsigned __int128)high << 64 | (other << 32) | (low & 0xffffffff));
+}
+
+extern "C" int __cxa_thread_atexit(void (*)(void *), void *, void *) { return 0; } // the thread does not end
+
+// %s, %lld and %zu: all that the kernels write.
+int std::vsnprintf(char *to, size_t room, const char *format, va_list values) {
+    size_t n = 0;
+    const auto put = [&](const char *text) {
+        for (; *text; text++, n++)
+            if (n + 1 < room) to[n] = *text;
+    };
+    for (; *format; format++) {
+        char digits[24], one[2] = {*format, 0};
+        if (*format != '%') {
+            put(one);
+            continue;
+        }
+        format++;
+        if (*format == 's')
+            put(va_arg(values, const char *));
+        else if (*format == 'z')
+            format += 1, put(decimal(va_arg(values, size_t), digits));
+        else
+            format += 2, put(decimal(va_arg(values, long long), digits));
+    }
+    if (room) to[n + 1 < room ? n : room - 1] = 0;
+    return (int)n;
+}
+
+int std::snprintf(char *to, size_t room, const char *format, ...) {
+    va_list values;
+    va_start(values, format);
+    const int n = vsnprintf(to, room, format, values);
+    va_end(values);
+    return n;
+}
+
+void kernels::parallel(int64_t, const Work &work) { work.function(work.with, {0, 1, nullptr, nullptr}); }
+void Barrier::wait(int64_t, const Alarm &) {}
+
+// Memory for the page to fill: a model's image, and the arguments of a step. Never given back.
+extern "C" void *gptworks_room(size_t n) { return take(n); }
