@@ -6,6 +6,7 @@ checks its arguments before it reads or writes tensors, and returns a code. This
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -75,6 +76,7 @@ class Model(Structure):
     )  # fmt: skip
 
 
+@cache
 def _with_short_pointers(structure: Any) -> Any:
     """Return the structure with pointers of 32 bits, as the C++ has it in WebAssembly."""
 

@@ -216,7 +216,7 @@ class _InProcess(ModelStructure):
         self.layers = layers
         return ctypes.addressof(layers)
 
-    def place_cache(self, i: int) -> tuple[int | None, int | None, int | None, int | None, int, int]:
+    def place_cache(self, i: int) -> tuple[int, int, int, int, int, int]:
         config, (keys, values) = self.model.config, (self.cache.keys[i], self.cache.values[i])
         shape = keys.data.size(0), config.n_kv_heads, size_in_panels(self.capacity)
         scale_bytes = 0 if keys.scale is None else keys.scale.nbytes

@@ -48,7 +48,7 @@ class ModelStructure:
         """Return the address of the array of layers."""
         raise NotImplementedError
 
-    def place_cache(self, i: int) -> tuple[int | None, int | None, int | None, int | None, int, int]:
+    def place_cache(self, i: int) -> tuple[int, int, int, int, int, int]:
         """Return the addresses of a layer's keys, their scales, values and their scales, and the bytes of keys and of
         scales."""
         raise NotImplementedError
@@ -136,18 +136,18 @@ class ModelStructure:
             weight, scale = to_panels(weight, panel), to_panels(scale, panel) if each == 2 else scale
         return self.types.Matrix(
             self._address(weight, kind, *weight.shape),
-            None if scale is None else self._address(scale, scale.dtype, *scale.shape),
+            0 if scale is None else self._address(scale, scale.dtype, *scale.shape),
             bias, rows, n_elements * each, NUMBERS[kind], panel,
             weight.nbytes, 0 if scale is None else scale.nbytes, 0 if bias is None else 4 * rows,
         )  # fmt: skip
 
-    def _vector(self, tensor: Tensor | None, *shape: int) -> int | None:
-        return None if tensor is None else self._address(tensor.detach().float(), torch.float32, *shape)
+    def _vector(self, tensor: Tensor | None, *shape: int) -> int:
+        return 0 if tensor is None else self._address(tensor.detach().float(), torch.float32, *shape)
 
-    def _address(self, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int | None:
-        """Return a tensor's address (None for None), after checking its dtype and shape."""
+    def _address(self, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> int:
+        """Return a tensor's address (0 for None), after checking its dtype and shape."""
         if tensor is None:
-            return None
+            return 0
         tensor = tensor.contiguous()
         check(tensor, dtype, *shape)
         return self.place(tensor)

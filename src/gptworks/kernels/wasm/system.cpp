@@ -22,25 +22,27 @@ struct Block {
 char *top = nullptr;
 Block *waiting[SIZES];
 
-[[noreturn]] void stop(const char *why) {
-    fail(NO_MEMORY, "%s", why);
+// New memory, from a line on.
+char *more(size_t n) {
+    if (!top) top = &__heap_base + (LINE - (uintptr_t)&__heap_base % LINE) % LINE;
+    char *const at = top;
+    const uint64_t end = (uint64_t)(uintptr_t)at + (n + LINE - 1) / LINE * LINE;
+    const uint64_t pages = (end + 65535) / 65536, has = __builtin_wasm_memory_size(0);
+    if (pages > 65535 || (pages > has && __builtin_wasm_memory_grow(0, pages - has) == (size_t)-1))
+        fail(NO_MEMORY, "the browser grants no more memory");
+    top = (char *)(uintptr_t)end;
+    return at;
 }
 
 void *take(size_t n) {
     size_t size_class = 0;
     while (size_class < SIZES && (LINE << size_class) < n) size_class++;
-    if (size_class == SIZES) stop("a block of memory is too large");
+    if (size_class == SIZES) fail(NO_MEMORY, "a block of memory is too large");
     Block *block = waiting[size_class];
     if (block)
         waiting[size_class] = block->next;
     else {
-        if (!top) top = &__heap_base + (LINE - (uintptr_t)&__heap_base % LINE) % LINE;
-        block = (Block *)top;
-        const uintptr_t end = (uintptr_t)top + HEADER + (LINE << size_class);
-        const uintptr_t pages = (end + 65535) / 65536, has = __builtin_wasm_memory_size(0);
-        if (end < (uintptr_t)top || (pages > has && __builtin_wasm_memory_grow(0, pages - has) == (size_t)-1))
-            stop("the browser grants no more memory");
-        top = (char *)end;
+        block = (Block *)more(HEADER + (LINE << size_class));
         block->size_class = size_class;
     }
     return (char *)block + HEADER;
@@ -133,4 +135,4 @@ void kernels::parallel(int64_t, const Work &work) { work.function(work.with, {0,
 void Barrier::wait(int64_t, const Alarm &) {}
 
 // Memory for the page to fill: a model's image, and the arguments of a step. Never given back.
-extern "C" void *gptworks_room(size_t n) { return take(n); }
+extern "C" void *gptworks_room(size_t n) { return more(n); }

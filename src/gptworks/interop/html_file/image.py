@@ -1,0 +1,123 @@
+"""A model as the memory of the WebAssembly kernels: its tensors and the structures of step.cpp, with places of pointers.
+
+The page copies the image to an address of its own and adds that address to each pointer.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptworks.infer.backends.structure import ModelStructure
+from gptworks.kernels import entries
+from gptworks.kernels.wasm import WIDEST_PANEL
+from gptworks.model.gpt import GPT
+from gptworks.quantize.panels import size_in_panels
+
+_LINE = 64
+"""Tensors begin at multiples of this many bytes."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """A model's image."""
+
+    parts: tuple[tuple[int, memoryview], ...]
+    """Positions and contents, in order; bytes between them are zero."""
+    model: int
+    """Position of the `Model` structure."""
+    pointers: tuple[int, ...]
+    """Positions of the 32-bit pointers, which are positions in the image."""
+    n_bytes: int
+    """Size of the image."""
+    n_room: int
+    """Bytes of memory that the page allocates: the image, and the cache behind it."""
+
+    def content(self) -> Iterator[bytes]:
+        """Yield the image in pieces."""
+        at = 0
+        for position, part in self.parts:
+            yield bytes(position - at)
+            yield bytes(part)
+            at = position + len(part)
+        yield bytes(self.n_bytes - at)
+
+
+def make_image(model: GPT, capacity: int) -> Image:
+    """Return the image of a model that the C++ can compute (`native.refusal`), with room for one text.
+
+    Args:
+        model: with matrices packed row by row (gptworks.quantize), or in fp32.
+        capacity: positions of the cache, which is in bf16, or in fp32 for a model in fp32.
+    """
+    return _ForImage(model, capacity).image()
+
+
+class _ForImage(ModelStructure):
+    types = entries.Short
+
+    def __init__(self, model: GPT, capacity: int) -> None:
+        is_fp32 = model.token_embedding.weight.dtype == torch.float32
+        widest = {kind: WIDEST_PANEL for kind in (torch.bfloat16, torch.int8, torch.uint8)}
+        super().__init__(model, 1, capacity, torch.float32 if is_fp32 else torch.bfloat16, widest, 1)
+        self.parts: list[tuple[int, memoryview]] = []
+        self.pointers: list[int] = []
+        self.end = _LINE  # no pointer is 0
+        self.n_cached = 0
+
+    def image(self) -> Image:
+        n_layers, config = self.model.config.n_layers, self.model.config
+        self.cache_bytes = (
+            config.n_kv_heads * size_in_panels(self.capacity) * config.d_head * self.cache_dtype.itemsize
+        )
+        root = self.build()
+        model = self._put_structure(root)
+        start = -(-self.end // _LINE) * _LINE
+        layers = self._layers
+        for layer in layers:  # the caches come behind the image
+            for name in ("keys", "values"):
+                setattr(layer, name, start + getattr(layer, name) - 1)
+        return Image(tuple(self.parts), model, tuple(self.pointers), start, start + 2 * n_layers * self._each)
+
+    @property
+    def _each(self) -> int:
+        return -(-self.cache_bytes // _LINE) * _LINE
+
+    def place(self, tensor: Tensor) -> int:
+        return self._put(memoryview(tensor.detach().contiguous().view(torch.uint8).numpy().reshape(-1)))
+
+    def place_layers(self, layers: Any) -> int:
+        self._layers = layers
+        return self._put_structure(layers)
+
+    def place_cache(self, i: int) -> tuple[int, int, int, int, int, int]:
+        return 1 + 2 * i * self._each, 0, 1 + (2 * i + 1) * self._each, 0, self.cache_bytes, 0
+
+    def _put(self, content: memoryview) -> int:
+        at = -(-self.end // _LINE) * _LINE
+        self.parts.append((at, content))
+        self.end = at + len(content)
+        return at
+
+    def _put_structure(self, structure: Any) -> int:
+        """Place a structure, whose memory is read when the image is written, and note its pointers."""
+        at = self._put(memoryview(structure).cast("B"))
+        self.pointers += [at + offset for offset in _pointers(structure)]
+        return at
+
+
+def _pointers(structure: Any, at: int = 0) -> Iterator[int]:
+    """Yield the offsets of the pointers in a structure or an array of structures that are not null."""
+    if isinstance(structure, ctypes.Array):
+        for i, one in enumerate(structure):
+            yield from _pointers(one, at + i * ctypes.sizeof(one))
+        return
+    for name, kind in structure._fields_:
+        value, offset = getattr(structure, name), at + getattr(type(structure), name).offset
+        if kind is ctypes.c_uint32:
+            yield from (offset,) if value else ()
+        elif isinstance(value, ctypes.Structure):
+            yield from _pointers(value, offset)

@@ -1,0 +1,111 @@
+// The kernels in WebAssembly over one model's image: logits of tokens, with a cache of one text.
+
+const AT_ONCE = 16; // tokens of a step
+const INT64 = 5; // a dtype's number in entries.py
+const FLOAT32 = 0;
+const TENSOR_BYTES = 104; // entries.py: a pointer, two numbers, 5 sizes, 5 strides
+
+export class Engine {
+  /** module: bytes. model: what html_file/image.py states. fill(memory, at): copies the image into memory. */
+  static async load(module, model, fill) {
+    const { instance } = await WebAssembly.instantiate(module, {});
+    return new Engine(instance.exports, model, fill);
+  }
+
+  constructor(kernels, model, fill) {
+    this.kernels = kernels;
+    this.vocabulary = model.vocabulary;
+    this.capacity = model.capacity;
+    this.held = []; // tokens whose keys and values are cached
+    this.base = this.room(model.n_room);
+    fill(this.memory, this.base);
+    const view = new DataView(this.memory.buffer);
+    for (const at of model.pointers)
+      view.setUint32(this.base + at, view.getUint32(this.base + at, true) + this.base, true);
+    this.model = this.base + model.model;
+    this.numbers = ["tokens", "slots", "positions", "wanted"].map(() => this.tensor(INT64, AT_ONCE * 8));
+    this.logits = this.tensor(FLOAT32, AT_ONCE * this.vocabulary * 4);
+  }
+
+  get memory() {
+    return this.kernels.memory;
+  }
+
+  room(bytes) {
+    return this.guarded(() => this.kernels.gptworks_room(bytes) >>> 0);
+  }
+
+  tensor(kind, bytes) {
+    return { at: this.room(TENSOR_BYTES), data: this.room(bytes), kind };
+  }
+
+  /** What fails in the kernels ends by a trap; they keep the reason. */
+  guarded(work) {
+    try {
+      return work();
+    } catch (error) {
+      const bytes = new Uint8Array(this.memory.buffer, this.kernels.gptworks_error());
+      const said = new TextDecoder().decode(bytes.slice(0, bytes.indexOf(0)));
+      throw said ? new Error(said) : error;
+    }
+  }
+
+  describe(tensor, ...sizes) {
+    const view = new DataView(this.memory.buffer, tensor.at);
+    view.setUint32(0, tensor.data, true);
+    view.setBigInt64(8, BigInt(tensor.kind), true);
+    view.setBigInt64(16, BigInt(sizes.length), true);
+    let stride = 1;
+    for (let i = sizes.length - 1; i >= 0; i--) {
+      view.setBigInt64(24 + 8 * i, BigInt(sizes[i]), true);
+      view.setBigInt64(64 + 8 * i, BigInt(stride), true);
+      stride *= sizes[i];
+    }
+    return tensor.at;
+  }
+
+  /** Forget what is cached beyond the tokens that these begin with; how many they are. At least one is computed. */
+  keep(tokens) {
+    let n = 0;
+    while (n < this.held.length && n < tokens.length - 1 && this.held[n] === tokens[n]) n += 1;
+    this.held.length = n;
+    return n;
+  }
+
+  /** Compute the next tokens of the text, at most AT_ONCE. Logits of the last `n_wanted`, one Float32Array each. */
+  step(tokens, n_wanted = 1) {
+    const start = this.held.length;
+    const rows = tokens.map((_, i) => i);
+    const lists = [tokens, rows.map(() => 0), rows.map((i) => start + i), rows.slice(rows.length - n_wanted)];
+    const places = lists.map((list, i) => {
+      new BigInt64Array(this.memory.buffer, this.numbers[i].data, list.length).set(list.map(BigInt));
+      return this.describe(this.numbers[i], list.length);
+    });
+    const out = n_wanted ? this.describe(this.logits, n_wanted, this.vocabulary) : 0;
+    this.guarded(() => this.kernels.gptworks_step(this.model, ...places, out, 0, 1n));
+    this.held.push(...tokens);
+    return rows
+      .slice(0, n_wanted)
+      .map((i) => new Float32Array(this.memory.buffer, this.logits.data + 4 * i * this.vocabulary, this.vocabulary))
+      .map((row) => row.slice());
+  }
+
+  /**
+   * Read a text up to its last token: logits of that token, or from token `from` on, as `score(index, logits)` for each
+   * one before the last. `rest()` is awaited between steps.
+   */
+  async read(tokens, { from = null, score = null, rest = async () => {} } = {}) {
+    if (from !== null) this.held.length = Math.min(this.held.length, from);
+    let n = this.keep(tokens);
+    for (;;) {
+      const some = tokens.slice(n, n + AT_ONCE);
+      const last = n + some.length === tokens.length;
+      const n_wanted = from === null ? Number(last) : some.length;
+      const found = this.step(some, n_wanted);
+      if (from !== null) found.forEach((logits, i) => n + i + 1 < tokens.length && score(n + i + 1, logits));
+      n += some.length;
+      if (last) return found.at(-1);
+      await rest();
+    }
+  }
+}

@@ -1,0 +1,13 @@
+"""The decoding step as WebAssembly: step.wasm, which build.py builds from the C++ of `gptworks.kernels`."""
+
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+MODULE, SUMS = _HERE / "step.wasm", _HERE / "step.sums"
+WIDEST_PANEL = 16
+"""Rows of a panel of matrices in bf16, int8 and int4: registers have 16 bytes."""
+
+
+def module() -> bytes:
+    """Return the WebAssembly module. It has one thread and imports nothing."""
+    return MODULE.read_bytes()
