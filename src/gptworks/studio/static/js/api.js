@@ -4,6 +4,8 @@
 const SESSION = "gptworks-session";
 const TYPED = "gptworks-key";
 
+export const serves = true; // other programs' requests too: a model in one file has no server
+
 export class ApiError extends Error {
   constructor(message, status) {
     super(message);

@@ -169,7 +169,7 @@ function Shell() {
       </nav>`
       }
       <span class="fill"></span>
-      <${Connection} connected=${state && !problem} problem=${problem} status=${status} />
+      <${Connection} place=${state?.place} connected=${state && !problem} problem=${problem} status=${status} />
       <${Theme} />
     </header>
     <main id="main" tabindex="-1">
@@ -194,8 +194,8 @@ function skip(event) {
   document.getElementById("main").focus();
 }
 
-function Connection({ connected, problem, status }) {
-  const word = connected ? "Connected" : status === 401 ? "Not signed in" : problem ? "No connection" : "Connecting";
+function Connection({ place = "Connected", connected, problem, status }) {
+  const word = connected ? place : status === 401 ? "Not signed in" : problem ? "No connection" : "Connecting";
   return html`<span class=${cx("connection", connected && "good", problem && "bad")} role="status">
     <span class="dot" aria-hidden="true"></span><span class="word">${word}</span></span>`;
 }

@@ -1,6 +1,6 @@
 // One column: its model, its text or conversation, and the actions on it.
 
-import { key as apiKey } from "../api.js";
+import { key as apiKey, serves } from "../api.js";
 import { ModelChoice } from "../choice.js";
 import { count, rate, short } from "../format.js";
 import { go } from "../shell.js";
@@ -216,6 +216,7 @@ function Actions({ session, index, branch, work, say, context, edit }) {
       ${
         made &&
         whole &&
+        serves &&
         !(branch.template_of && session.tree.root(branch).prompt.messages) &&
         html`<span class="copies"><button class="button plain small" onClick=${copy(curl, "curl")}>Copy as curl</button>
       <button class="button plain small" onClick=${copy(python, "Python")}>Copy as Python</button></span>`

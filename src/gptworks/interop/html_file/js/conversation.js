@@ -1,0 +1,58 @@
+// A conversation as a prompt, by the run's chat template: as gptworks/chat_template.py and infer/fitting.py make it.
+
+import { escaped } from "./tokenizer.js";
+import { Template } from "./vendor/jinja.js";
+
+export class ChatTemplate {
+  constructor({ source, names, ends }, tokenizer) {
+    this.template = new Template(source);
+    this.names = names;
+    this.ends = ends;
+    this.tokenizer = tokenizer;
+    const special = [...tokenizer.special].map((id) => tokenizer.words.names[id]).sort((a, b) => b.length - a.length);
+    this.special = special.length ? new RegExp(`(${special.map(escaped).join("|")})`, "gu") : null;
+  }
+
+  render(messages, add_generation_prompt = true) {
+    const given = { messages, tools: null, documents: null, add_generation_prompt, ...this.names };
+    return this.template.render(given);
+  }
+
+  /** The ids. Special tokens come only from the template: in messages a guard stands inside their names. */
+  encode(messages) {
+    const all = JSON.stringify(messages);
+    let code = 0xe000;
+    while (all.includes(String.fromCharCode(code))) code += 1;
+    const guard = String.fromCharCode(code);
+    const mark = (text) =>
+      this.special
+        ? text.replace(this.special, (name) => {
+            const [first, ...rest] = name;
+            return first + guard + rest.join("");
+          })
+        : text;
+    const text = this.render(messages.map((one) => ({ ...one, content: mark(one.content) })));
+    if (!text.includes(guard)) return this.tokenizer.encode(text, true);
+    const parts = this.special ? text.split(this.special) : [text];
+    return parts.flatMap((part, i) =>
+      i % 2 ? [this.tokenizer.added.get(part)] : this.tokenizer.encode(part.replaceAll(guard, "")),
+    );
+  }
+
+  /** The prompt that leaves room for an answer; where it is too long, without the oldest turns. */
+  fit(messages, context, answer_tokens) {
+    const turns = messages.flatMap((one, i) => (one.role === "system" ? [] : [i]));
+    const starts = [...turns.slice(0, 1), ...turns.slice(1).filter((i) => messages[i].role === "user")];
+    const room = context - Math.min(answer_tokens, Math.floor(context / 2));
+    let ids = [];
+    for (const start of starts.length ? starts : [0]) {
+      ids = this.encode(messages.filter((one, i) => i >= start || one.role === "system"));
+      if (ids.length <= room) return { ids, dropped: turns.filter((i) => i < start).length };
+    }
+    if (ids.length > context)
+      throw new Error(
+        `The newest question has ${ids.length} tokens; this model's context is ${context} tokens. Shorten it.`,
+      );
+    return { ids, dropped: turns.filter((i) => i < starts.at(-1)).length };
+  }
+}
