@@ -23,9 +23,11 @@ LoadedWeights = Literal["auto", "fp32", "bf16", "int8", "int4"]
 """Number format of a loaded run's matrices; auto: as the run stores them."""
 Rounding = Literal["nearest", "gptq"]
 
-ExportFormat = Literal["hf", "gguf"]
+ExportFormat = Literal["hf", "gguf", "html"]
 ExportPrecision = Literal["fp32", "bf16", "fp16"]
 """Precision of the weights in a Hugging Face folder."""
+HTMLWeights = Literal["int8", "int4", "bf16", "fp32"]
+"""Number format of the matrices in a model in one HTML file."""
 GGUFType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 """Tensor type of the matrices in a GGUF file."""
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from gptworks.choices import ExportFormat, ExportPrecision, GGUFType, HeadWeights, Rounding, Weights
+from gptworks.choices import ExportFormat, ExportPrecision, GGUFType, HeadWeights, HTMLWeights, Rounding, Weights
 from gptworks.cli import options
 from gptworks.cli.prepare import prepare_with_progress
 from gptworks.cli.printing import notice, show, show_lines, working
@@ -15,11 +15,12 @@ from gptworks.errors import UserError, refuse_unused
 
 def export(
     run: options.RunFolder,
-    out: Annotated[Path, Argument(metavar="OUT", help="hf: a new folder. gguf: a new file.")],
-    form: Annotated[ExportFormat, Option("--format", help="hf: Hugging Face transformers. gguf: llama.cpp.")] = "hf",
+    out: Annotated[Path, Argument(metavar="OUT", help="hf: a new folder. gguf, html: a new file.")],
+    form: Annotated[ExportFormat, Option("--format", help="hf: transformers. gguf: llama.cpp. html: a page.")] = "hf",
     dtype: Annotated[ExportPrecision | None, Option(help="hf: of the weights. Default: fp32.")] = None,
     kind: Annotated[GGUFType | None, Option("--type", help="gguf: of the matrices. Default: f16.")] = None,
-    verify: Annotated[bool, Option(help="hf: compare with the run in transformers; keep it if equal.")] = True,
+    weights: Annotated[HTMLWeights | None, Option(help="html: of the matrices. Default: int8.")] = None,
+    verify: Annotated[bool, Option(help="hf, html: compare with the run; keep it if equal.")] = True,
     tokenizer: Annotated[bool, Option(help="gguf: write the tokenizer too; else only token ids.")] = True,
     adapter: Annotated[bool, Option("--adapter", help="hf: keep the LoRA adapter apart, for PEFT.")] = False,
     base: Annotated[str | None, Option(metavar="FOLDER", help="With --adapter: the base's folder.")] = None,
@@ -27,16 +28,19 @@ def export(
     checkpoint: options.WhichCheckpoint = "best",
     as_json: options.AsJSON = False,
 ) -> None:
-    """Export a run as a Hugging Face folder or a GGUF file.
+    """Export a run as a Hugging Face folder, a GGUF file, or a page in which it computes.
 
     An adapter is merged into the weights, or, with --adapter, exported by itself.
     """
-    if form == "hf":
-        refuse_unused("is for --format gguf; hf has --dtype", type=kind)
-        refuse_unused("is for --format gguf, since a folder always has its tokenizer", no_tokenizer=not tokenizer)
+    if form != "gguf":
+        refuse_unused(f"is for --format gguf; {form} has --{'dtype' if form == 'hf' else 'weights'}", type=kind)
+        refuse_unused(f"is for --format gguf, since {form} always has its tokenizer", no_tokenizer=not tokenizer)
     else:
-        refuse_unused("is for --format hf; gguf has --type", dtype=dtype)
         refuse_unused("does nothing with --format gguf, which is not verified", no_verify=not verify)
+    if form != "hf":
+        refuse_unused(f"is for --format hf; {form} has --{'type' if form == 'gguf' else 'weights'}", dtype=dtype)
+    if form != "html":
+        refuse_unused("is for --format html", weights=weights)
     if adapter and (form != "hf" or dtype is not None):
         raise UserError("--adapter is for --format=hf, in fp32: leave the other option out.")
     if base is not None and not adapter:
@@ -51,6 +55,9 @@ def export(
         check_push(push)
     if adapter:
         _export_adapter(run, out, base, checkpoint, verify, as_json)
+        return
+    if form == "html":
+        _export_html(run, out, weights, checkpoint, verify, as_json)
         return
     if form == "gguf":
         from gptworks.interop.gguf import export_gguf
@@ -91,6 +98,25 @@ def _notes(notes: Iterable[str]) -> list[str]:
 
 def _equal(library: str, difference: float | None) -> list[str]:
     return [] if difference is None else [f"equal in {library}: logits within {difference:.2e}"]
+
+
+def _export_html(
+    run: Path, out: Path, weights: HTMLWeights | None, checkpoint: str, verify: bool, as_json: bool
+) -> None:
+    from gptworks.interop.html_file import export_html
+
+    with working(f"exporting {run}"):
+        made = export_html(run, out, weights=weights, checkpoint=checkpoint, verify=verify, report=notice)
+    lines = [f"wrote {out}: {made.parameters:,} parameters, {made.weights}, {made.bytes:,} bytes; open it in a browser"]
+    if (found := made.check) is None:
+        lines.append("unchecked: " + ("there is no Node here to open it" if verify else "--no-verify"))
+    else:
+        lines.append(
+            f"equal in {found.program}: logits within {found.logit_difference:.2e} of the largest, "
+            f"{found.greedy_tokens} greedy tokens, token ids of {found.texts} texts, {found.chats} conversations"
+        )
+    tree = dict(vars(made)) | {"check": found and vars(found)}
+    show_lines(tree, as_json, *lines, *_notes(made.notes))
 
 
 def _export_adapter(run: Path, out: Path, base: str | None, checkpoint: str, verify: bool, as_json: bool) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gptworks.choices import BackendName
+from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.infer.backends.backend import Backend, Chunk, TorchBackend
 from gptworks.infer.backends.cache import SlotCache
@@ -80,9 +81,18 @@ _warned: set[str] = set()
 
 def refusal(model: GPT) -> str | None:
     """Return the reason why the kernels cannot compute a model; None if they can."""
-    config = model.config
     if model.device.type != "cpu":
         return f"the model is on {model.device}."
+    if reason := refused_architecture(model.config):
+        return reason
+    if has_adapter(name for name, _ in model.named_parameters()):
+        return "it adds no adapter to the weights."
+    strange = {module.weight.dtype for module in model.modules() if hasattr(module, "weight")} - set(WEIGHTS)
+    return f"it has no weights in {strange.pop()}." if strange else None
+
+
+def refused_architecture(config: ModelConfig) -> str | None:
+    """Return the reason why the kernels cannot compute an architecture; None if they can."""
     if config.n_experts:
         return "it has no mixture of experts."
     if config.laboratory:
@@ -100,13 +110,10 @@ def refusal(model: GPT) -> str | None:
         return "it has no separate rotary base of windowed layers."
     if config.rope_scaling is not None and config.rope_scaling.by_length:
         return f"it has no {config.rope_scaling.type} rotary scaling."
-    if has_adapter(name for name, _ in model.named_parameters()):
-        return "it adds no adapter to the weights."
     for name in ("d_head", "d_model", "d_ff"):
         if (width := getattr(config, name)) % 16:
             return f"{name}={width} is not a multiple of 16."
-    strange = {module.weight.dtype for module in model.modules() if hasattr(module, "weight")} - set(WEIGHTS)
-    return f"it has no weights in {strange.pop()}." if strange else None
+    return None
 
 
 class NativeBackend(Backend):

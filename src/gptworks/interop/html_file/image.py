@@ -1,4 +1,4 @@
-"""A model as the memory of the WebAssembly kernels: its tensors and the structures of step.cpp, with places of pointers.
+"""A model as the memory of the WebAssembly kernels: its tensors, and the structures of step.cpp.
 
 The page copies the image to an address of its own and adds that address to each pointer.
 """
@@ -46,23 +46,22 @@ class Image:
         yield bytes(self.n_bytes - at)
 
 
-def make_image(model: GPT, capacity: int) -> Image:
+def make_image(model: GPT, capacity: int, cache: torch.dtype) -> Image:
     """Return the image of a model that the C++ can compute (`native.refusal`), with room for one text.
 
     Args:
         model: with matrices packed row by row (gptworks.quantize), or in fp32.
-        capacity: positions of the cache, which is in bf16, or in fp32 for a model in fp32.
+        capacity, cache: positions of the cache, and its dtype: fp32 or bf16.
     """
-    return _ForImage(model, capacity).image()
+    return _ForImage(model, capacity, cache).image()
 
 
 class _ForImage(ModelStructure):
     types = entries.Short
 
-    def __init__(self, model: GPT, capacity: int) -> None:
-        is_fp32 = model.token_embedding.weight.dtype == torch.float32
-        widest = {kind: WIDEST_PANEL for kind in (torch.bfloat16, torch.int8, torch.uint8)}
-        super().__init__(model, 1, capacity, torch.float32 if is_fp32 else torch.bfloat16, widest, 1)
+    def __init__(self, model: GPT, capacity: int, cache: torch.dtype) -> None:
+        widest = dict.fromkeys((torch.bfloat16, torch.int8, torch.uint8), WIDEST_PANEL)
+        super().__init__(model, 1, capacity, cache, widest, 1)
         self.parts: list[tuple[int, memoryview]] = []
         self.pointers: list[int] = []
         self.end = _LINE  # no pointer is 0
@@ -70,9 +69,7 @@ class _ForImage(ModelStructure):
 
     def image(self) -> Image:
         n_layers, config = self.model.config.n_layers, self.model.config
-        self.cache_bytes = (
-            config.n_kv_heads * size_in_panels(self.capacity) * config.d_head * self.cache_dtype.itemsize
-        )
+        self.cache_bytes = config.n_kv_heads * size_in_panels(self.capacity) * config.d_head * self.cache_dtype.itemsize
         root = self.build()
         model = self._put_structure(root)
         start = -(-self.end // _LINE) * _LINE

@@ -1,0 +1,204 @@
+"""Export a run as a page: its weights, tokenizer, chat template, sampling settings, card and recipe in one file."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+import yaml
+
+from gptworks import __version__
+from gptworks.chat_template import ChatTemplate, load_chat_template
+from gptworks.checkpoint import LoadedRun, Report, choose_checkpoint, load_run
+from gptworks.choices import SAMPLING, HTMLWeights
+from gptworks.config import Recipe
+from gptworks.errors import UserError
+from gptworks.files import read_text
+from gptworks.infer.backends.native import refused_architecture
+from gptworks.interop.exports import leave_out_heads
+from gptworks.interop.html_file.blocks import as_text, texts
+from gptworks.interop.html_file.checking import Check, check_file
+from gptworks.interop.html_file.image import Image, make_image
+from gptworks.interop.html_file.page import model_page
+from gptworks.interop.html_file.words import words_of
+from gptworks.kernels.wasm import module
+from gptworks.model.gpt import GPT
+from gptworks.pages.page import write_page
+from gptworks.planning.params import count_parameters
+from gptworks.quantize.linear import weights_of
+from gptworks.recipe import load_recipe
+from gptworks.special_tokens import special_tokens
+from gptworks.tokenizer import load_tokenizer
+from gptworks.units import readable
+
+MOST_PARAMETERS = 600_000_000
+MOST_CACHE_BYTES = 1 << 28
+"""Maximum size of keys and values; a longer context is cut to fit."""
+FP32_CACHE_BYTES = 1 << 26
+"""Up to this size, keys and values are kept in fp32, otherwise in bf16."""
+MOST_CARD_BYTES = 1 << 20
+BYTES_PER_SECOND = {"fp32": 1.5e9, "bf16": 1.3e9, "int8": 2.5e9, "int4": 1.3e9}
+"""Weights that one core reads in a browser, measured on a server's core (2026); a phone's reads a third."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """The result of exporting a run to a page."""
+
+    file: Path
+    weights: str
+    bytes: int
+    parameters: int
+    step: int
+    context: int
+    overhead: float
+    """Bytes of the weights' text, divided by the weights' bytes."""
+    check: Check | None
+    """What was compared with the engine; None: the file is unchecked."""
+    notes: tuple[str, ...]
+
+
+def export_html(
+    run: str | Path,
+    out: str | Path,
+    *,
+    weights: HTMLWeights | None = None,
+    checkpoint: str = "best",
+    verify: bool = True,
+    report: Report = lambda _: None,
+) -> Export:
+    """Write a run as one HTML file that opens in a browser without a network, and talks.
+
+    Args:
+        weights: number format of the matrices. None: int8, or a quantized run's own.
+        verify: compare the file with the engine, if Node is found; a file that differs is deleted.
+        report: called with the sizes before the file is written, and with other messages.
+
+    Raises:
+        UserError: the run does not exist; `out` exists; the page cannot compute the architecture or the tokenizer; or
+            the model is too large.
+        RunError: the disk is full or fails, or the file differs from the engine.
+    """
+    out = Path(out)
+    if out.exists():
+        raise UserError(f"{out} exists: choose another path, or delete it.")
+    if weights is not None and weights not in get_args(HTMLWeights):
+        raise UserError(f"weights={weights}: it must be one of {', '.join(get_args(HTMLWeights))}.")
+    chosen = choose_checkpoint(Path(run), checkpoint, report)
+    _check_computable(load_recipe(Path(run)))
+    tokenizer = load_tokenizer(Path(run) / "tokenizer")
+    words = words_of(tokenizer)
+    template = load_chat_template(Path(run) / "tokenizer", tokenizer)
+    loaded = load_run(
+        run, checkpoint, weights="auto" if weights is None and chosen.is_quantized else weights or "int8", report=report
+    )
+    model = loaded.model
+    notes = leave_out_heads(model)
+    kind = weights_of(model)
+    capacity, cache = _cache_of(model, notes)
+    image = make_image(model, capacity, cache)
+    parameters = count_parameters(model.config).total
+    rate = BYTES_PER_SECOND[min(kind.split(", "))] / image.n_bytes
+    size, as_blocks, memory = (readable(n, "B") for n in (image.n_bytes, image.n_bytes * 1.17, image.n_room))
+    report(
+        f"{parameters:,} parameters in {kind}: {size}, as text some {as_blocks}; the page takes {memory} of memory and "
+        f"writes some {rate:,.0f} tokens a second on one core"
+    )
+    blocks = [("kernels", as_text(module()))]
+    blocks += [(f"weights-{i}", text) for i, text in enumerate(texts(image.content()))]
+    n_text = sum(len(text.encode()) for name, text in blocks if name != "kernels")
+    name = loaded.recipe.name
+    about = {
+        "context": capacity, "module_bytes": len(module()), "words": words, "chat": _chat(template, words),
+        "model": _model(image, model, capacity),
+    }  # fmt: skip
+    write_page(model_page(name, _page(loaded, image, kind, capacity, template is not None), about, blocks), out, "OUT")
+    check = None
+    if verify:
+        try:
+            check = check_file(out, model, min(kind.split(", ")), capacity, cache, tokenizer, template)
+        except BaseException:
+            out.unlink(missing_ok=True)
+            raise
+    return Export(
+        out, kind, out.stat().st_size, parameters, loaded.checkpoint.step, capacity, n_text / image.n_bytes, check,
+        tuple(notes),
+    )  # fmt: skip
+
+
+def _check_computable(recipe: Recipe) -> None:
+    """Raise a UserError, before any work, if the page cannot compute a model."""
+    if reason := refused_architecture(recipe.model):
+        raise UserError(
+            f"--format html computes with the C++ engine, and {reason.rstrip('.')}. Export the run with --format hf."
+        )
+    if (n := count_parameters(recipe.model).total) > MOST_PARAMETERS:
+        raise UserError(
+            f"--format html: the model has {n:,} parameters and a page holds {MOST_PARAMETERS:,}. Export the run with "
+            f"--format hf or gguf."
+        )
+
+
+def _cache_of(model: GPT, notes: list[str]) -> tuple[int, torch.dtype]:
+    """Return the positions and the dtype of the page's cache."""
+    config = model.config
+    of_position = 2 * config.n_layers * config.n_kv_heads * config.d_head  # numbers
+    is_small = model.token_embedding.weight.dtype == torch.float32 or (
+        4 * of_position * config.context_length <= FP32_CACHE_BYTES
+    )
+    cache = torch.float32 if is_small else torch.bfloat16
+    most = MOST_CACHE_BYTES // (of_position * cache.itemsize) // 16 * 16
+    if most < config.context_length:
+        taken = readable(MOST_CACHE_BYTES, "B")
+        notes.append(
+            f"the context here is {most:,} tokens of the model's {config.context_length:,}, whose keys and values take "
+            f"{taken}"
+        )
+    return min(most, config.context_length), cache
+
+
+def _model(image: Image, model: GPT, capacity: int) -> dict[str, Any]:
+    return {
+        "vocabulary": model.config.vocab_size, "capacity": capacity, "model": image.model,
+        "pointers": image.pointers, "n_bytes": image.n_bytes, "n_room": image.n_room,
+    }  # fmt: skip
+
+
+def _chat(template: ChatTemplate | None, words: dict[str, Any]) -> dict[str, Any] | None:
+    if template is None:
+        return None
+    names = dict(special_tokens(template.tokenizer).names)
+    return {"source": template.source, "names": names, "ends": template.end_token_ids}
+
+
+def _page(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool) -> dict[str, Any]:
+    """Return what the page shows at once."""
+    recipe, config = loaded.recipe, loaded.model.config
+    parameters = count_parameters(config).total
+    card = loaded.checkpoint.run_dir / "model-card.md"
+    heads = f"{config.n_heads}, {config.n_kv_heads} of keys and values, of width {config.d_head}"
+    model = {
+        "id": recipe.name, "run": None, "chat": chats, "context": capacity, "parameters": parameters,
+        "vocab_size": config.vocab_size, "state": "served", "checkpoints": [], "problem": None,
+    }  # fmt: skip
+    return {
+        "state": {
+            "version": __version__, "parts": ["play", "about"], "read_only": True, "models": [model], "notice": None,
+            "sampling": SAMPLING._asdict(), "place": "In this file",
+        },
+        "page": {
+            "facts": {
+                "name": recipe.name, "parameters": parameters, "weights": kind, "bytes": image.n_bytes,
+                "layers": config.n_layers, "width": config.d_model, "heads": heads, "vocabulary": config.vocab_size,
+                "context": capacity, "step": loaded.checkpoint.step,
+            },
+            "card": read_text(card, MOST_CARD_BYTES, inside=card.parent) if card.exists() else None,
+            "recipe": _shown_recipe(recipe),
+        },
+    }  # fmt: skip
+
+
+def _shown_recipe(recipe: Recipe) -> str:
+    """Return the recipe's sections on the model and its training, without paths of the machine."""
+    tree = recipe.model_dump(mode="json")
+    return yaml.safe_dump({name: tree[name] for name in ("model", "train") if name in tree}, sort_keys=False)
