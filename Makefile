@@ -166,25 +166,27 @@ wheel: .venv/.installed-dev
 	$(BIN)/python -m pytest -m wheel -rs tests/test_wheel.py
 
 PAGE := src/gptworks/studio/static
+FILE := src/gptworks/interop/html_file
 # From npm at its first use.
 PRETTIER := $(BIN)/deno run --quiet --allow-read --allow-write --allow-env --allow-sys npm:prettier@3.10.1 --log-level warn
 CXX_FILES := $(wildcard src/gptworks/*/*.cpp src/gptworks/*/*.h tests/*.cpp)
+WASM_FILES := $(wildcard src/gptworks/kernels/wasm/*.cpp src/gptworks/kernels/wasm/*.h)
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES) $(WASM_FILES)
 	$(BIN)/clang-tidy --quiet $(filter src/%.cpp,$(CXX_FILES)) -- -std=c++17 -O1
-	$(BIN)/deno lint --quiet $(PAGE)/js
-	$(PRETTIER) --check $(PAGE)/js '$(PAGE)/*.css'
-	! grep -rnE '.{121,}' $(PAGE)/js $(PAGE)/*.css
+	$(BIN)/deno lint --quiet $(PAGE)/js $(FILE)/js/*js
+	$(PRETTIER) --check $(PAGE)/js '$(PAGE)/*.css' '$(FILE)/js/*js' '$(FILE)/*.css'
+	! grep -rnE '.{121,}' $(PAGE)/js $(PAGE)/*.css $(FILE)/js/*js
 
 format: .venv/.installed-dev
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(CXX_FILES)
-	$(PRETTIER) --write $(PAGE)/js '$(PAGE)/*.css'
+	$(BIN)/clang-format -i $(CXX_FILES) $(WASM_FILES)
+	$(PRETTIER) --write $(PAGE)/js '$(PAGE)/*.css' '$(FILE)/js/*js' '$(FILE)/*.css'
 
 reference: .venv/.installed-dev
 	$(BIN)/python docs/generate_reference.py

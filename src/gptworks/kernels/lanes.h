@@ -209,8 +209,7 @@ inline Lanes load(const BFloat *p) {
     return by_part<Lanes>([&](auto i)
                               EACH { return (Lanes::Part)vshll_n_u16(vld1_u16((const uint16_t *)(p + 4 * i)), 16); });
 #elif defined(__wasm_simd128__)
-    return by_part<Lanes>(
-        [&](auto i) EACH { return (Lanes::Part)wasm_i32x4_shl(wasm_u32x4_load16x4(p + 4 * i), 16); });
+    return by_part<Lanes>([&](auto i) EACH { return (Lanes::Part)wasm_i32x4_shl(wasm_u32x4_load16x4(p + 4 * i), 16); });
 #else
     float wide[LANES];
     for (int i = 0; i < LANES; i++) wide[i] = p[i];

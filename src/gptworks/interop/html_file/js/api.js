@@ -15,20 +15,22 @@ export const takeCode = () => null;
 export const key = () => null;
 export const setKey = () => {};
 export const dropKey = () => {};
-export const signIn = async () => {};
+export const signIn = () => Promise.resolve();
 
-export async function get(path) {
-  if (path === "studio/state") return answers.state;
-  throw new ApiError(`This file does not answer ${path}.`);
+export function get(path) {
+  return path === "studio/state" ? Promise.resolve(answers.state) : unanswered(path);
 }
 
-export async function post(path) {
-  if (path === "studio/load") return { loaded: Boolean(await answers.model) };
-  throw new ApiError(`This file does not answer ${path}.`);
+export function post(path) {
+  return path === "studio/load" ? answers.model.then(() => ({ loaded: true })) : unanswered(path);
+}
+
+function unanswered(path) {
+  return Promise.reject(new ApiError(`This file does not answer ${path}.`));
 }
 
 export async function* stream(path, body, { signal } = {}) {
-  if (path !== "studio/generate") throw new ApiError(`This file does not answer ${path}.`);
+  if (path !== "studio/generate") await unanswered(path);
   let loading = true;
   const model = answers.model.finally(() => (loading = false));
   await Promise.race([model, Promise.resolve()]);

@@ -7,7 +7,7 @@ const [, , page, asked, answers, logits] = process.argv;
 const text = readFileSync(page, "utf8");
 const blocks = new Map();
 const scripts = [];
-for (let at = 0; ; ) {
+for (let at = 0; ;) {
   const from = text.indexOf("<script", at);
   if (from < 0) break;
   const begin = text.indexOf(">", from) + 1;

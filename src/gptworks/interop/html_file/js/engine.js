@@ -94,7 +94,7 @@ export class Engine {
    * Read a text up to its last token: logits of that token, or from token `from` on, as `score(index, logits)` for each
    * one before the last. `rest()` is awaited between steps.
    */
-  async read(tokens, { from = null, score = null, rest = async () => {} } = {}) {
+  async read(tokens, { from = null, score = null, rest = () => {} } = {}) {
     if (from !== null) this.held.length = Math.min(this.held.length, from);
     let n = this.keep(tokens);
     for (;;) {

@@ -8,7 +8,7 @@ import { bytesOf, fillFrom } from "./blocks.js";
 import { Model } from "./model.js";
 
 /** Load the model. textOf(id): the text of the file's block with this id. */
-export async function load(textOf) {
+export function load(textOf) {
   const about = JSON.parse(textOf("about"));
   return Model.load(about, bytesOf(textOf("kernels"), about.module_bytes), (memory, at) =>
     fillFrom((i) => textOf(`weights-${i}`), about.model.n_bytes, memory, at),
@@ -30,7 +30,7 @@ else {
   const model = whole.then(() => load(textOf));
   model.catch(() => {}); // a request for a text reports it
   answerBy(model, state);
-  part("play", "Play", async () => play);
-  part("about", "About", async () => ({ Part: aboutPart(page) }));
+  part("play", "Play", () => Promise.resolve(play));
+  part("about", "About", () => Promise.resolve({ Part: aboutPart(page) }));
   start(document.getElementById("app")).then(() => (document.title = page.facts.name));
 }

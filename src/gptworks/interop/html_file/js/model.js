@@ -85,7 +85,11 @@ export class Model {
     const rest = stops.found ? "" : stops.push(decoder.flush()) + stops.flush();
     const seconds = (performance.now() - began) / 1000;
     yield {
-      type: "end", reason, text: rest, generated: sampler.n, seconds,
+      type: "end",
+      reason,
+      text: rest,
+      generated: sampler.n,
+      seconds,
       tokens_per_second: sampler.n > 1 ? (sampler.n - 1) / seconds : null,
       mean_logprob: sampler.n ? Math.max(sum / sampler.n, LEAST_LOGPROB) : null,
     };
@@ -100,11 +104,7 @@ export class Model {
     const finite = (x) => Math.max(x, LEAST_LOGPROB);
     return {
       logprob: finite(logprob),
-      top: top.map((one) => ({
-        id: one.id,
-        spelling: this.tokenizer.spelling(one.id),
-        logprob: finite(one.logprob),
-      })),
+      top: top.map((one) => ({ id: one.id, spelling: this.tokenizer.spelling(one.id), logprob: finite(one.logprob) })),
     };
   }
 }

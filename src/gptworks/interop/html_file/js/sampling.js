@@ -109,8 +109,7 @@ export class Sampler {
     for (const id of this.seen) {
       scores[id] = scores[id] < 0 ? scores[id] * settings.repetition_penalty : scores[id] / settings.repetition_penalty;
     }
-    for (const [id, n] of this.generated)
-      scores[id] -= n * settings.frequency_penalty + settings.presence_penalty;
+    for (const [id, n] of this.generated) scores[id] -= n * settings.frequency_penalty + settings.presence_penalty;
     if (this.n < settings.min_tokens) for (const id of this.ends) scores[id] = -Infinity;
     return scores;
   }

@@ -38,8 +38,7 @@ export class Tokenizer {
     for (let i = 0; i < words.merges.length; i += 2) {
       const [a, b] = [words.merges[i], words.merges[i + 1]];
       const key = a * 2 ** 26 + b;
-      if (!this.merges.has(key))
-        this.merges.set(key, { rank: i, id: this.ids.get(words.names[a] + words.names[b]) });
+      if (!this.merges.has(key)) this.merges.set(key, { rank: i, id: this.ids.get(words.names[a] + words.names[b]) });
     }
     this.remembered = new Map();
     this.bytes = words.names.map(() => null);
