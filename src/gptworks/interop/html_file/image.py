@@ -84,7 +84,8 @@ class _ForImage(ModelStructure):
         return -(-self.cache_bytes // _LINE) * _LINE
 
     def place(self, tensor: Tensor) -> int:
-        return self._put(memoryview(tensor.detach().contiguous().view(torch.uint8).numpy().reshape(-1)))
+        content: Any = tensor.detach().contiguous().view(torch.uint8).numpy().reshape(-1)
+        return self._put(memoryview(content))
 
     def place_layers(self, layers: Any) -> int:
         self._layers = layers

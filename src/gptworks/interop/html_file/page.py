@@ -15,7 +15,13 @@ from gptworks.pages.parts import environment
 
 _JS = Path(__file__).with_name("js")
 _STUDIO = Path(__file__).parents[2] / "studio" / "static"
-_STYLES = (_STUDIO / "style.css", _STUDIO / "play.css", _STUDIO / "card.css", _JS.parent / "about.css")
+_STYLES = (
+    _STUDIO / "style.css",
+    _STUDIO / "shared.css",
+    _STUDIO / "play.css",
+    _STUDIO / "card.css",
+    _JS.parent / "about.css",
+)
 
 
 @cache
