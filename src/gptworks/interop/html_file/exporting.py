@@ -177,7 +177,7 @@ def _page(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool
     parameters = count_parameters(config).total
     card = loaded.checkpoint.run_dir / "model-card.md"
     heads = f"{config.n_heads}, {config.n_kv_heads} of keys and values, of width {config.d_head}"
-    model = {
+    model: dict[str, Any] = {
         "id": recipe.name, "run": None, "chat": chats, "context": capacity, "parameters": parameters,
         "vocab_size": config.vocab_size, "state": "served", "checkpoints": [], "problem": None,
     }  # fmt: skip
