@@ -345,6 +345,8 @@ def test_in_a_browser_one_continues_a_text_and_takes_another_branch(
     tokens.nth(3).click()
     page.locator(".token-card .row:not([disabled])").nth(0).click()
     page.wait_for_selector(".text [data-part=answer].chosen")
+    last = page.locator(".legend .s5")
+    assert last.evaluate("(element) => getComputedStyle(element).backgroundColor") != "rgba(0, 0, 0, 0)", "styled"
     assert "Copy as" not in page.inner_text("main"), "there is no server to copy requests for"
     page.click("nav >> text=About")
     assert "int8" in page.inner_text("main")
