@@ -349,7 +349,7 @@ def test_in_a_browser_one_continues_a_text_and_takes_another_branch(
     assert last.evaluate("(element) => getComputedStyle(element).backgroundColor") != "rgba(0, 0, 0, 0)", "styled"
     assert "Copy as" not in page.inner_text("main"), "there is no server to copy requests for"
     page.click("nav >> text=About")
-    assert "int8" in page.inner_text("main")
+    assert "int8" in page.inner_text(".about-file")
     assert (faults, page.evaluate("violations")) == ([], [])
 
 
@@ -361,7 +361,7 @@ def test_nothing_of_a_hostile_run_is_executed(hostile: Path, tmp_path: Path, ope
     page.click("text=Send")
     page.wait_for_selector(".facts >> text=tokens/s")
     page.click("nav >> text=About")
-    assert HOSTILE in page.inner_text("main")
+    assert HOSTILE in page.inner_text(".about-file")
     assert page.locator("img").count() == 0
     page.evaluate("fetch('https://example.org/').catch(() => {})")
     assert page.evaluate("violations") == ["connect-src https://example.org/"], "the policy lets nothing out"
