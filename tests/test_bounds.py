@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,7 +88,7 @@ def parts(node: Tree, wrap: Wrap = lambda value: value) -> Iterator[tuple[Tree, 
             yield from parts(node["items"], lambda v: wrap([v] * max(1, node.get("minItems", 1))))
     elif node.get("type") == "object":
         yield node, wrap
-        [key] = node.get("propertyNames", {}).get("enum", ["1"])[:1]
+        [key] = node.get("propertyNames", {}).get("enum", [key_of(node, 1)])[:1]
         for inner in (node.get("patternProperties") or {"": node.get("additionalProperties")}).values():
             if isinstance(inner, dict):
                 yield from parts(inner, lambda v: wrap({key: v}))
@@ -99,6 +100,12 @@ def next_to(value: float, node: Tree, towards: float) -> float:
     return math.nextafter(value, math.copysign(math.inf, towards))
 
 
+def key_of(node: Tree, i: int) -> str:
+    """Return the i-th of the keys that a mapping with a pattern may have: a number, or a name."""
+    patterns = node.get("patternProperties", ())
+    return str(i) if all(re.search(pattern, str(i)) for pattern in patterns) else f"a{i}"
+
+
 def filled(node: Tree, n: int) -> Any:
     """Return a text, list or mapping with n characters or items."""
     if node["type"] == "string":
@@ -106,7 +113,7 @@ def filled(node: Tree, n: int) -> Any:
     if node["type"] == "array":
         return [sample(node["items"])] * n
     if "patternProperties" in node:
-        return {str(i): 0 for i in range(n)}
+        return {key_of(node, i): 0 for i in range(n)}
     inner = node.get("additionalProperties")
     return dict.fromkeys(map(str, range(n)), sample(inner) if isinstance(inner, dict) else 0)
 

@@ -64,6 +64,8 @@ def _opens(called: ast.expr) -> str | None:
 OURS = "its name is that of a file that was just checked by, or made in a folder of, `gptworks.files`"
 TREE = "`check_tree` has looked at the folder; transformers and PEFT read only safetensors, and run no code of it"
 PACKAGE = "a file of the installed package"
+MADE = "in a temporary folder of mode 0700 that it has just made"
+BUILD = "a developer's command, which writes the module into the repository"
 SYSTEM = "a file that the kernel makes, below /proc or /dev"
 LOCK = "in the user's own cache of kernels; where a wheel is built, filelock may be missing"
 STREAM = "it reads a stream that `gptworks.files` has opened"
@@ -94,6 +96,21 @@ LISTED = {
     ("infer/engine.py", "Engine._receive", ".open"): NO_FILE,
     ("interop/huggingface/exporting.py", "write_tensors", "save_file"): OURS,
     ("interop/huggingface/importing.py", "read_tensors", "safe_open"): OURS,
+    ("kernels/wasm/build.py", "", ".write_bytes"): BUILD,
+    ("kernels/wasm/build.py", "", ".write_text"): BUILD,
+    ("kernels/wasm/build.py", "build", ".read_bytes"): BUILD,
+    ("kernels/wasm/build.py", "build", ".read_text"): BUILD,
+    ("kernels/wasm/build.py", "build", ".write_text"): BUILD,
+    ("kernels/wasm/build.py", "build", "tempfile.TemporaryDirectory"): BUILD,
+    ("kernels/wasm/build.py", "sources", ".read_text"): BUILD,
+    ("kernels/wasm/build.py", "sum_of_sources", ".read_bytes"): BUILD,
+    ("interop/html_file/bundle.py", "_as_function", ".read_text"): PACKAGE,
+    ("interop/html_file/page.py", "model_page", ".read_text"): PACKAGE,
+    ("kernels/wasm/__init__.py", "module", ".read_bytes"): PACKAGE,
+    ("interop/html_file/checking.py", "check_file", "tempfile.TemporaryDirectory"): MADE,
+    ("interop/html_file/checking.py", "check_file", ".write_text"): MADE,
+    ("interop/html_file/checking.py", "check_file", ".read_text"): MADE,
+    ("interop/html_file/checking.py", "check_file", "np.fromfile"): MADE,
     ("interop/peft.py", "_write", "save_file"): OURS,
     ("interop/peft.py", "_in_peft", "from_pretrained"): TREE,
     ("interop/peft.py", "_verify", "from_pretrained"): OURS,

@@ -28,7 +28,7 @@ def export(
     checkpoint: options.WhichCheckpoint = "best",
     as_json: options.AsJSON = False,
 ) -> None:
-    """Export a run as a Hugging Face folder, a GGUF file, or a page in which it computes.
+    """Export a run: a Hugging Face folder, a GGUF or HTML file.
 
     An adapter is merged into the weights, or, with --adapter, exported by itself.
     """

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
+from gptworks.tokenizer import encode_text
 from gptworks.units import counted
 
 _ENDS = r"\n[ \t]*\n+", r"\n", r"[.!?]\s", r"\s"
@@ -69,7 +70,7 @@ def beginnings(
         if inside:
             text = text[_next_start(text, len(tokenizer.decode(window[:most_tokens]))) :]
         text = text.lstrip("\n")
-        head = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids[:most_tokens])
+        head = tokenizer.decode(encode_text(tokenizer, text)[:most_tokens])
         cut = _last_end(head.rstrip("\ufffd"))
         found.append(Beginning(text[:cut], None, text[cut:]))
     if not any(one.text for one in found):

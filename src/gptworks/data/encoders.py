@@ -127,7 +127,7 @@ def _byte_level_bpe(tokenizer: Tokenizer) -> tuple[str, list[tuple[str, str]], l
     settings = json.loads(tokenizer.to_str())
     model, added = settings["model"], settings["added_tokens"]
     pattern = _pattern(settings["pre_tokenizer"])
-    odd = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    odd = ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if pattern is None or model["type"] != "BPE" or settings["normalizer"] or any(model.get(name) for name in odd):
         raise _Unsuitable("the tokenizer is not byte-level BPE with a pattern that gigatoken knows")
     if not tokenizer.encode_special_tokens or not all(token["special"] for token in added):

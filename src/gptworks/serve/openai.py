@@ -236,7 +236,7 @@ Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_
 
 
 TemplateVariables = Annotated[
-    dict[Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_]{0,63}$")], bool | int | float | Text],
+    dict[Annotated[str, Field(pattern="^[a-zA-Z_][a-zA-Z0-9_]{0,63}$")], bool | int | Text],
     Field(max_length=16),
 ]
 

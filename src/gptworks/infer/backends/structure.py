@@ -138,7 +138,7 @@ class ModelStructure:
             self._address(weight, kind, *weight.shape),
             0 if scale is None else self._address(scale, scale.dtype, *scale.shape),
             bias, rows, n_elements * each, NUMBERS[kind], panel,
-            weight.nbytes, 0 if scale is None else scale.nbytes, 0 if bias is None else 4 * rows,
+            weight.nbytes, 0 if scale is None else scale.nbytes, 4 * rows if bias else 0,
         )  # fmt: skip
 
     def _vector(self, tensor: Tensor | None, *shape: int) -> int:
