@@ -34,6 +34,17 @@ def test_an_address_is_the_shown_parts_alone(page: Any, studio: Studio) -> None:
     assert page.get_by_label("Begin from").input_value() == "run base"
 
 
+def test_before_a_run_was_chosen_the_newest_one_leads_to_the_other_parts(
+    new_page: Callable[..., Any], studio: Studio
+) -> None:
+    page = new_page()
+    page.goto(f"{studio.url}/#/read")
+    newest = page.get_by_label("Model", exact=True).input_value()
+    visit(page, "#/runs")
+    page.get_by_label(f"Other parts with {newest}").get_by_role("link", name="Fork or resume").click()
+    page.get_by_role("button", name="Fork it").wait_for()
+
+
 def test_a_run_that_is_not_there_yet_is_drawn_once_it_is(new_page: Callable[..., Any], tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "early", [training(10, 2.5)])
     with open_studio(tmp_path / "runs") as studio:

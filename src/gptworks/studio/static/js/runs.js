@@ -1,7 +1,7 @@
 // The part Runs: the curves of many runs as they train, and the conclusions from them.
 
 import { post } from "./api.js";
-import { chooseRun, lastChosen, NoRun, useChosen } from "./choice.js";
+import { chooseRun, lastChosen, NoRun, useRun } from "./choice.js";
 import { follow } from "./runs/live.js";
 import { styleOf } from "./runs/chart.js";
 import { Figures } from "./runs/figures.js";
@@ -29,7 +29,7 @@ export function Part({ shown, route, state, refresh }) {
   );
   const rows = useMemo(() => (runs ? [...runs.values()] : []), [runs]);
   const linked = route.join("/");
-  const { model: selected } = useChosen();
+  const { model: selected } = useRun(state.models, shown);
   useLayoutEffect(() => {
     // a linked run may come into the list later
     if (!rows.length || (chosen && !linked)) return;
