@@ -86,7 +86,9 @@ def test_a_run_chosen_in_one_part_is_chosen_in_all(page: Any, studio: Studio) ->
     shown = page.locator(".part:not([hidden])")
     assert shown.get_by_label(labels["Play"], exact=True).input_value() == models[0]["id"], "the newest, to begin with"
     for part, run in zip(labels, ("base", "group/tuned", "long", "base", "group/tuned"), strict=True):
-        page.locator(".shell").get_by_role("link", name=part, exact=True).click()
+        link = page.locator(".shell").get_by_role("link", name=part, exact=True)
+        link.click()
+        link.and_(page.locator("[aria-current=page]")).wait_for()  # the part before may have a list of the same name
         shown.get_by_label(labels[part], exact=True).select_option(run)
         key = "time" if part == "Through time" else part.lower()
         page.wait_for_url(f"**#/{key}/{run}")  # a link to what is shown
