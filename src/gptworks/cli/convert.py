@@ -19,7 +19,9 @@ def export(
     form: Annotated[ExportFormat, Option("--format", help="hf: transformers. gguf: llama.cpp. html: a page.")] = "hf",
     dtype: Annotated[ExportPrecision | None, Option(help="hf: of the weights. Default: fp32.")] = None,
     kind: Annotated[GGUFType | None, Option("--type", help="gguf: of the matrices. Default: f16.")] = None,
-    weights: Annotated[HTMLWeights | None, Option(help="html: of the matrices. Default: int8.")] = None,
+    weights: Annotated[
+        HTMLWeights | None, Option(help="html: of the matrices. Default: int8, or a quantized run's.")
+    ] = None,
     verify: Annotated[bool, Option(help="hf, html: compare with the run; keep it if equal.")] = True,
     tokenizer: Annotated[bool, Option(help="gguf: write the tokenizer too; else only token ids.")] = True,
     adapter: Annotated[bool, Option("--adapter", help="hf: keep the LoRA adapter apart, for PEFT.")] = False,

@@ -98,8 +98,9 @@ class TrainConfig(OptimizerSettings):
         0,
         ge=0,
         le=100,
-        description="Samples that continue held-out text: beginnings of this many evenly spaced documents of the "
-        "validation split, chosen before training. They come before those of sample_prompts.",
+        description="Samples that continue this many held-out texts, chosen evenly spaced before training: beginnings "
+        "of documents, places inside them if too few are long, or conversations up to an answer. They come before "
+        "those of sample_prompts.",
     )
     sample_prompts: Free[tuple[str, ...]] = Field(
         default_factory=derived("sample_held_out", lambda n: () if n else ("",)),

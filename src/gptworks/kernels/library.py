@@ -103,7 +103,7 @@ def _library() -> Library | str:
     if wish == "0":
         return "GPTWORKS_NATIVE=0 is set."
     if sys.platform == "win32":
-        return "the C++ kernels are not for Windows; Linux in WSL 2 has them."
+        return "the C++ kernels do not run on Windows; Linux in WSL 2 has them."
     missing = "there is no C++ compiler (g++ or clang++), and the package brings no library for this processor."
     try:
         if (content := _from_package()) is not None:
