@@ -85,6 +85,19 @@ def test_a_final_message_is_continued_as_in_transformers(name: str, tokenizer: T
         upper.encode(chat, continues=True)
 
 
+@pytest.mark.parametrize("begun", ["<", "<|", "end", "m", ">", "<|im_end|>", "im_end|>"])
+def test_what_a_template_writes_after_a_message_is_no_part_of_it(begun: str, tokenizer: Tokenizer) -> None:
+    for source in BUILT_IN.values():
+        template = ChatTemplate(source, tokenizer)
+
+        def shown(text: str, template: ChatTemplate = template) -> tuple[list[int], str]:
+            ids = template.encode([*CHATS[1], {"role": "assistant", "content": text}], continues=True)
+            return ids, tokenizer.decode(ids, skip_special_tokens=False)
+
+        ids, written = shown(begun)
+        assert ids[-1] not in template.special_ids and written == shown("fox")[1].removesuffix("fox") + begun
+
+
 def test_a_template_is_given_only_variables_that_it_reads(tokenizer: Tokenizer) -> None:
     source = "{% if thinking is defined and not thinking %}-{% endif %}{{ messages[0].content }}{{ bos_token }}"
     template = ChatTemplate(source, tokenizer)
@@ -94,6 +107,8 @@ def test_a_template_is_given_only_variables_that_it_reads(tokenizer: Tokenizer) 
     for name in ("messages", "bos_token", "enable_thinking", "think"):
         with pytest.raises(UserError, match=f"has no variable `{name}` to set"):
             template.using({name: "x"})
+    with pytest.raises(UserError, match="`thinking` holds the name of a special token"):
+        template.using({"thinking": "<|im_end|>"})
 
 
 def test_a_special_token_in_a_message_is_text(tokenizer: Tokenizer) -> None:

@@ -88,6 +88,13 @@ def imported(folder: Path) -> tuple[Import, Tokenizer]:
 # ------------------------------------------------------------------------------------------ which file says what
 
 
+@pytest.mark.parametrize("value", [10**400, 1e300, 2**31, -1], ids=["10^400", "1e300", "2^31", "-1"])
+def test_a_stated_number_that_no_sampler_takes_is_left_out(value: float) -> None:
+    given = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty"), value)
+    stated, notes = stated_sampling(given)
+    assert stated == {} and [note.split("has ")[1].split("=")[0] for note in notes] == list(given)
+
+
 def test_generation_config_wins_over_config_and_the_tokenizers_eos_ends_documents(folder: Path) -> None:
     change(folder, "config.json", eos_token_id=BEGIN)
     change(folder, "generation_config.json", eos_token_id=[END, PAD])

@@ -82,6 +82,9 @@ _PROBE = ({"role": "user", "content": "question"}, {"role": "assistant", "conten
 
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
+MOST_KEPT = 4
+"""Tokenizers kept for texts that follow others, one for each guard: a client's text decides which guard is used."""
+
 
 class ChatTemplate:
     """A chat template in Jinja, with the tokenizer whose special tokens it writes."""
@@ -97,11 +100,15 @@ class ChatTemplate:
         """Return this template with further variables, such as enable_thinking=False.
 
         Raises:
-            UserError: the template does not read a variable of this name, or sets it itself.
+            UserError: the template does not read a variable of this name, or sets it itself; or a value holds the name
+                of a special token.
         """
         for name in variables:
             if name in (*_OWN_VARIABLES, *ROLES) or not re.search(rf"\b{re.escape(name)}\b", self.source):
                 raise UserError(f"the chat template of this model has no variable `{name[:64]}` to set: leave it out.")
+            value = variables[name]
+            if isinstance(value, str) and self._special.pattern and self._special.search(value):
+                raise UserError(f"`{name[:64]}` holds the name of a special token, which only the template may write.")
         made = copy(self)
         made._names = self._names | dict(variables)
         return made
@@ -148,11 +155,15 @@ class ChatTemplate:
         final = guarded[-1]["content"]
         if not final.strip():
             return self.encode_text(self.render(guarded[:-1], add_generation_prompt=True, task=task) + final, guard)
-        text = self.render(guarded, task=task)
-        written = final if final in text else final.strip()
-        if written not in text:
+        written = final if final in self.render(guarded, task=task) else final.strip()
+        marked = [
+            *guarded[:-1],
+            guarded[-1] | {"content": written + guard},
+        ]  # the template may write the same text later
+        before, found, _ = self.render(marked, task=task).rpartition(written + guard)
+        if not found:
             raise UserError("the chat template changes the final message, so that it cannot be continued.")
-        return self.encode_text(text[: text.rindex(written) + len(written)], guard)
+        return self.encode_text(before + written, guard)
 
     def encode_text(self, text: str, guard: str, continues: bool = False) -> list[int]:
         """Return the token ids of rendered text. A special token's name with `guard` inside it is plain text.
@@ -179,12 +190,14 @@ class ChatTemplate:
         if tokenizer.pre_tokenizer is None or b'"prepend_scheme":"first"' not in tokenizer.pre_tokenizer.__getstate__():
             return encode_text(tokenizer, text)
         key = tokenizer.encode_special_tokens, guard
-        if key not in self._after:
+        if (after := self._after.get(key)) is None:
             after = Tokenizer.from_str(tokenizer.to_str())
             after.encode_special_tokens = tokenizer.encode_special_tokens
             after.add_tokens([AddedToken(guard, normalized=False)])
+            if len(self._after) >= MOST_KEPT:
+                self._after.clear()
             self._after[key] = after
-        return encode_text(self._after[key], guard + text)[1:]
+        return encode_text(after, guard + text)[1:]
 
     def before_special(self, text: str) -> str:
         """Return the part of a rendered text before its first special token."""

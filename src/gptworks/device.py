@@ -53,12 +53,13 @@ def deterministic(device: torch.device) -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, torch refuses products in this mode
     settings: Any = torch.utils.deterministic  # its attribute is made at run time
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = False  # the step reads no memory that it has not written
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        torch.use_deterministic_algorithms(before[0], warn_only=warns_only)
         settings.fill_uninitialized_memory = before[1]
 
 

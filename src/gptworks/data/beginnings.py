@@ -75,7 +75,7 @@ def beginnings(
         found.append(Beginning(text[:cut], None, text[cut:]))
     if not any(one.text for one in found):
         raise UserError("the held-out text is too short for train.sample_held_out: set it to 0.")
-    return [one for one in found if one.text]
+    return list(dict.fromkeys(one for one in found if one.text))
 
 
 def _long_documents(shards: TokenShards, most_tokens: int) -> list[int]:

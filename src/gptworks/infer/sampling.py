@@ -91,8 +91,8 @@ class SamplingSettings:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", {int(token): float(bias) for token, bias in self.logit_bias.items()})
         for name, holds, rule in (
-            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("temperature", 0 <= self.temperature <= 1e6, "0 (greedy) to 1000000"),
+            ("top_k", 0 <= self.top_k < 2**31, "0 (off) or more, and below 2147483648"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
             ("min_p", 0 <= self.min_p < 1, "0 (off) or more, and below 1"),
             ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 1e3, "0.001 to 1000; 1 is off"),

@@ -62,10 +62,13 @@ def check_file(
         asked, answers, logits = (Path(temporary, name) for name in ("asked.json", "answers.json", "logits"))
         tree = {"tokens": tokens, "texts": TEXTS, "chats": [messages for messages, _ in chats]}
         asked.write_text(json.dumps(tree), encoding="utf-8")
-        done = subprocess.run(
-            [node, _CHECK, file, asked, answers, logits],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS, check=False,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                [node, _CHECK, file, asked, answers, logits],
+                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise RunError(f"{file}: Node took more than {SECONDS} s to compute; --no-verify skips this.") from None
         if done.returncode:
             raise RunError(f"{file} does not open in Node: {done.stderr.strip()[-800:]}")
         found = torch.from_numpy(np.fromfile(logits, np.float32).reshape(len(tokens), -1))

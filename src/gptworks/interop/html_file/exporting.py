@@ -15,6 +15,7 @@ from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.files import read_text
 from gptworks.infer.backends.native import refused_architecture
+from gptworks.infer.defaults import sampling_of
 from gptworks.interop.exports import leave_out_heads
 from gptworks.interop.html_file.blocks import as_text, texts
 from gptworks.interop.html_file.checking import Check, check_file
@@ -180,6 +181,7 @@ def _page(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool
     model: dict[str, Any] = {
         "id": recipe.name, "run": None, "chat": chats, "context": capacity, "parameters": parameters,
         "vocab_size": config.vocab_size, "state": "served", "checkpoints": [], "problem": None,
+        "sampling": sampling_of(loaded.checkpoint.run_dir / "tokenizer")._asdict(),
     }  # fmt: skip
     return {
         "state": {
