@@ -1,0 +1,80 @@
+"""A model in one HTML file, opened in a browser without a network."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browser import HOSTILE, WATCH
+from gptworks.interop.html_file import export_html
+from test_html_file import hostile, run  # noqa: F401 (fixtures)
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture
+def opened(chromium: Any) -> Any:
+    """Return a function that opens a file in a browser without a network, and the page's faults."""
+    contexts = []
+
+    def open_file(file: Path, **options: Any) -> tuple[Any, list[str]]:
+        context = chromium.new_context(offline=True, **options)
+        contexts.append(context)
+        page, faults = context.new_page(), []
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("request", lambda request: faults.append(request.url) if request.url != file.as_uri() else None)
+        page.add_init_script(WATCH)
+        page.goto(file.as_uri())
+        return page, faults
+
+    yield open_file
+    for context in contexts:
+        context.close()
+
+
+def test_one_continues_a_text_and_takes_another_branch(run: Path, tmp_path: Path, opened: Callable[..., Any]) -> None:  # noqa: F811
+    file = tmp_path / "model.html"
+    export_html(run, file, verify=False)
+    page, faults = opened(file)
+    page.fill("#prompt", "line 1: the")
+    page.click("text=Greedy")
+    page.fill("#setting-max_tokens", "12")
+    page.click("text=Generate")
+    page.wait_for_selector(".facts >> text=12 tokens")
+    tokens = page.locator(".text [data-part=answer]")
+    assert tokens.count() == 12
+    tokens.nth(3).click()
+    page.locator(".token-card .row:not([disabled])").nth(0).click()
+    page.wait_for_selector(".text [data-part=answer].chosen")
+    last = page.locator(".legend .s5")
+    assert last.evaluate("(element) => getComputedStyle(element).backgroundColor") != "rgba(0, 0, 0, 0)", "styled"
+    assert "Copy as" not in page.inner_text("main"), "there is no server to copy requests for"
+    page.click("nav >> text=About")
+    assert "int8" in page.inner_text(".about-file")
+    assert (faults, page.evaluate("violations")) == ([], [])
+
+
+def test_nothing_of_a_hostile_run_is_executed(hostile: Path, tmp_path: Path, opened: Callable[..., Any]) -> None:  # noqa: F811
+    file = tmp_path / "model.html"
+    export_html(hostile, file, verify=False)
+    page, faults = opened(file)
+    page.fill("#message", f"{HOSTILE} </script><script>alert(1)</script>")
+    page.click("text=Send")
+    page.wait_for_selector(".facts >> text=tokens/s")
+    page.click("nav >> text=About")
+    assert HOSTILE in page.inner_text(".about-file")
+    assert page.locator("img").count() == 0
+    page.evaluate("fetch('https://example.org/').catch(() => {})")
+    assert page.evaluate("violations") == ["connect-src https://example.org/"], "the policy lets nothing out"
+    assert [fault for fault in faults if "example.org" not in fault] == []
+
+
+@pytest.mark.parametrize("width", [360, 1920])
+def test_the_page_fits_its_screen(run: Path, tmp_path: Path, opened: Callable[..., Any], width: int) -> None:  # noqa: F811
+    file = tmp_path / "model.html"
+    export_html(run, file, verify=False)
+    page, _ = opened(file, viewport={"width": width, "height": 800})
+    for part in ("Play", "About"):
+        page.click(f"nav >> text={part}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
