@@ -156,10 +156,8 @@ class ChatTemplate:
         if not final.strip():
             return self.encode_text(self.render(guarded[:-1], add_generation_prompt=True, task=task) + final, guard)
         written = final if final in self.render(guarded, task=task) else final.strip()
-        marked = [
-            *guarded[:-1],
-            guarded[-1] | {"content": written + guard},
-        ]  # the template may write the same text later
+        # The guard marks where the message ends: the template may write the same text again after it.
+        marked = [*guarded[:-1], guarded[-1] | {"content": written + guard}]
         before, found, _ = self.render(marked, task=task).rpartition(written + guard)
         if not found:
             raise UserError("the chat template changes the final message, so that it cannot be continued.")
