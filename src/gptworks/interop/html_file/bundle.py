@@ -4,7 +4,7 @@ It reads the forms of import and export that the studio's modules have, each at 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 _IMPORT = re.compile(r'^import\s+(?:\*\s+as\s+(\w+)|\{([^}]*)\})\s+from\s+"([^"]+)";$', re.MULTILINE)
@@ -40,8 +40,7 @@ def bundle(entry: Path, instead: Mapping[Path, Path]) -> str:
     return '"use strict";\n{\nconst modules = [];\n' + "".join(made) + "}\n"
 
 
-def _as_function(file: Path, number: object) -> str:
-    assert callable(number)
+def _as_function(file: Path, number: Callable[[str], int]) -> str:
     text = file.read_text(encoding="utf-8")
     exports: list[tuple[str, str]] = []
 

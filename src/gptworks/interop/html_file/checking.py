@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from gptworks.chat_template import ChatTemplate
-from gptworks.errors import RunError
+from gptworks.errors import RunError, UserError
 from gptworks.infer.backends.backend import Chunk
 from gptworks.infer.backends.native import NativeBackend
 from gptworks.interop.html_file.strings import TEXTS
@@ -56,7 +56,8 @@ def check_file(
     if node is None:
         return None
     backend = NativeBackend(model, 1, capacity, dtype=cache)
-    tokens, wanted = _greedy(backend, capacity)
+    n_prompt = max(1, min(PROMPT_TOKENS, capacity // 2))
+    tokens, wanted = _greedy(backend, n_prompt, capacity)
     chats = [] if template is None else _accepted(template)
     with tempfile.TemporaryDirectory(prefix="gptworks-html-") as temporary:
         asked, answers, logits = (Path(temporary, name) for name in ("asked.json", "answers.json", "logits"))
@@ -76,14 +77,13 @@ def check_file(
     difference = float((found - wanted).abs().max() / wanted.abs().max())
     if not difference <= TOLERANCES[weights]:
         raise RunError(f"{file}: logits differ from the engine's by {difference:.2e} of the largest.")
-    n_equal = _equal_greedy(found, tokens, TOLERANCES[weights] * float(wanted.abs().max()))
+    n_equal = _equal_greedy(found, tokens, n_prompt, TOLERANCES[weights] * float(wanted.abs().max()))
     _compare(given, tokenizer, chats, file)
     return Check("Node", difference, n_equal, len(TEXTS), len(chats), given["tokens_per_second"])
 
 
-def _greedy(backend: NativeBackend, capacity: int) -> tuple[list[int], torch.Tensor]:
+def _greedy(backend: NativeBackend, n_prompt: int, capacity: int) -> tuple[list[int], torch.Tensor]:
     """Return a text that the model continues greedily, and the logits of all its tokens, fp32 [T, V]."""
-    n_prompt = max(1, min(PROMPT_TOKENS, capacity // 2))
     n_vocab = backend.vocab_size
     tokens = [(7919 * i + 13) % n_vocab for i in range(n_prompt)]
     rows = [backend.compute([Chunk(0, 0, tokens, n_prompt)])[0]]
@@ -93,8 +93,7 @@ def _greedy(backend: NativeBackend, capacity: int) -> tuple[list[int], torch.Ten
     return tokens, torch.cat(rows)
 
 
-def _equal_greedy(found: torch.Tensor, tokens: Sequence[int], near: float) -> int:
-    n_prompt = min(PROMPT_TOKENS, len(tokens))
+def _equal_greedy(found: torch.Tensor, tokens: Sequence[int], n_prompt: int, near: float) -> int:
     chosen = torch.tensor(tokens[n_prompt:])
     rows = found[n_prompt - 1 : -1]
     behind = rows.amax(-1) - rows.gather(1, chosen[:, None])[:, 0]
@@ -107,7 +106,7 @@ def _accepted(template: ChatTemplate) -> list[tuple[list[dict[str, Any]], list[i
     for messages in _CHATS:
         try:
             made.append((messages, template.encode(messages, add_generation_prompt=True)))
-        except Exception:
+        except UserError:  # such as one that takes no system message
             continue
     return made
 
