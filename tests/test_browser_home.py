@@ -108,7 +108,6 @@ def test_the_table_names_every_file_that_is_left_out(
         path.name for path in mixed.iterdir() if not path.name.startswith("good")
     }  # fmt: skip
     screenshot(page, "home-left-out")
-    page.get_by_role("button", name="Cancel").click()
 
 
 def test_a_folder_becomes_a_run_whose_samples_are_shown(new_page: Callable[..., Any], begun: Studio) -> None:

@@ -324,6 +324,19 @@ def test_a_recipe_is_started_with_the_keys_alone(page: Any, runs: Studio) -> Non
     assert (runs.runs / "by-keys.yaml").is_file()
 
 
+def test_a_length_typed_before_the_server_suggests_one_is_kept(new_page: Callable[..., Any], runs: Studio) -> None:
+    page = new_page()
+    held: list[Any] = []
+    page.route("**/studio/start/extension?*", lambda route: held.append(route))
+    opened(page, runs, "start/old")
+    field(page, "train.max_steps").fill("11")
+    for route in held:
+        route.continue_()
+    page.locator(".start-changes").wait_for()
+    planned(page)
+    assert "max_steps: 11\n" in text(page).input_value()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_and_every_width_fits(new_page: Callable[..., Any], runs: Studio, scheme: str) -> None:
     for width in (360, 1280):

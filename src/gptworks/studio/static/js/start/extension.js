@@ -16,8 +16,9 @@ export function useExtension(origin, way, step, recipe) {
     setFound(null);
   }, [origin]);
   const fill = (values, why) => {
-    const { given } = latest.current.checked;
-    lengths.current ??= { own: pick(given, values), filled: pick(given, values) };
+    const { first, checked } = latest.current;
+    const { given } = checked;
+    lengths.current ??= { own: pick(first, values), filled: pick(first, values) }; // what is typed by now is kept
     const { filled } = lengths.current;
     const kept = Object.keys(values).filter((path) => given[path] === filled[path]); // not typed over
     const edits = kept.filter((path) => given[path] !== values[path]).map((path) => [path, values[path] ?? null]);
