@@ -1,12 +1,15 @@
 """A model in one HTML file, opened in a browser without a network."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from browser import HOSTILE, WATCH
+from browser import HOSTILE, WATCH, generate, tokens
 from gptworks.interop.html_file import export_html
 from test_html_file import hostile, run  # noqa: F401 (fixtures)
 
@@ -68,6 +71,33 @@ def test_nothing_of_a_hostile_run_is_executed(hostile: Path, tmp_path: Path, ope
     page.evaluate("fetch('https://example.org/').catch(() => {})")
     assert page.evaluate("violations") == ["connect-src https://example.org/"], "the policy lets nothing out"
     assert [fault for fault in faults if "example.org" not in fault] == []
+
+
+@pytest.fixture
+def host(run: Path, tmp_path: Path) -> Iterator[tuple[Path, str]]:  # noqa: F811
+    """A split page in a folder, and its address on a plain web server."""
+    folder = tmp_path / "host"
+    export_html(run, folder, split=True, verify=False)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+    handler.log_message = lambda *_: None  # type: ignore[attr-defined]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield folder, f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+
+
+def test_a_folder_is_served_from_a_plain_host(host: tuple[Path, str], new_page: Callable[..., Any]) -> None:
+    folder, address = host
+    page = new_page(signs_in=False)
+    page.goto(address)
+    generate(page, "line 1: the", max_tokens=5)
+    assert tokens(page).count() == 5
+    page.goto((folder / "index.html").as_uri())
+    assert "python -m http.server" in page.inner_text("#loading"), "a browser fetches nothing from file://"
+    weights = next(folder.glob("weights-0*"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    page.goto(address)
+    page.wait_for_selector("#loading:not([hidden]) >> text=is not the file that this page was exported with")
 
 
 @pytest.mark.parametrize("width", [360, 1920])

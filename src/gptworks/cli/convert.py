@@ -1,5 +1,6 @@
 """Commands to and from other formats: export, quantize, import."""
 
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +23,7 @@ def export(
     weights: Annotated[
         HTMLWeights | None, Option(help="html: of the matrices. Default: int8, or a quantized run's.")
     ] = None,
+    split: Annotated[bool, Option("--split", help="html: a folder for a web host, in files below 25 MB.")] = False,
     verify: Annotated[bool, Option(help="hf, html: compare with the run; keep it if equal.")] = True,
     tokenizer: Annotated[bool, Option(help="gguf: write the tokenizer too; else only token ids.")] = True,
     adapter: Annotated[bool, Option("--adapter", help="hf: keep the LoRA adapter apart, for PEFT.")] = False,
@@ -42,7 +44,7 @@ def export(
     if form != "hf":
         refuse_unused(f"is for --format hf; {form} has --{'type' if form == 'gguf' else 'weights'}", dtype=dtype)
     if form != "html":
-        refuse_unused("is for --format html", weights=weights)
+        refuse_unused("is for --format html", weights=weights, split=split)
     if adapter and (form != "hf" or dtype is not None):
         raise UserError("--adapter is for --format=hf, in fp32: leave the other option out.")
     if base is not None and not adapter:
@@ -59,7 +61,7 @@ def export(
         _export_adapter(run, out, base, checkpoint, verify, as_json)
         return
     if form == "html":
-        _export_html(run, out, weights, checkpoint, verify, as_json)
+        _export_html(run, out, weights, checkpoint, verify, split, as_json)
         return
     if form == "gguf":
         from gptworks.interop.gguf import export_gguf
@@ -103,13 +105,14 @@ def _equal(library: str, difference: float | None) -> list[str]:
 
 
 def _export_html(
-    run: Path, out: Path, weights: HTMLWeights | None, checkpoint: str, verify: bool, as_json: bool
+    run: Path, out: Path, weights: HTMLWeights | None, checkpoint: str, verify: bool, split: bool, as_json: bool
 ) -> None:
     from gptworks.interop.html_file import export_html
 
     with working(f"exporting {run}"):
-        made = export_html(run, out, weights=weights, checkpoint=checkpoint, verify=verify, report=notice)
-    lines = [f"wrote {out}: {made.parameters:,} parameters, {made.weights}, {made.bytes:,} bytes; open it in a browser"]
+        made = export_html(run, out, weights=weights, checkpoint=checkpoint, verify=verify, split=split, report=notice)
+    then = f"serve it: python -m http.server -d {shlex.quote(str(out))}" if split else "open it in a browser"
+    lines = [f"wrote {out}: {made.parameters:,} parameters, {made.weights}, {made.bytes:,} bytes; {then}"]
     if (found := made.check) is None:
         lines.append("unchecked: " + ("there is no Node here to open it" if verify else "--no-verify"))
     else:

@@ -69,14 +69,14 @@ def check_file(
                 stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise RunError(f"{file}: Node took more than {SECONDS} s to compute; --no-verify skips this.") from None
+            raise RunError(f"{file.name}: Node takes more than {SECONDS} s; --no-verify skips the check.") from None
         if done.returncode:
-            raise RunError(f"{file} does not open in Node: {done.stderr.strip()[-800:]}")
+            raise RunError(f"{file.name} does not open in Node: {done.stderr.strip()[-800:]}")
         found = torch.from_numpy(np.fromfile(logits, np.float32).reshape(len(tokens), -1))
         given = json.loads(answers.read_text(encoding="utf-8"))
     difference = float((found - wanted).abs().max() / wanted.abs().max())
     if not difference <= TOLERANCES[weights]:
-        raise RunError(f"{file}: logits differ from the engine's by {difference:.2e} of the largest.")
+        raise RunError(f"{file.name}: logits differ from the engine's by {difference:.2e} of the largest.")
     n_equal = _equal_greedy(found, tokens, n_prompt, TOLERANCES[weights] * float(wanted.abs().max()))
     _compare(given, tokenizer, chats, file)
     return Check("Node", difference, n_equal, len(TEXTS), len(chats), given["tokens_per_second"])
@@ -126,7 +126,7 @@ def _compare(given: dict[str, Any], tokenizer: Tokenizer, chats: list[Any], file
     for text, ids, read in zip(TEXTS, given["ids"], given["read"], strict=True):
         wanted = encode_text(tokenizer, text)
         if ids != wanted or read != tokenizer.decode(wanted):
-            raise RunError(f"{file}: token ids of {text!r} are {ids[:40]} and not the tokenizer's, {wanted[:40]}.")
+            raise RunError(f"{file.name}: token ids of {text!r} are {ids[:40]} and not the tokenizer's, {wanted[:40]}.")
     for (messages, wanted), ids in zip(chats, given["chats"], strict=True):
         if ids != wanted:
-            raise RunError(f"{file}: the conversation {messages} has other token ids than by the run's template.")
+            raise RunError(f"{file.name}: the conversation {messages} has other token ids than by the run's template.")

@@ -1,5 +1,8 @@
 """Export a run as a page: its weights, tokenizer, chat template, sampling settings, card and recipe in one file."""
 
+import base64
+import hashlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -13,18 +16,17 @@ from gptworks.checkpoint import LoadedRun, Report, choose_checkpoint, load_run
 from gptworks.choices import SAMPLING, HTMLWeights
 from gptworks.config import Recipe
 from gptworks.errors import UserError
-from gptworks.files import read_text
+from gptworks.files import new_folder, open_new, read_text, replacing_by_name, write_whole
 from gptworks.infer.backends.native import refused_architecture
 from gptworks.infer.defaults import sampling_of
 from gptworks.interop.exports import leave_out_heads
-from gptworks.interop.html_file.blocks import as_text, texts
+from gptworks.interop.html_file.blocks import blocks
 from gptworks.interop.html_file.checking import Check, check_file
 from gptworks.interop.html_file.image import Image, make_image
 from gptworks.interop.html_file.page import model_page
 from gptworks.interop.html_file.words import words_of
 from gptworks.kernels.wasm import module
 from gptworks.model.gpt import GPT
-from gptworks.pages.page import write_page
 from gptworks.planning.params import count_parameters
 from gptworks.quantize.linear import weights_of
 from gptworks.recipe import load_recipe
@@ -41,6 +43,12 @@ MOST_CARD_BYTES = 1 << 20
 BYTES_PER_SECOND = {"fp32": 1.5e9, "bf16": 1.3e9, "int8": 2.5e9, "int4": 1.3e9}
 """Weights that one core reads in a browser, measured on a server's core (2026); a phone's reads a third."""
 
+HEADERS = """/*
+  Cross-Origin-Opener-Policy: same-origin
+  Cross-Origin-Embedder-Policy: require-corp
+"""
+"""The file _headers, which Netlify and Cloudflare Pages read: with these headers, browsers allow a page threads."""
+
 
 @dataclass(frozen=True)
 class Export:
@@ -49,11 +57,11 @@ class Export:
     file: Path
     weights: str
     bytes: int
+    weight_bytes: int
+    """Bytes of the weights, which as text are 16 to 18 % more."""
     parameters: int
     step: int
     context: int
-    overhead: float
-    """Bytes of the weights' text, divided by the weights' bytes."""
     check: Check | None
     """What was compared with the engine; None: the file is unchecked."""
     notes: tuple[str, ...]
@@ -66,13 +74,17 @@ def export_html(
     weights: HTMLWeights | None = None,
     checkpoint: str = "best",
     verify: bool = True,
+    split: bool = False,
     report: Report = lambda _: None,
 ) -> Export:
     """Write a run as one HTML file that opens in a browser without a network, and talks.
 
+    Parts are written as they are made. Until the whole is checked, it lies aside under another name.
+
     Args:
         weights: number format of the matrices. None: int8, or a quantized run's own.
         verify: compare the file with the engine, if Node is found; a file that differs is deleted.
+        split: make `out` a folder for a static host: index.html, and the kernels and weights in files next to it.
         report: called with the sizes before the file is written, and with other messages.
 
     Raises:
@@ -100,31 +112,50 @@ def export_html(
     image = make_image(model, capacity, cache)
     parameters = count_parameters(model.config).total
     rate = BYTES_PER_SECOND[min(kind.split(", "))] / image.n_bytes
-    size, as_blocks, memory = (readable(n, "B") for n in (image.n_bytes, image.n_bytes * 1.17, image.n_room))
+    size, memory = readable(image.n_bytes, "B"), readable(image.n_room, "B")
+    text = "" if split else f", as text some {readable(image.n_bytes * 1.17, 'B')}"
     report(
-        f"{parameters:,} parameters in {kind}: {size}, as text some {as_blocks}; the page takes {memory} of memory and "
+        f"{parameters:,} parameters in {kind}: {size}{text}; the page takes {memory} of memory and "
         f"writes some {rate:,.0f} tokens a second on one core"
     )
-    blocks = [("kernels", as_text(module()))]
-    blocks += [(f"weights-{i}", text) for i, text in enumerate(texts(image.content()))]
-    n_text = sum(len(text.encode()) for name, text in blocks if name != "kernels")
-    name = loaded.recipe.name
     about = {
         "context": capacity, "module_bytes": len(module()), "words": words, "chat": _chat(template, words),
         "model": _model(image, model, capacity),
     }  # fmt: skip
-    write_page(model_page(name, _page(loaded, image, kind, capacity, template is not None), about, blocks), out, "OUT")
+    page = _page(loaded, image, kind, capacity, template is not None)
     check = None
-    if verify:
-        try:
-            check = check_file(out, model, min(kind.split(", ")), capacity, cache, tokenizer, template)
-        except BaseException:
-            out.unlink(missing_ok=True)
-            raise
-    return Export(
-        out, kind, out.stat().st_size, parameters, loaded.checkpoint.step, capacity, n_text / image.n_bytes, check,
-        tuple(notes),
-    )  # fmt: skip
+    with new_folder(out, image.n_bytes) if split else replacing_by_name(out) as aside:
+        file = aside / "index.html" if split else aside
+        n_bytes = _write(file, loaded.recipe.name, page, about, _blocks(image), split)
+        if verify:
+            check = check_file(file, model, min(kind.split(", ")), capacity, cache, tokenizer, template)
+    return Export(out, kind, n_bytes, image.n_bytes, parameters, loaded.checkpoint.step, capacity, check, tuple(notes))
+
+
+def _blocks(image: Image) -> Iterator[tuple[str, bytes]]:
+    yield "kernels", module()
+    for i, block in enumerate(blocks(image.content())):
+        yield f"weights-{i}", block
+
+
+def _write(
+    file: Path, title: str, page: Any, about: dict[str, Any], blocks: Iterable[tuple[str, bytes]], split: bool
+) -> int:
+    """Write the page and, if it is split, the blocks next to it; return their bytes."""
+    n_bytes = 0
+    if split:
+        about["files"] = {}
+        for name, content in blocks:
+            digest = hashlib.sha256(content).digest()
+            about["files"][name] = f"{name}-{digest.hex()[:8]}.bin", base64.b64encode(digest).decode("ascii")
+            write_whole(file.with_name(about["files"][name][0]), content, new=True)
+            n_bytes += len(content)
+        write_whole(file.with_name("_headers"), HEADERS, new=True)
+        blocks = ()
+    with open_new(file) as opened:
+        for piece in model_page(title, page, about, blocks):
+            n_bytes += opened.write(piece.encode())
+    return n_bytes
 
 
 def _check_computable(recipe: Recipe) -> None:

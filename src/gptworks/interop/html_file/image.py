@@ -36,12 +36,12 @@ class Image:
     n_room: int
     """Bytes of memory that the page allocates: the image, and the cache behind it."""
 
-    def content(self) -> Iterator[bytes]:
+    def content(self) -> Iterator[bytes | memoryview]:
         """Yield the image in pieces."""
         at = 0
         for position, part in self.parts:
             yield bytes(position - at)
-            yield bytes(part)
+            yield part
             at = position + len(part)
         yield bytes(self.n_bytes - at)
 

@@ -3,13 +3,14 @@
 import base64
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
+from gptworks.interop.html_file.blocks import as_text
 from gptworks.interop.html_file.bundle import bundle
 from gptworks.pages.parts import environment
 
@@ -35,34 +36,35 @@ def as_json(tree: Any) -> str:
     return json.dumps(tree, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def model_page(title: str, page: Any, about: Any, blocks: Iterable[tuple[str, str]]) -> str:
-    """Return the page.
+def model_page(title: str, page: Any, about: Any, blocks: Iterable[tuple[str, bytes]]) -> Iterator[str]:
+    """Yield the page in pieces, of which a block is one.
 
     Args:
         page: what the page shows at once, for main.js.
-        about: the model, for model.js.
-        blocks: names and texts of blocks of bytes (`blocks.as_text`).
+        about: the model, for model.js. If it has `files`, the page may fetch them from where it lies.
+        blocks: names and contents of blocks of bytes, which are taken one at a time.
     """
     first = (_STUDIO / "js" / "theme.js").read_text(encoding="utf-8")
     style = "\n".join(file.read_text(encoding="utf-8") for file in _STYLES)
-    text: str = environment().get_template("model.html").render(
-        title=title, policy=_policy((first, script()), style), first=_inside(first), style=_inside(style),
-        page=_inside(as_json(page)), script=_inside(script()),
-        blocks=[("about", _inside(as_json(about))), *((name, _inside(block)) for name, block in blocks)],
+    yield from environment().get_template("model.html").generate(
+        title=title, policy=_policy((first, script()), style, fetches="files" in about), first=_inside(first),
+        style=_inside(style), page=_inside(as_json(page)), script=_inside(script()), about=_inside(as_json(about)),
+        blocks=((name, _inside(as_text(content))) for name, content in blocks),
     )  # fmt: skip
-    return text
 
 
-def _policy(scripts: Iterable[str], style: str) -> str:
-    """Return a policy that allows these scripts, this style and WebAssembly, and no connection."""
+def _policy(scripts: Iterable[str], style: str, fetches: bool) -> str:
+    """Return a policy that allows these scripts, this style, WebAssembly, and files from the page's own host or
+    none."""
 
     def digest(text: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
 
     allowed = " ".join(map(digest, scripts))
+    connect = "connect-src 'self'; " if fetches else ""
     return (
         f"default-src 'none'; script-src {allowed} 'wasm-unsafe-eval'; style-src {digest(style)}; img-src data:; "
-        f"base-uri 'none'; form-action 'none'"
+        f"{connect}base-uri 'none'; form-action 'none'"
     )
 
 

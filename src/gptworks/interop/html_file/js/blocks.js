@@ -1,4 +1,4 @@
-// Bytes in the text of a page, as html_file/blocks.py writes them: eight characters for seven bytes.
+// Blocks of bytes, as html_file/blocks.py writes them: in the page's text, or in files next to it.
 
 const MASK = 0x55;
 const REPLACED = [0x00, 0x0d, 0x3c]; // characters that a page cannot hold; U+00C0 and the next ones are in their place
@@ -26,11 +26,19 @@ export function bytesOf(text, n) {
   return made;
 }
 
-const BLOCK_BYTES = 7 * 2 ** 21;
+export const BLOCK_BYTES = 7 * 2 ** 21;
 
-/** Copy n bytes, which lie in the texts of blocks, into memory. */
-export function fillFrom(textOf, n, memory, at) {
-  const to = new Uint8Array(memory.buffer);
-  const end = at + n;
-  for (let i = 0; at < end; i++) at = decode(textOf(i), Math.min(BLOCK_BYTES, end - at), to, at);
+/** The bytes of a file next to the page. The browser refuses other bytes than those of this sum. */
+export async function fetched([file, sum]) {
+  if (location.protocol === "file:")
+    throw new Error(
+      "This page reads the model from files next to it, which a browser does only on a web server. In this folder, " +
+        "run python -m http.server and open http://localhost:8000, or upload the folder to a host.",
+    );
+  const again = "Reload the page; if that does not help, upload the whole exported folder again.";
+  const answer = await fetch(file, { integrity: `sha256-${sum}` }).catch(() => {
+    throw new Error(`${file} did not arrive, or is not the file that this page was exported with. ${again}`);
+  });
+  if (!answer.ok) throw new Error(`${file}: the server answers ${answer.status}. ${again}`);
+  return new Uint8Array(await answer.arrayBuffer());
 }

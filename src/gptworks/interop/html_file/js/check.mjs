@@ -1,24 +1,29 @@
 // Open an exported file without a browser, and write what it computes: see html_file/checking.py.
 
 import { readFileSync, writeFileSync } from "node:fs";
+import { dirname, join } from "node:path";
 import { runInThisContext } from "node:vm";
 
 const [, , page, asked, answers, logits] = process.argv;
-const text = readFileSync(page, "utf8");
+const file = readFileSync(page);
 const blocks = new Map();
 const scripts = [];
 for (let at = 0; ;) {
-  const from = text.indexOf("<script", at);
+  const from = file.indexOf("<script", at);
   if (from < 0) break;
-  const begin = text.indexOf(">", from) + 1;
-  at = text.indexOf("</script>", begin);
-  const id = /id="([^"]+)"/.exec(text.slice(from, begin));
-  if (id) blocks.set(id[1], text.slice(begin, at));
-  else scripts.push(text.slice(begin, at));
+  const begin = file.indexOf(">", from) + 1;
+  at = file.indexOf("</script>", begin);
+  const id = /id="([^"]+)"/.exec(file.toString("utf8", from, begin));
+  const text = [begin, at]; // read when it is wanted: a string holds 512 MB
+  if (id) blocks.set(id[1], text);
+  else scripts.push(text);
 }
 globalThis.navigator ??= { platform: "" };
-runInThisContext(scripts.at(-1));
-const model = await globalThis.gptworks.load((id) => blocks.get(id));
+runInThisContext(file.toString("utf8", ...scripts.at(-1)));
+const model = await globalThis.gptworks.load(
+  (id) => file.toString("utf8", ...blocks.get(id)),
+  ([name]) => readFileSync(join(dirname(page), name)),
+);
 const { tokens, texts, chats } = JSON.parse(readFileSync(asked, "utf8"));
 const rows = [];
 rows.push(await model.engine.read(tokens, { from: 0, score: (_, row) => rows.push(row) }));

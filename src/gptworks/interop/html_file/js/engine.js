@@ -9,22 +9,27 @@ export class Engine {
   /** module: bytes. model: what html_file/image.py states. fill(memory, at): copies the image into memory. */
   static async load(module, model, fill) {
     const { instance } = await WebAssembly.instantiate(module, {});
-    return new Engine(instance.exports, model, fill);
+    const engine = new Engine(instance.exports, model);
+    await fill(engine.memory, engine.base);
+    engine.place(model);
+    return engine;
   }
 
-  constructor(kernels, model, fill) {
+  constructor(kernels, model) {
     this.kernels = kernels;
     this.vocabulary = model.vocabulary;
     this.capacity = model.capacity;
     this.held = []; // tokens whose keys and values are cached
     this.base = this.room(model.n_room);
-    fill(this.memory, this.base);
-    const view = new DataView(this.memory.buffer);
-    for (const at of model.pointers)
-      view.setUint32(this.base + at, view.getUint32(this.base + at, true) + this.base, true);
     this.model = this.base + model.model;
     this.numbers = ["tokens", "slots", "positions", "wanted"].map(() => this.tensor(INT64, AT_ONCE * 8));
     this.logits = this.tensor(FLOAT32, AT_ONCE * this.vocabulary * 4);
+  }
+
+  /** Add the image's address to its pointers. */
+  place({ pointers }) {
+    const view = new DataView(this.memory.buffer);
+    for (const at of pointers) view.setUint32(this.base + at, view.getUint32(this.base + at, true) + this.base, true);
   }
 
   get memory() {

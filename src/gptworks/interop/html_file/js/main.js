@@ -4,15 +4,28 @@ import * as play from "../../../studio/static/js/play.js";
 import { part, start } from "../../../studio/static/js/shell.js";
 import { about as aboutPart } from "./about.js";
 import { answerBy } from "./api.js";
-import { bytesOf, fillFrom } from "./blocks.js";
+import { BLOCK_BYTES, bytesOf, fetched } from "./blocks.js";
 import { Model } from "./model.js";
 
-/** Load the model. textOf(id): the text of the file's block with this id. */
-export function load(textOf) {
+/**
+ * Load the model.
+ *
+ * textOf(id): the text of the file's block with this id. fileOf([name, sum]): the bytes of a file next to the page.
+ * progress(share): how much of the weights has been read.
+ */
+export async function load(textOf, fileOf = fetched, progress = () => {}) {
   const about = JSON.parse(textOf("about"));
-  return Model.load(about, bytesOf(textOf("kernels"), about.module_bytes), (memory, at) =>
-    fillFrom((i) => textOf(`weights-${i}`), about.model.n_bytes, memory, at),
-  );
+  const block = (id, n) => (about.files ? fileOf(about.files[id]) : bytesOf(textOf(id), n));
+  const n_bytes = about.model.n_bytes;
+  return Model.load(about, await block("kernels", about.module_bytes), async (memory, at) => {
+    for (let i = 0, done = 0; done < n_bytes; i++) {
+      const bytes = await block(`weights-${i}`, Math.min(BLOCK_BYTES, n_bytes - done));
+      new Uint8Array(memory.buffer).set(bytes, at + done);
+      done += bytes.length;
+      progress(done / n_bytes);
+      await new Promise((resolve) => setTimeout(resolve)); // the page may draw
+    }
+  });
 }
 
 if (typeof document === "undefined") globalThis.gptworks = { load };
@@ -27,8 +40,20 @@ else {
   const whole = new Promise((resolve) =>
     document.readyState === "loading" ? addEventListener("DOMContentLoaded", resolve) : resolve(),
   );
-  const model = whole.then(() => load(textOf));
-  model.catch(() => {}); // a request for a text reports it
+  const line = document.getElementById("loading");
+  const [said, bar] = line.children;
+  const model = whole.then(() =>
+    load(textOf, fetched, (share) => {
+      [line.hidden, bar.value, said.textContent] = [false, share, "Loading the model"];
+    }),
+  );
+  model.then(
+    () => line.remove(),
+    (error) => {
+      bar.remove();
+      [line.hidden, said.textContent] = [false, error.message];
+    },
+  );
   answerBy(model, state);
   part("play", "Play", () => Promise.resolve(play));
   part("about", "About", () => Promise.resolve({ Part: aboutPart(page) }));
