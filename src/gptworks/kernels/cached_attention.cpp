@@ -100,6 +100,7 @@ Lanes softmax(const Query &query, float scale, const HeadCache<Cache> &cache, fl
     for (int64_t s = 0; s < end - from; s += LANES) {
         const Lanes x = score(s), e = choose(x == -INFINITY, Lanes{}, exponential(x - largest));
         total += e;
+        if (query.weights) store(query.weights + from + s, e);
         if constexpr (HeadCache<Cache>::SCALED)
             store(scores + s, choose(x == -INFINITY, Lanes{}, e * load(cache.value_scales + from + s)));
         else if constexpr (ROUNDED<Cache>)
@@ -107,7 +108,10 @@ Lanes softmax(const Query &query, float scale, const HeadCache<Cache> &cache, fl
         else
             store(scores + s, e);
     }
-    return all(1 / sum(total));
+    const Lanes factor = all(1 / sum(total));
+    if (query.weights)
+        for (int64_t s = from; s < end; s += LANES) store(query.weights + s, load(query.weights + s) * factor);
+    return factor;
 }
 
 // scores: [N, room]. next: keys that come after these, or null.

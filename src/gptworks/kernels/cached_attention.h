@@ -27,10 +27,12 @@ constexpr int64_t BLOCK = LANES; // positions whose keys lie together
 // Queries that read keys and values together: by vectors, and by tiles.
 constexpr int64_t QUERIES = MANY_REGISTERS ? 8 : FEW_REGISTERS ? 2 : 4, MOST_QUERIES = 32;
 
-// A query of one head, the first and the last + 1 key that it sees, and where its output goes.
+// A query of one head, the first and the last + 1 key that it sees, and where its output goes; and its probability of
+// each key from the first one on, up to a multiple of 32, unless null.
 struct Query {
     float *q, *out;
     int64_t from, to;
+    float *weights = nullptr;
 };
 
 // ------------------------------------------------------------------------------------------------ what is kept

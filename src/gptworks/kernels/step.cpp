@@ -15,59 +15,14 @@
 
 #include <cstdio>
 
-#include "cached_attention.h"
 #include "functions.h"
 #include "products.h"
+#include "step.h"
 #include "threads.h"
 
 using namespace kernels;
 
-namespace {
-
-// --------------------------------------------------------------------- what backend.py hands over (see entries.py)
-
-struct Norm {
-    const float *weight, *bias; // weight null: no norm here; bias may be null
-    int64_t width;              // elements of each
-};
-
-struct Layer {
-    Norm norm1, norm2, query_norm, key_norm;
-    Matrix query, key, value, out, gate, up, down; // gate.weight null: the MLP has none
-    void *keys;                                    // of each slot and group those of `room` positions, see HeadCache
-    float *key_scales;                             // int8: [slots, groups, room]
-    void *values;
-    float *value_scales;
-    int64_t cache_bytes, scale_bytes; // of the keys, and of the values; of the scales of each
-    int64_t window;                   // keys a query sees, its own included
-    int64_t rotates;                  // whether positions turn queries and keys
-};
-
-struct Model {
-    int64_t d_model, n_heads, n_groups, d_head, d_ff, d_rotary, n_slots, capacity, n_layers;
-    int64_t activation, layer_norm, parallel, cache_kind;
-    float eps, scale, embedding_scale, residual_scale, logit_scale;
-    Matrix embedding, head;
-    const float *position;  // [capacity, d_model], or null
-    const float *cos, *sin; // [capacity, d_rotary / 2], or null
-    int64_t position_bytes, rotary_bytes;
-    Norm norm;
-    const Layer *layers;
-
-    int64_t room() const { return (capacity + BLOCK - 1) / BLOCK * BLOCK; } // positions of a slot
-};
-
-struct Batch { // rows of a text come one after the other
-    int64_t n_rows, n_texts, n_wanted;
-    const int64_t *tokens, *slots, *positions; // of each row
-    const int64_t *wanted;                     // rows that want logits, n_wanted of them
-    float *logits;                             // [n_wanted, vocabulary]; or null: not asked for
-    float *features;                           // [n_wanted, d_model], what the head reads; or null: not asked for
-};
-
-// ------------------------------------------------------------------------------------------- between the products
-
-void normalize(const Norm &norm, bool layer_norm, float eps, int64_t width, const float *x, float *out) {
+void kernels::normalize(const Norm &norm, bool layer_norm, float eps, int64_t width, const float *x, float *out) {
     Lanes total = {};
     float mean = 0;
     if (layer_norm) {
@@ -82,34 +37,40 @@ void normalize(const Norm &norm, bool layer_norm, float eps, int64_t width, cons
     }
 }
 
-void embed(const Model &m, int64_t token, int64_t position, float *out) {
-    const Matrix &e = m.embedding;
-    const Matrix::Row row = e.row(token);
+void kernels::read_row(const Matrix &m, int64_t which, int64_t n, float *out) {
+    const Matrix::Row row = m.row(which);
     const auto number = [&](auto type, int64_t i) EACH { // the i-th of the row, of this type
         constexpr int64_t OF_WORD = 4 / sizeof type;
         return ((const decltype(type) *)(row.words + i / OF_WORD * row.apart))[i % OF_WORD];
     };
-    for (int64_t i = 0; i < m.d_model; i++) {
-        float x = 0;
-        switch (e.kind) {
+    for (int64_t i = 0; i < n; i++) switch (m.kind) {
         case FP32:
-            x = number(float(), i);
+            out[i] = number(float(), i);
             break;
         case BF16:
-            x = number(BFloat(), i);
+            out[i] = number(BFloat(), i);
             break;
         case FP16:
-            x = number(Half(), i);
+            out[i] = number(Half(), i);
             break;
         case INT8:
-            x = number(int8_t(), i) * ((const float *)e.scale)[token];
+            out[i] = number(int8_t(), i) * ((const float *)m.scale)[which];
             break;
         case INT4: {
             const uint8_t byte = number(uint8_t(), i / GROUPED * (GROUPED / 2) + i % (GROUPED / 2));
-            x = ((i % GROUPED < GROUPED / 2 ? byte & 15 : byte >> 4) - 8) * row.scales[i / GROUPED * row.apart];
+            out[i] = ((i % GROUPED < GROUPED / 2 ? byte & 15 : byte >> 4) - 8) * row.scales[i / GROUPED * row.apart];
         }
         }
-        x *= m.embedding_scale;
+}
+
+namespace {
+
+// ------------------------------------------------------------------------------------------- between the products
+
+void embed(const Model &m, int64_t token, int64_t position, float *out) {
+    read_row(m.embedding, token, m.d_model, out);
+    for (int64_t i = 0; i < m.d_model; i++) {
+        const float x = out[i] * m.embedding_scale;
         out[i] = m.position ? x + m.position[position * m.d_model + i] : x;
     }
 }
@@ -193,8 +154,11 @@ void attention(const Model &m, const Layer &layer, const Batch &b, float *qkv, i
                 const int64_t position = b.positions[r];
                 float *q = qkv + r * stride + head * width;
                 prepare_head(m, layer, layer.query_norm, position, q);
+                float *weights = nullptr;
+                if (const Watched *w = b.watched)
+                    weights = w->attention + (((&layer - m.layers) * m.n_heads + head) * b.n_rows + r) * w->n_keys;
                 queries[n++] = {q, out + r * out_stride + head * width,
-                                std::max<int64_t>(0, position + 1 - layer.window), position + 1};
+                                std::max<int64_t>(0, position + 1 - layer.window), position + 1, weights};
                 if (n == at_once || (r + 1 == end && head + 1 == (group + 1) * heads))
                     attend(queries, std::exchange(n, 0), m.scale, cache, room, next);
             }
@@ -246,6 +210,13 @@ struct Normalized {
     }
 };
 
+// This thread's rows of the i-th of what is watched.
+[[gnu::noinline]] void write_down(const Batch &b, float *Watched::*what, int64_t i, const float *from, int64_t stride,
+                                  int64_t width, const Team &team) {
+    for (int64_t row = team.thread; row < b.n_rows; row += team.n_threads)
+        std::copy_n(from + row * stride, width, b.watched->*what + (i * b.n_rows + row) * width);
+}
+
 void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
 #ifdef AMX
     const amx::Registers registers;
@@ -258,9 +229,14 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
     Rows attended(s.n, s.d_heads, data(s.attended), divided ? &s.of_attended : nullptr);
     Rows inner(s.n, s.d_ff, data(s.inner), divided ? &s.of_inner : nullptr);
 
+    const auto watch = [&](float *Watched::*what, int64_t i, const float *from, int64_t stride, int64_t width) {
+        if (b.watched) write_down(b, what, i, from, stride, width, team);
+    };
+
     for (int64_t row = team.thread; row < s.n; row += team.n_threads)
         embed(m, b.tokens[row], b.positions[row], x + row * s.d_model);
     team.wait();
+    watch(&Watched::stream, 0, x, s.d_model, m.d_model);
     for (const Layer *layer = m.layers; layer < m.layers + m.n_layers; layer++) {
         Rows &in = norm1.of(m, layer->norm1, x, team);
         if (m.parallel) norm2.of(m, layer->norm2, x, team); // before `out` adds to x
@@ -273,18 +249,21 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
                                                          : attention<float>;
         attention_in(m, *layer, b, qkv, s.d_qkv, data(s.attended), s.d_heads, room, team);
         team.wait();
+        const int64_t i = layer - m.layers;
+        watch(&Watched::mixed, i, data(s.attended), s.d_heads, d_query);
         attended.made = inner.made = Rows::NOTHING;
         product(layer->out, attended, {x, s.d_model, m.residual_scale, true}, team);
-        if (!m.parallel) {
-            team.wait();
-            norm2.of(m, layer->norm2, x, team);
-        }
+        if (!m.parallel || b.watched) team.wait();
+        watch(&Watched::stream, 2 * i + 1, x, s.d_model, m.d_model);
+        if (!m.parallel) norm2.of(m, layer->norm2, x, team);
         const float *gate = layer->gate.weight ? data(s.gate) : nullptr;
         if (gate) product(layer->gate, norm2.rows, {data(s.gate), s.d_ff}, team);
         product(layer->up, norm2.rows, {inner.x, s.d_ff, 1, false, m.activation, gate}, team);
         team.wait();
+        watch(&Watched::neurons, i, inner.x, s.d_ff, m.d_ff);
         product(layer->down, inner, {x, s.d_model, m.residual_scale, true}, team);
         team.wait();
+        watch(&Watched::stream, 2 * i + 2, x, s.d_model, m.d_model);
     }
     if (!b.n_wanted) return;
     last.of(m, m.norm, x, team, b.wanted);
@@ -295,10 +274,14 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
     if (b.logits) product(m.head, last.rows, {b.logits, m.head.n, m.logit_scale}, team);
 }
 
-void step(const Model &m, const Batch &b, int64_t n_threads) {
+} // namespace
+
+void kernels::step(const Model &m, const Batch &b, int64_t n_threads) {
     Shared shared(m, b);
-    parallel(n_threads, [&](const Team &team) { step(m, b, shared, team); });
+    parallel(n_threads, [&](const Team &team) { ::step(m, b, shared, team); });
 }
+
+namespace {
 
 void logits(const Model &m, const float *features, int64_t n, float *out, int64_t n_threads) {
     const int64_t width = m.d_model, stride = padded(width);
@@ -348,7 +331,9 @@ void check_head(const Model &m) {
     check("head", m.head, m.embedding.n, m.d_model);
 }
 
-void check(const Model &m) {
+} // namespace
+
+void kernels::check_model(const Model &m) {
     const std::pair<const char *, int64_t> positive[] = {
         {"n_heads", m.n_heads}, {"n_groups", m.n_groups}, {"d_head", m.d_head},     {"d_ff", m.d_ff},
         {"n_slots", m.n_slots}, {"capacity", m.capacity}, {"n_layers", m.n_layers},
@@ -397,6 +382,8 @@ void check(const Model &m) {
     }
 }
 
+namespace {
+
 const int64_t *numbers(const char *name, const Tensor *x, int64_t n, int64_t end) {
     const int64_t *values = laid_out(name, x, INT64, {n}).as<const int64_t>();
     for (int64_t i = 0; i < n; i++)
@@ -423,6 +410,17 @@ int64_t n_texts_of(const Batch &b, int64_t n_slots) {
 }
 
 } // namespace
+
+Batch kernels::checked_rows(const Model &m, const Tensor *tokens, const Tensor *slots, const Tensor *positions) {
+    Batch b{};
+    b.n_rows = sound("tokens", tokens).n_elements();
+    within("rows", b.n_rows, 1, MOST_WIDTH);
+    b.tokens = numbers("tokens", tokens, b.n_rows, m.embedding.n);
+    b.slots = numbers("slots", slots, b.n_rows, m.n_slots);
+    b.positions = numbers("positions", positions, b.n_rows, m.capacity);
+    b.n_texts = n_texts_of(b, m.n_slots);
+    return b;
+}
 
 // ---------------------------------------------------------------------------------------------------- what is called
 
@@ -476,15 +474,10 @@ extern "C" int gptworks_step(const Model *model, const Tensor *tokens, const Ten
                              int64_t n_threads) noexcept {
     return guarded([=] {
         if (!model) fail(REFUSED, "the model is missing");
-        check(*model);
-        Batch b;
-        b.n_rows = sound("tokens", tokens).n_elements(), b.n_wanted = sound("wanted", wanted).n_elements();
-        within("rows", b.n_rows, 1, MOST_WIDTH), within("wanted", b.n_wanted, 0, b.n_rows);
-        b.tokens = numbers("tokens", tokens, b.n_rows, model->embedding.n);
-        b.slots = numbers("slots", slots, b.n_rows, model->n_slots);
-        b.positions = numbers("positions", positions, b.n_rows, model->capacity);
+        check_model(*model);
+        Batch b = checked_rows(*model, tokens, slots, positions);
+        b.n_wanted = within("wanted", sound("wanted", wanted).n_elements(), 0, b.n_rows);
         b.wanted = numbers("wanted", wanted, b.n_wanted, b.n_rows);
-        b.n_texts = n_texts_of(b, model->n_slots);
         b.logits = logits ? laid_out("logits", logits, FP32, {b.n_wanted, model->head.n}).as<float>() : nullptr;
         b.features =
             features ? laid_out("features", features, FP32, {b.n_wanted, model->d_model}).as<float>() : nullptr;

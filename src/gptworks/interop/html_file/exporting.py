@@ -193,7 +193,13 @@ def _model(image: Image, model: GPT, capacity: int) -> dict[str, Any]:
     return {
         "vocabulary": model.config.vocab_size, "capacity": capacity, "model": image.model,
         "pointers": image.pointers, "n_bytes": image.n_bytes, "n_room": image.n_room,
+        "shape": shape_of(model),
     }  # fmt: skip
+
+
+def shape_of(model: GPT) -> dict[str, int]:
+    """Return the sizes of what a trace writes down (js/trace.js)."""
+    return {name: getattr(model.config, name) for name in ("n_layers", "n_heads", "d_head", "d_model", "d_ff")}
 
 
 def _chat(template: ChatTemplate | None, words: dict[str, Any]) -> dict[str, Any] | None:

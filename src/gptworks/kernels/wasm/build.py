@@ -17,13 +17,14 @@ from gptworks.kernels.wasm import MODULE, SUMS
 _HERE = MODULE.parent
 _SOURCES = (
     *(_HERE.with_name(f"{name}.cpp") for name in ("step", "products", "cached_attention", "entry")),
+    _HERE / "trace.cpp",
     _HERE / "system.cpp",
 )
 _FLAGS = (
     "--target=wasm32", "-msimd128", "-O3", "-std=c++17", "-nostdlib", "-nostdlibinc", "-fno-exceptions", "-fno-rtti",
     "-fno-threadsafe-statics", "-fvisibility=hidden", "-Wall", "-Werror",
 )  # fmt: skip
-EXPORTS = ("gptworks_step", "gptworks_room", "gptworks_error", "gptworks_widest_panel")
+EXPORTS = tuple(f"gptworks_{name}" for name in ("step", "watch", "lens", "parts", "room", "error", "widest_panel"))
 STACK_BYTES = 1 << 18
 
 

@@ -99,6 +99,7 @@ template<class At> At max_element(At at, At end) {
 // ------------------------------------------------------------------------------------------------- numbers and memory
 
 inline float sqrt(float x) { return __builtin_sqrtf(x); }
+inline double sqrt(double x) { return __builtin_sqrt(x); }
 inline float abs(float x) { return __builtin_fabsf(x); }
 inline bool isnan(float x) { return x != x; }
 inline bool isfinite(float x) { return __builtin_fabsf(x) < INFINITY; }

@@ -1,8 +1,8 @@
 // The kernels in WebAssembly over one model's image: logits of tokens, with a cache of one text.
 
-const AT_ONCE = 16; // tokens of a step
+export const AT_ONCE = 16; // tokens of a step
 const INT64 = 5; // a dtype's number in entries.py
-const FLOAT32 = 0;
+export const FLOAT32 = 0;
 const TENSOR_BYTES = 104; // entries.py: a pointer, two numbers, 5 sizes, 5 strides
 
 export class Engine {
@@ -19,6 +19,7 @@ export class Engine {
     this.kernels = kernels;
     this.vocabulary = model.vocabulary;
     this.capacity = model.capacity;
+    this.shape = model.shape;
     this.held = []; // tokens whose keys and values are cached
     this.base = this.room(model.n_room);
     this.model = this.base + model.model;
@@ -77,15 +78,19 @@ export class Engine {
     return n;
   }
 
-  /** Compute the next tokens of the text, at most AT_ONCE. Logits of the last `n_wanted`, one Float32Array each. */
-  step(tokens, n_wanted = 1) {
-    const start = this.held.length;
-    const rows = tokens.map((_, i) => i);
-    const lists = [tokens, rows.map(() => 0), rows.map((i) => start + i), rows.slice(rows.length - n_wanted)];
-    const places = lists.map((list, i) => {
+  /** Write down the next tokens, and which of them are wanted, for the kernels: tokens, slots, positions, wanted. */
+  place(tokens, wanted = []) {
+    const lists = [tokens, tokens.map(() => 0), tokens.map((_, i) => this.held.length + i), wanted];
+    return lists.map((list, i) => {
       new BigInt64Array(this.memory.buffer, this.numbers[i].data, list.length).set(list.map(BigInt));
       return this.describe(this.numbers[i], list.length);
     });
+  }
+
+  /** Compute the next tokens of the text, at most AT_ONCE. Logits of the last `n_wanted`, one Float32Array each. */
+  step(tokens, n_wanted = 1) {
+    const rows = tokens.map((_, i) => i);
+    const places = this.place(tokens, rows.slice(rows.length - n_wanted));
     const out = n_wanted ? this.describe(this.logits, n_wanted, this.vocabulary) : 0;
     this.guarded(() => this.kernels.gptworks_step(this.model, ...places, out, 0, 1n));
     this.held.push(...tokens);

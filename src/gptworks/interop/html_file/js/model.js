@@ -4,6 +4,7 @@ import { ChatTemplate } from "./conversation.js";
 import { Engine } from "./engine.js";
 import { Sampler, Stops, scored } from "./sampling.js";
 import { Decoder, Tokenizer } from "./tokenizer.js";
+import { Trace } from "./trace.js";
 
 const LEAST_LOGPROB = -9999; // JSON has no infinity
 const AT_ONCE_MS = 30; // of work, before the page may draw
@@ -24,12 +25,29 @@ export class Model {
 
   /** The events of a text. request: as the studio's page sends it. */
   async *generate(request, signal) {
+    const done = await this.myTurn();
+    try {
+      yield* this.text(request, signal);
+    } finally {
+      done();
+    }
+  }
+
+  /** Wait until no other text is computed; the next one waits until the returned function is called. */
+  async myTurn() {
     const before = this.turn;
     let done;
     this.turn = new Promise((resolve) => (done = resolve));
+    await before;
+    return done;
+  }
+
+  /** What is computed on the way to the logits of a text of a few tokens (trace.js). */
+  async trace(ids, signal) {
+    const done = await this.myTurn();
     try {
-      await before;
-      yield* this.text(request, signal);
+      const clock = new Clock(signal);
+      return await Trace.read(this.engine, ids, () => clock.rest());
     } finally {
       done();
     }

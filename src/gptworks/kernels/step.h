@@ -1,0 +1,77 @@
+// One decode step: what it is given, and the parts of it that trace.cpp calls too.
+
+#pragma once
+
+#include "cached_attention.h"
+#include "matrix.h"
+
+namespace [[gnu::visibility("hidden")]] kernels {
+
+// --------------------------------------------------------------------- what backend.py hands over (see entries.py)
+
+struct Norm {
+    const float *weight, *bias; // weight null: no norm here; bias may be null
+    int64_t width;              // elements of each
+};
+
+struct Layer {
+    Norm norm1, norm2, query_norm, key_norm;
+    Matrix query, key, value, out, gate, up, down; // gate.weight null: the MLP has none
+    void *keys;                                    // of each slot and group those of `room` positions, see HeadCache
+    float *key_scales;                             // int8: [slots, groups, room]
+    void *values;
+    float *value_scales;
+    int64_t cache_bytes, scale_bytes; // of the keys, and of the values; of the scales of each
+    int64_t window;                   // keys a query sees, its own included
+    int64_t rotates;                  // whether positions turn queries and keys
+};
+
+struct [[gnu::visibility("default")]] Model { // of exported functions: hidden, it would hide them
+    int64_t d_model, n_heads, n_groups, d_head, d_ff, d_rotary, n_slots, capacity, n_layers;
+    int64_t activation, layer_norm, parallel, cache_kind;
+    float eps, scale, embedding_scale, residual_scale, logit_scale;
+    Matrix embedding, head;
+    const float *position;  // [capacity, d_model], or null
+    const float *cos, *sin; // [capacity, d_rotary / 2], or null
+    int64_t position_bytes, rotary_bytes;
+    Norm norm;
+    const Layer *layers;
+
+    int64_t room() const { return (capacity + BLOCK - 1) / BLOCK * BLOCK; } // positions of a slot
+};
+
+// What a step writes down as it goes. Attention has 0 for keys that a query does not see: who asks makes it 0 before.
+struct Watched {
+    float *stream;    // [2 n_layers + 1, n_rows, d_model]: the embeddings, and after each layer's attention and MLP
+    float *attention; // [n_layers, n_heads, n_rows, n_keys]: probabilities
+    float *mixed;     // [n_layers, n_rows, n_heads * d_head]: what the heads found, before the output projection
+    float *neurons;   // [n_layers, n_rows, d_ff]: what enters the down projection
+    int64_t n_keys;   // a multiple of 32, beyond the last position
+};
+
+struct Batch { // rows of a text come one after the other
+    int64_t n_rows, n_texts, n_wanted;
+    const int64_t *tokens, *slots, *positions; // of each row
+    const int64_t *wanted;                     // rows that want logits, n_wanted of them
+    float *logits;                             // [n_wanted, vocabulary]; or null: not asked for
+    float *features;                           // [n_wanted, d_model], what the head reads; or null: not asked for
+    const Watched *watched = nullptr;          // null: nothing is written down
+};
+
+// ------------------------------------------------------------------------------------------------- what is computed
+
+// Row `row` of a matrix, of whose elements there are m.k, as floats: its first n.
+void read_row(const Matrix &m, int64_t row, int64_t n, float *out);
+
+void normalize(const Norm &norm, bool layer_norm, float eps, int64_t width, const float *x, float *out);
+
+void step(const Model &m, const Batch &b, int64_t n_threads);
+
+// ------------------------------------------------------------------------------------------------- what is refused
+
+void check_model(const Model &m);
+
+// Rows of one or several texts: int64 [rows] each. They must fit the model.
+Batch checked_rows(const Model &m, const Tensor *tokens, const Tensor *slots, const Tensor *positions);
+
+} // namespace kernels

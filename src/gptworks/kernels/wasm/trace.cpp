@@ -1,0 +1,150 @@
+// What a page asks about a text beyond its logits: what a step writes down, the logit lens, and what each part of the
+// model adds to a token's logit.
+
+#include "../products.h"
+#include "../step.h"
+#include "../threads.h"
+
+#include <cmath>
+
+using namespace kernels;
+
+namespace {
+
+float *data(Buffer &buffer) { return (float *)buffer.data(); }
+
+// Rows [n, k] for a product, whose stride is padded.
+struct Padded {
+    Buffer x;
+    Rounded common;
+    Rows rows;
+
+    Padded(int64_t n, int64_t k)
+        : x(n * padded(k) / LANES), rows(n, padded(k), data(x), n >= MANY ? &common : nullptr) {
+        if (n >= MANY) common.make_room(n, padded(k));
+    }
+    float *row(int64_t i) { return rows.x + i * rows.stride; }
+};
+
+// Logits of n rows of the residual stream.
+void lens(const Model &m, const float *stream, int64_t n, float *out, const Team &team) {
+    Padded features(n, m.d_model);
+    for (int64_t i = 0; i < n; i++)
+        normalize(m.norm, m.layer_norm, m.eps, m.d_model, stream + i * m.d_model, features.row(i));
+    product(m.head, features.rows, {out, m.head.n, m.logit_scale}, team);
+}
+
+double dot(const float *a, const double *b, int64_t n) {
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+// What a logit's parts are multiplied by, with the final norm's divisor of row x, and what it adds by itself.
+struct Reader {
+    std::vector<double> direction;
+    double constant = NAN;
+
+    Reader(const Model &m, const float *x, int64_t token) : direction(m.d_model) {
+        std::vector<float> head(m.d_model);
+        read_row(m.head, token, m.d_model, &head[0]);
+        double mean = 0, square = 0, shift = 0, middle = 0;
+        for (int64_t i = 0; m.layer_norm && i < m.d_model; i++) mean += x[i];
+        mean /= m.d_model;
+        for (int64_t i = 0; i < m.d_model; i++) square += (x[i] - mean) * (x[i] - mean);
+        const double factor = m.logit_scale / std::sqrt(square / m.d_model + m.eps);
+        for (int64_t i = 0; i < m.d_model; i++) {
+            middle += direction[i] = factor * m.norm.weight[i] * head[i];
+            if (m.norm.bias) shift += (double)m.logit_scale * m.norm.bias[i] * head[i];
+        }
+        for (int64_t i = 0; m.layer_norm && i < m.d_model; i++) direction[i] -= middle / m.d_model;
+        if (m.norm.bias) constant = shift;
+    }
+    float of(const float *part) const { return dot(part, &direction[0], direction.size()); }
+};
+
+// The parts in the order of gptworks_parts; stream: [2 n_layers + 1, d_model], mixed: [n_layers, n_heads * d_head].
+void parts(const Model &m, int64_t token, int64_t position, int64_t of, const float *stream, const float *mixed,
+           float *out, const Team &team) {
+    const int64_t width = m.d_model, d_query = m.n_heads * m.d_head;
+    const Reader reads(m, stream + 2 * m.n_layers * width, of);
+    std::vector<float> part(width);
+    read_row(m.embedding, token, width, &part[0]);
+    *out++ = reads.of(&part[0]) * m.embedding_scale;
+    *out++ = m.position ? reads.of(m.position + position * width) : NAN;
+    Padded alone(m.n_heads + 1, d_query), given(m.n_heads + 1, width); // a head's output in each row; none in the last
+    for (const Layer *layer = m.layers; layer < m.layers + m.n_layers; layer++, stream += 2 * width, mixed += d_query) {
+        for (int64_t i = 0; i < m.n_heads; i++)
+            std::copy_n(mixed + i * m.d_head, m.d_head, alone.row(i) + i * m.d_head);
+        alone.rows.made = Rows::NOTHING;
+        product(layer->out, alone.rows, {given.row(0), given.rows.stride, m.residual_scale}, team);
+        const float bias = reads.of(given.row(m.n_heads));
+        for (int64_t i = 0; i < m.n_heads; i++) *out++ = reads.of(given.row(i)) - bias;
+        *out++ = layer->out.bias ? bias : NAN;
+        for (int64_t i = 0; i < width; i++) part[i] = stream[2 * width + i] - stream[width + i];
+        *out++ = reads.of(&part[0]);
+    }
+    *out++ = reads.constant;
+}
+
+const Model &checked(const Model *model) {
+    if (!model) fail(REFUSED, "the model is missing");
+    check_model(*model);
+    return *model;
+}
+
+} // namespace
+
+// Computes the next tokens of texts, and writes down what Watched says. tokens, slots, positions: int64 [rows]; the
+// others float32. attention: [n_layers, n_heads, rows, keys], keys a multiple of 32.
+extern "C" int gptworks_watch(const Model *model, const Tensor *tokens, const Tensor *slots, const Tensor *positions,
+                              const Tensor *stream, const Tensor *attention, const Tensor *mixed, const Tensor *neurons,
+                              int64_t n_threads) noexcept {
+    return guarded([=] {
+        const Model &m = checked(model);
+        Batch b = checked_rows(m, tokens, slots, positions);
+        const int64_t n = b.n_rows, n_keys = sound("attention", attention).size(-1);
+        if (n_keys % 32) fail(REFUSED, "attention has %" PRId64 " keys and must have a multiple of 32", n_keys);
+        for (int64_t row = 0; row < n; row++) within("position", b.positions[row], 0, n_keys - 1);
+        const Watched watched{
+            laid_out("stream", stream, FP32, {2 * m.n_layers + 1, n, m.d_model}).as<float>(),
+            laid_out("attention", attention, FP32, {m.n_layers, m.n_heads, n, n_keys}).as<float>(),
+            laid_out("mixed", mixed, FP32, {m.n_layers, n, m.n_heads * m.d_head}).as<float>(),
+            laid_out("neurons", neurons, FP32, {m.n_layers, n, m.d_ff}).as<float>(),
+            n_keys,
+        };
+        std::fill_n(watched.attention, attention->n_elements(), 0.0f);
+        b.watched = &watched;
+        step(m, b, threads(n_threads));
+    });
+}
+
+// The logits [n, vocabulary] that rows [n, d_model] of the residual stream give through the final norm and the head.
+extern "C" int gptworks_lens(const Model *model, const Tensor *stream, const Tensor *out, int64_t n_threads) noexcept {
+    return guarded([=] {
+        const Model &m = checked(model);
+        const int64_t n = sound("stream", stream).n_dimensions ? stream->sizes[0] : 0;
+        laid_out("stream", stream, FP32, {n, m.d_model}), laid_out("logits", out, FP32, {n, m.head.n});
+        parallel(threads(n_threads),
+                 [&](const Team &team) { lens(m, stream->as<const float>(), n, out->as<float>(), team); });
+    });
+}
+
+// What each part adds to the logit of token `of` after `token` at `position`, the final norm's divisor held fixed.
+// stream: [2 n_layers + 1, d_model] and mixed: [n_layers, n_heads * d_head], as watched there. out: [3 + n_layers *
+// (n_heads + 2)]: the embedding, the position; of each layer the heads, the bias of their projection, the MLP; the
+// final norm's bias. NaN for what the model lacks.
+extern "C" int gptworks_parts(const Model *model, int64_t token, int64_t position, int64_t of, const Tensor *stream,
+                              const Tensor *mixed, const Tensor *out) noexcept {
+    return guarded([=] {
+        const Model &m = checked(model);
+        within("token", token, 0, m.embedding.n - 1), within("of", of, 0, m.head.n - 1);
+        within("position", position, 0, m.capacity - 1);
+        laid_out("stream", stream, FP32, {2 * m.n_layers + 1, m.d_model});
+        laid_out("mixed", mixed, FP32, {m.n_layers, m.n_heads * m.d_head});
+        laid_out("parts", out, FP32, {3 + m.n_layers * (m.n_heads + 2)});
+        parallel(1, [&](const Team &team) {
+            parts(m, token, position, of, stream->as<const float>(), mixed->as<const float>(), out->as<float>(), team);
+        });
+    });
+}
