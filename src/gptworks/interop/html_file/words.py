@@ -1,6 +1,9 @@
 """A tokenizer as the page reads it (js/tokenizer.js)."""
 
 import json
+import re
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -11,12 +14,13 @@ from gptworks.interop.html_file.patterns import as_javascript
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import BPE_PATTERNS, vocabulary_size
 
-_NORMALIZERS = ("Lowercase", "NFC")
 _UNUSED = {
     "dropout": (None, 0.0), "continuing_subword_prefix": (None, ""), "end_of_word_suffix": (None, ""),
-    "fuse_unk": (False,), "byte_fallback": (False,),
+    "alpha": (None,), "nbest_size": (None,),
 }  # fmt: skip
-"""Settings of BPE, and the values for which the page computes the same ids."""
+"""Settings of models, and the values for which the page computes the same ids."""
+_KEEPS = ("Isolated", "Removed", "MergedWithPrevious", "MergedWithNext", "Contiguous")
+_Step = dict[str, Any]
 
 
 def words_of(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -27,88 +31,131 @@ def words_of(tokenizer: Tokenizer) -> dict[str, Any]:
     """
     tree = json.loads(tokenizer.to_str())
     model, kind = tree["model"], tree["model"]["type"]
-    if kind not in ("BPE", "WordLevel"):
+    if kind not in ("BPE", "Unigram", "WordLevel"):
         raise _refused(f"model {kind}")
     for name, values in _UNUSED.items():
         if model.get(name, values[0]) not in values:
             raise _refused(f"{name}={model[name]}")
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    names = [""] * vocabulary_size(tokenizer)
-    for name, index in vocabulary.items():
-        names[index] = name
+    names = [tokenizer.id_to_token(index) or "" for index in range(vocabulary_size(tokenizer))]
     speller = Speller(tokenizer)
-    splits, is_bytes = _splits(tree["pre_tokenizer"])
+    steps, is_bytes = _steps(tree["pre_tokenizer"])
     special = special_tokens(tokenizer)
+    is_unigram = kind == "Unigram"
+    known = {i: name for i, (name, _) in enumerate(model["vocab"])} if is_unigram else _by_id(model["vocab"])
     return {
-        "names": names,
+        "kind": kind, "names": names,
         "spellings": {i: spelled for i, name in enumerate(names) if (spelled := speller.spell(i)[0]) != name},
-        "known": sorted(model["vocab"].values()),
+        "known": [*known], "inner": {i: name for i, name in known.items() if name != names[i]},
+        "scores": [score for _, score in model["vocab"]] if is_unigram else [],
         "merges": [vocabulary[part] for pair in model.get("merges", ()) for part in _pair(pair)],
         "ignore_merges": bool(model.get("ignore_merges")),
-        "unknown": vocabulary.get(model.get("unk_token") or ""),
-        "normalizers": _normalizers(tree["normalizer"]),
-        "splits": splits, "is_bytes": is_bytes,
-        "decoder": _decoder(tree["decoder"]),
-        "added": [_added(token) for token in tree["added_tokens"]],
+        "fuse_unknown": bool(model.get("fuse_unk")), "byte_fallback": bool(model.get("byte_fallback")),
+        "unknown": model["unk_id"] if is_unigram else vocabulary.get(model.get("unk_token") or ""),
+        "normalizers": [_normalizer(step) for step in _parts(tree["normalizer"], "normalizers")],
+        "steps": steps, "is_bytes": is_bytes,
+        "decoder": [_decoder(step) for step in _parts(tree["decoder"], "decoders")] or [{"type": "Spaced"}],
+        "added": _added(tree["added_tokens"], tokenizer),
         "before": special.before, "after": special.after, "start": special.start, "ends": special.ends,
     }  # fmt: skip
+
+
+def _by_id(vocabulary: dict[str, int]) -> dict[int, str]:
+    return {index: name for name, index in sorted(vocabulary.items(), key=itemgetter(1))}
 
 
 def _pair(merge: str | list[str]) -> list[str]:
     return merge.split(" ", 1) if isinstance(merge, str) else merge
 
 
-def _steps(tree: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+def _parts(tree: _Step | None, key: str) -> list[_Step]:
     if tree is None:
         return []
-    return [step for one in tree[key] for step in _steps(one, key)] if tree["type"] == "Sequence" else [tree]
+    return [step for one in tree[key] for step in _parts(one, key)] if tree["type"] == "Sequence" else [tree]
 
 
-def _normalizers(tree: dict[str, Any] | None) -> list[str]:
-    kinds = [step["type"] for step in _steps(tree, "normalizers")]
-    for kind in kinds:
-        if kind not in _NORMALIZERS:
-            raise _refused(f"normalizer {kind}")
-    return kinds
+def _normalizer(step: _Step) -> _Step:
+    kind = step["type"]
+    if kind in ("NFC", "Lowercase"):
+        return {"type": kind}
+    if kind == "Prepend":
+        return {"type": kind, "to": step["prepend"]}
+    if kind == "Replace":
+        return _replacing(step)
+    raise _refused(f"normalizer {kind}")
 
 
-def _splits(tree: dict[str, Any] | None) -> tuple[list[dict[str, Any]], bool]:
-    """Return the patterns that split a text in turn, and whether the pieces are then spelled in bytes."""
-    splits, is_bytes = [], False
-    for step in _steps(tree, "pretokenizers"):
+def _replacing(step: _Step) -> _Step:
+    if not (found := step["pattern"].get("String")):
+        raise _refused(f"Replace of {step['pattern']}")
+    return {"type": "Replace", "from": found, "to": step["content"]}
+
+
+def _steps(tree: _Step | None) -> tuple[list[_Step], bool]:
+    """Return what divides a text into pieces, and whether the pieces are then spelled in bytes."""
+    steps: list[_Step] = []
+    is_bytes = False
+    for step in _parts(tree, "pretokenizers"):
+        kind = step["type"]
         if is_bytes:
-            raise _refused(f"pre_tokenizer {step['type']} behind ByteLevel")
-        if step["type"] == "ByteLevel":
-            if step["add_prefix_space"]:
-                raise _refused("ByteLevel with add_prefix_space")
+            raise _refused(f"pre_tokenizer {kind} behind ByteLevel")
+        if kind == "ByteLevel":
             is_bytes = True
+            if step["add_prefix_space"]:
+                steps.append({"type": "Prefix", "to": " ", "always": True})
             if step.get("use_regex", True):
-                splits.append({"pattern": as_javascript(BPE_PATTERNS["gpt2"]), "keeps": "all"})
-        elif step["type"] == "Split":
-            keeps = {("Isolated", False): "all", ("Removed", True): "matches"}.get((step["behavior"], step["invert"]))
-            pattern = step["pattern"].get("Regex")
-            if keeps is None or pattern is None:
-                raise _refused(f"Split with behavior {step['behavior']}")
-            splits.append({"pattern": as_javascript(pattern), "keeps": keeps})
+                steps.append(_split(BPE_PATTERNS["gpt2"]))
+        elif kind == "Metaspace":
+            steps += _metaspace(step, behind=bool(steps))
+        elif kind == "Digits":
+            steps.append(_split(r"\p{N}", "Isolated" if step["individual_digits"] else "Contiguous"))
+        elif kind == "Split" and step["behavior"] in _KEEPS and any(step["pattern"].values()):
+            pattern = step["pattern"].get("Regex") or re.escape(step["pattern"]["String"])
+            steps.append(_split(pattern, step["behavior"], step["invert"]))
         else:
-            raise _refused(f"pre_tokenizer {step['type']}")
-    return splits, is_bytes
+            raise _refused(f"pre_tokenizer {kind}")
+    return steps, is_bytes
 
 
-def _decoder(tree: dict[str, Any] | None) -> str:
-    kind = None if tree is None else tree["type"]
-    if kind not in ("ByteLevel", "Fuse", None):
-        raise _refused(f"decoder {kind}")
-    return {"ByteLevel": "bytes", "Fuse": "fused", None: "spaced"}[kind]
+def _split(pattern: str, keeps: str = "Isolated", inverted: bool = False) -> _Step:
+    return {"type": "Split", "pattern": as_javascript(pattern), "keeps": keeps, "inverted": inverted}
 
 
-def _added(token: dict[str, Any]) -> dict[str, Any]:
-    for name in ("single_word", "lstrip", "rstrip"):
-        if token[name]:
-            raise _refused(f"token {token['content']!r} with {name}")
-    if token["normalized"] and not token["special"]:
-        raise _refused(f"token {token['content']!r}, which is normalized")
-    return {"id": token["id"], "name": token["content"], "special": token["special"]}
+def _metaspace(step: _Step, behind: bool) -> Iterator[_Step]:
+    mark, scheme = step["replacement"], step["prepend_scheme"]
+    if behind and scheme == "first":
+        raise _refused("Metaspace with prepend_scheme first behind another pre_tokenizer")
+    yield {"type": "Replace", "from": " ", "to": mark}
+    if scheme != "never":
+        yield {"type": "Prefix", "to": mark, "always": scheme == "always"}
+    if step["split"]:
+        yield _split(re.escape(mark), "MergedWithNext")
+
+
+def _decoder(step: _Step) -> _Step:
+    kind = step["type"]
+    if kind in ("ByteLevel", "ByteFallback", "Fuse"):
+        return {"type": kind}
+    if kind == "Strip":
+        return {name: step[name] for name in ("type", "content", "start", "stop")}
+    if kind == "Replace":
+        return _replacing(step)
+    if kind == "Metaspace":
+        return {"type": kind, "replacement": step["replacement"], "prefixed": step["prepend_scheme"] != "never"}
+    raise _refused(f"decoder {kind}")
+
+
+def _added(tokens: Sequence[_Step], tokenizer: Tokenizer) -> list[_Step]:
+    """Return the added tokens; a token that is normalized is found as its normalized text."""
+    made: dict[tuple[bool, str], _Step] = {}
+    for token in sorted(tokens, key=lambda token: not token["special"]):
+        name, normalized = token["content"], token["normalized"]
+        matched = tokenizer.normalizer.normalize_str(name) if normalized and tokenizer.normalizer else name
+        if not matched:
+            raise _refused(f"token {name!r}, of which the normalizer leaves nothing")
+        flags = {flag: token[flag] for flag in ("special", "normalized", "lstrip", "rstrip", "single_word")}
+        made.setdefault((normalized, matched), {"id": token["id"], "name": name, "matched": matched, **flags})
+    return list(made.values())
 
 
 def _refused(what: str) -> UserError:

@@ -9,7 +9,8 @@ export class ChatTemplate {
     this.names = names;
     this.ends = ends;
     this.tokenizer = tokenizer;
-    const special = [...tokenizer.special].map((id) => tokenizer.words.names[id]).sort((a, b) => b.length - a.length);
+    const special = [...tokenizer.added.keys()].filter((name) => tokenizer.special.has(tokenizer.added.get(name)));
+    special.sort((a, b) => b.length - a.length);
     this.special = special.length ? new RegExp(`(${special.map(escaped).join("|")})`, "gu") : null;
   }
 
@@ -32,10 +33,12 @@ export class ChatTemplate {
           })
         : text;
     const text = this.render(messages.map((one) => ({ ...one, content: mark(one.content) })));
-    if (!text.includes(guard)) return this.tokenizer.encode(text, true);
+    if (!text.includes(guard)) return this.tokenizer.encode(text, { special: true });
     const parts = this.special ? text.split(this.special) : [text];
     return parts.flatMap((part, i) =>
-      i % 2 ? [this.tokenizer.added.get(part)] : this.tokenizer.encode(part.replaceAll(guard, "")),
+      i % 2
+        ? [this.tokenizer.added.get(part)]
+        : this.tokenizer.encode(part.replaceAll(guard, ""), { continues: i > 0 }),
     );
   }
 

@@ -7,6 +7,7 @@ import { Decoder, Tokenizer } from "./tokenizer.js";
 import { Trace } from "./trace.js";
 
 const LEAST_LOGPROB = -9999; // JSON has no infinity
+const CONTEXT_TOKENS = 16; // of the prompt, which the text of the next token may depend on
 const AT_ONCE_MS = 30; // of work, before the page may draw
 
 export class Model {
@@ -74,7 +75,7 @@ export class Model {
     const start = ids.map((id, i) => this.token(id, read.push(id), scores[i]));
     yield { type: "start", seed: settings.seed, step: null, dropped: fitted?.dropped ?? 0, tokens: start };
     const sampler = new Sampler(settings, ids, ends);
-    const decoder = new Decoder(tokenizer);
+    const decoder = new Decoder(tokenizer, ids.slice(-CONTEXT_TOKENS));
     const stops = new Stops(settings.stop);
     const began = performance.now();
     let [reason, sum] = [null, 0];

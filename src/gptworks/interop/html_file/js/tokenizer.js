@@ -1,60 +1,48 @@
 // Text to token ids and back, with the ids of the run's tokenizer (html_file/words.py states it).
 
-/** GPT-2's characters for bytes: printable ones stand for themselves, the others come from U+0100 on. */
-function byteCharacters() {
-  const made = [];
-  let next = 256;
-  for (let byte = 0; byte < 256; byte++) {
-    const printable = (byte >= 33 && byte <= 126) || (byte >= 161 && byte <= 172) || byte >= 174;
-    made.push(String.fromCharCode(printable ? byte : next++));
-  }
-  return made;
-}
+import { decoded, spelledInBytes } from "./decoding.js";
+import { modelOf } from "./pieces.js";
 
-const CHARACTER_OF = byteCharacters();
-const BYTE_OF = new Map(CHARACTER_OF.map((character, byte) => [character, byte]));
-const MOST_WORDS = 50_000; // that are remembered
+export { Decoder } from "./decoding.js";
 
 export function escaped(text) {
   return text.replace(/[\\^$.*+?()[\]{}|/-]/g, "\\$&");
 }
 
-/** A pattern that finds any of these names, the longest first; null if there are none. */
-function anyOf(names) {
-  const sorted = names.filter(Boolean).sort((a, b) => b.length - a.length);
-  return sorted.length ? new RegExp(sorted.map(escaped).join("|"), "gu") : null;
-}
+const WORD = String.raw`[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]`;
+const [ENDS_WITH_WORD, STARTS_WITH_WORD] = [new RegExp(`${WORD}$`, "u"), new RegExp(`^${WORD}`, "u")];
 
 export class Tokenizer {
   constructor(words) {
     this.words = words;
-    this.ids = new Map(words.known.map((id) => [words.names[id], id]));
     this.added = new Map(words.added.map((one) => [one.name, one.id]));
     this.special = new Set(words.added.filter((one) => one.special).map((one) => one.id));
-    this.splits = words.splits.map(({ pattern, keeps }) => ({ pattern: new RegExp(pattern, "gu"), keeps }));
-    this.plain = anyOf(words.added.filter((one) => !one.special).map((one) => one.name));
-    this.every = anyOf(words.added.map((one) => one.name));
-    this.merges = new Map();
-    for (let i = 0; i < words.merges.length; i += 2) {
-      const [a, b] = [words.merges[i], words.merges[i + 1]];
-      const key = a * 2 ** 26 + b;
-      if (!this.merges.has(key)) this.merges.set(key, { rank: i, id: this.ids.get(words.names[a] + words.names[b]) });
-    }
-    this.remembered = new Map();
-    this.bytes = words.names.map(() => null);
+    this.finders = [false, true].map((normalized) =>
+      finder(words.added.filter((one) => one.normalized === normalized)),
+    );
+    this.normalizers = words.normalizers.map(normalizer);
+    this.steps = words.steps.map(step);
+    this.model = modelOf(words);
   }
 
-  /** The ids of a text. `special`: names of special tokens in it are these tokens, as in a rendered conversation. */
-  encode(text, special = false) {
-    const pattern = special ? this.every : this.plain;
+  /**
+   * The ids of a text. `special`: names of special tokens in it are these tokens, as in a rendered conversation.
+   * `continues`: another text precedes it.
+   */
+  encode(text, { special = false, continues = false } = {}) {
+    const [plain, normalized] = this.finders;
     const made = [];
-    let at = 0;
-    for (const found of pattern ? text.matchAll(pattern) : []) {
-      this.piece(text.slice(at, found.index), made);
-      made.push(this.added.get(found[0]));
-      at = found.index + found[0].length;
-    }
-    this.piece(text.slice(at), made);
+    let first = !continues;
+    const between = (found, then) => {
+      if (typeof found === "string") then(found);
+      else made.push(found.id);
+      first = false;
+    };
+    for (const found of plain(text, special))
+      between(found, (part) => {
+        for (const work of this.normalizers) part = work(part);
+        for (const one of normalized(part, special)) between(one, (piece) => this.piece(piece, first, made));
+      });
     return made;
   }
 
@@ -64,56 +52,11 @@ export class Tokenizer {
     return text ? [...before, ...this.encode(text), ...after] : [...start];
   }
 
-  piece(text, made) {
-    if (!text) return;
-    for (const kind of this.words.normalizers)
-      text = kind === "NFC" ? text.normalize("NFC") : [...text].map((one) => one.toLowerCase()).join("");
+  piece(text, first, made) {
     let pieces = [text];
-    for (const { pattern, keeps } of this.splits) pieces = pieces.flatMap((one) => split(one, pattern, keeps));
-    for (const word of pieces) for (const id of this.word(word)) made.push(id);
-  }
-
-  word(word) {
-    let ids = this.remembered.get(word);
-    if (ids) return ids;
-    if (this.words.is_bytes) {
-      const spelled = Array.from(new TextEncoder().encode(word), (byte) => CHARACTER_OF[byte]).join("");
-      ids = this.merged(spelled);
-    } else if (this.words.merges.length) ids = this.merged(word);
-    else ids = [this.ids.get(word) ?? this.words.unknown].filter((id) => id != null);
-    if (this.remembered.size >= MOST_WORDS) this.remembered.clear();
-    this.remembered.set(word, ids);
-    return ids;
-  }
-
-  /** Byte pair encoding: the pair with the lowest rank, the leftmost of equals, is merged until none is left. */
-  merged(word) {
-    if (this.words.ignore_merges && this.ids.has(word)) return [this.ids.get(word)];
-    const ids = [...word].map((one) => this.ids.get(one) ?? this.words.unknown).filter((id) => id != null);
-    for (;;) {
-      let best = null;
-      let at = -1;
-      for (let i = 0; i + 1 < ids.length; i++) {
-        const found = this.merges.get(ids[i] * 2 ** 26 + ids[i + 1]);
-        if (found && (best === null || found.rank < best.rank)) [best, at] = [found, i];
-      }
-      if (best === null) return ids;
-      ids.splice(at, 2, best.id);
-    }
-  }
-
-  /** The bytes of a token's text; none of a special token. */
-  bytesOf(id) {
-    if (this.special.has(id)) return new Uint8Array();
-    return (this.bytes[id] ??= this.spelled(id));
-  }
-
-  spelled(id) {
-    const name = this.words.names[id] ?? "";
-    const characters = [...name];
-    if (this.words.decoder === "bytes" && !this.added.has(name) && characters.every((one) => BYTE_OF.has(one)))
-      return Uint8Array.from(characters, (one) => BYTE_OF.get(one));
-    return new TextEncoder().encode(name);
+    for (const work of this.steps) pieces = pieces.flatMap((one, i) => work(one, first && i === 0)).filter(Boolean);
+    for (const one of pieces)
+      for (const id of this.model(this.words.is_bytes ? spelledInBytes(one) : one)) made.push(id);
   }
 
   /** A text that no other token has. */
@@ -122,41 +65,79 @@ export class Tokenizer {
   }
 
   decode(ids) {
-    const decoder = new Decoder(this);
-    return ids.map((id) => decoder.push(id)).join("") + decoder.flush();
+    return decoded(ids, this.words, this.special);
   }
 }
 
-function split(text, pattern, keeps) {
+/** A function that divides a text into texts and the added tokens between them: the longest of those that begin first. */
+function finder(added) {
+  const tokens = new Map(added.map((one) => [one.matched, one]));
+  const longest_first = [...tokens.keys()].sort((a, b) => b.length - a.length);
+  const pattern = new RegExp(longest_first.map(escaped).join("|"), "gu");
+  return (text, special) => {
+    if (!tokens.size) return text ? [text] : [];
+    const made = [];
+    let at = 0;
+    for (const found of text.matchAll(pattern)) {
+      const token = tokens.get(found[0]);
+      let from = found.index;
+      let to = from + found[0].length;
+      if (token.special && !special) continue;
+      if (token.single_word && (ENDS_WITH_WORD.test(text.slice(0, from)) || STARTS_WITH_WORD.test(text.slice(to))))
+        continue;
+      if (token.lstrip) from = Math.max(at, text.slice(0, from).search(/\p{White_Space}*$/u));
+      if (token.rstrip) to += /^\p{White_Space}*/u.exec(text.slice(to))[0].length;
+      if (at < from) made.push(text.slice(at, from));
+      made.push(token);
+      at = to;
+    }
+    if (at < text.length) made.push(text.slice(at));
+    return made;
+  };
+}
+
+function normalizer({ type, from, to }) {
+  return {
+    NFC: (text) => text.normalize("NFC"),
+    Lowercase: (text) => [...text].map((one) => one.toLowerCase()).join(""),
+    Prepend: (text) => (text ? to + text : text),
+    Replace: (text) => text.replaceAll(from, () => to),
+  }[type];
+}
+
+/** A function from a piece to pieces. */
+function step({ type, pattern, inverted, keeps, from, to, always }) {
+  if (type === "Replace") return (text) => [text.replaceAll(from, () => to)];
+  if (type === "Prefix") return (text, first) => [(always || first) && !text.startsWith(to) ? to + text : text];
+  const splits = new RegExp(pattern, "gu");
+  return (text) => joined(divided(text, splits, inverted), keeps);
+}
+
+/** The parts of a text, each with whether it is a match. */
+function divided(text, pattern, inverted) {
   const made = [];
   let at = 0;
   for (const found of text.matchAll(pattern)) {
-    if (keeps === "all" && found.index > at) made.push(text.slice(at, found.index));
-    if (found[0]) made.push(found[0]);
+    if (found.index > at) made.push([text.slice(at, found.index), inverted]);
+    made.push([found[0], !inverted]);
     at = found.index + found[0].length;
   }
-  if (keeps === "all" && at < text.length) made.push(text.slice(at));
+  if (at < text.length) made.push([text.slice(at), inverted]);
   return made;
 }
 
-/** Decodes tokens as they come. Bytes of an incomplete character are held back until it is complete. */
-export class Decoder {
-  constructor(tokenizer) {
-    this.tokenizer = tokenizer;
-    this.decoder = new TextDecoder("utf-8", { ignoreBOM: true });
-    this.begun = false;
+/** The pieces of parts, by the behaviours of the library's Split. */
+function joined(parts, keeps) {
+  if (keeps === "Isolated") return parts.map(([text]) => text);
+  if (keeps === "Removed") return parts.flatMap(([text, matches]) => (matches ? [] : [text]));
+  const backwards = keeps === "MergedWithNext";
+  const made = [];
+  let previous = keeps === "Contiguous" ? null : false;
+  for (const [text, matches] of backwards ? parts.reverse() : parts) {
+    const joins = keeps === "Contiguous" ? matches === previous : matches && !previous;
+    if (joins && made.length) made.push(backwards ? text + made.pop() : made.pop() + text);
+    else made.push(text);
+    previous = matches;
   }
-
-  push(id) {
-    const bytes = this.tokenizer.bytesOf(id);
-    const text = this.decoder.decode(bytes, { stream: true });
-    if (this.tokenizer.words.decoder !== "spaced" || this.tokenizer.special.has(id)) return text;
-    const space = this.begun ? " " : "";
-    this.begun = true;
-    return space + text;
-  }
-
-  flush() {
-    return this.decoder.decode();
-  }
+  return backwards ? made.reverse() : made;
 }
