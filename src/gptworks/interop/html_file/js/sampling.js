@@ -2,6 +2,7 @@
 // bias, penalties, bans; greedy, or temperature, top-k, top-p, min-p, draw. Seeds draw other numbers than in Python.
 
 const GREEDY_BELOW = 1e-5;
+const MOST_IDS = 2 ** 21;
 
 /** Numbers in (0, 1] of a seed: xorshift128+, filled by splitmix64. */
 export function numbers(seed) {
@@ -25,41 +26,70 @@ export function numbers(seed) {
   };
 }
 
+/** Index of the largest value, the first of equals; -1 if one is NaN. */
 function argmax(values) {
-  let best = 0;
-  for (let i = 1; i < values.length; i++) if (values[i] > values[best]) best = i;
-  return best;
+  let [at, best] = [0, -Infinity];
+  for (let i = 0; i < values.length; i++) {
+    const value = values[i];
+    if (value <= best) continue;
+    if (Number.isNaN(value)) return -1;
+    [at, best] = [i, value];
+  }
+  return at;
 }
 
-function logSumExp(values) {
+/** Logarithm of the sum of the exponentials of the values that are at least `least`. */
+function logSumExp(values, least = -Infinity) {
   const top = values[argmax(values)];
   let sum = 0;
-  for (const value of values) sum += Math.exp(value - top);
+  for (let i = 0; i < values.length; i++) if (values[i] >= least) sum += Math.exp(values[i] - top);
   return top + Math.log(sum);
 }
 
-/** Indices of the n largest, in descending order. */
+/** Indices of the n largest, in descending order, the first of equals first. */
 export function largest(values, n) {
   const found = [];
-  if (n <= 0) return found;
-  for (let i = 0; i < values.length; i++) {
+  let least = -Infinity; // of n found
+  for (let i = 0; i < values.length && n > 0; i++) {
     const value = values[i];
-    if (found.length === n && !(value > values[found[n - 1]])) continue;
-    let at = found.length;
-    while (at > 0 && values[found[at - 1]] < value) at -= 1;
-    found.splice(at, 0, i);
-    if (found.length > n) found.pop();
+    if (found.length === n && !(value > least)) continue;
+    let at = found.length < n ? found.length : n - 1;
+    for (; at > 0 && values[found[at - 1]] < value; at--) found[at] = found[at - 1];
+    found[at] = i;
+    least = values[found[found.length - 1]];
   }
   return found;
+}
+
+/** The k-th largest value. Reorders the values (Hoare's FIND). */
+function kthLargest(values, k) {
+  const at = k - 1;
+  let [from, to] = [0, values.length - 1];
+  while (from < to) {
+    const pivot = values[at];
+    let [i, j] = [from, to];
+    while (i <= j) {
+      while (values[i] > pivot) i += 1;
+      while (values[j] < pivot) j -= 1;
+      if (i > j) break;
+      const value = values[i];
+      values[i++] = values[j];
+      values[j--] = value;
+    }
+    if (j < at) from = i;
+    if (i > at) to = j;
+  }
+  return values[at];
 }
 
 /** A token's log-probability and rank, and the n likeliest tokens. */
 export function scored(logits, id, n) {
   const normalizer = logSumExp(logits);
+  const own = logits[id];
   let rank = 1;
-  for (const value of logits) if (value > logits[id]) rank += 1;
+  for (let i = 0; i < logits.length; i++) if (logits[i] > own) rank += 1;
   const top = largest(logits, n).map((other) => ({ id: other, logprob: logits[other] - normalizer }));
-  return { logprob: logits[id] - normalizer, rank, top };
+  return { logprob: own - normalizer, rank, top };
 }
 
 export class Sampler {
@@ -76,35 +106,34 @@ export class Sampler {
   sample(logits, n_top) {
     const { temperature } = this.settings;
     const scores = this.adjusted(logits);
-    if (Number.isNaN(scores[argmax(scores)]) || scores.some(Number.isNaN))
-      throw new Error("The model's scores are not numbers: its training diverged, or the file is damaged.");
-    if (temperature < GREEDY_BELOW) {
-      const id = argmax(scores);
-      return { id, after: { logprob: 0, top: [{ id, logprob: 0 }] } };
-    }
-    for (let i = 0; i < scores.length; i++) scores[i] /= temperature;
+    const best = argmax(scores);
+    if (best < 0) throw new Error("The model's scores are not numbers: its training diverged, or the file is damaged.");
+    if (temperature < GREEDY_BELOW) return { id: best, after: { logprob: 0, top: [{ id: best, logprob: 0 }] } };
+    for (let i = 0; i < scores.length; i++) scores[i] = scores[i] / temperature + 0; // -0 becomes 0
     const kept = this.filtered(scores);
-    const top = scores[argmax(scores)];
+    const n = kept ? kept.length : scores.length;
+    const weights = new Float64Array(n);
     let total = 0;
-    const weights = Float64Array.from(scores, (score, i) => (kept === null || kept.has(i) ? Math.exp(score - top) : 0));
-    for (const weight of weights) total += weight;
+    for (let i = 0; i < n; i++) total += weights[i] = Math.exp(scores[kept ? kept[i] : i] - scores[best]);
     const share = this.next() * total;
-    let id = 0;
-    let sum = 0;
-    for (let i = 0; i < weights.length; i++) {
+    let [chosen, sum] = [0, 0];
+    for (let i = 0; i < n; i++) {
       if (weights[i] === 0) continue;
       sum += weights[i];
-      id = i;
+      chosen = i;
       if (sum >= share) break;
     }
-    const likeliest = largest(weights, n_top).filter((other) => weights[other] > 0);
-    const of = (other) => Math.log(weights[other] / total);
-    return { id, after: { logprob: of(id), top: likeliest.map((other) => ({ id: other, logprob: of(other) })) } };
+    const token = (i) => ({ id: kept ? kept[i] : i, logprob: Math.log(weights[i] / total) });
+    const likeliest = largest(weights, n_top).filter((i) => weights[i] > 0);
+    const { id, logprob } = token(chosen);
+    return { id, after: { logprob, top: likeliest.map(token) } };
   }
 
+  /** The logits after bias, penalties and bans, in memory that the next call changes. */
   adjusted(logits) {
     const { settings } = this;
-    const scores = Float32Array.from(logits);
+    const scores = (this.scores ??= new Float32Array(logits.length));
+    scores.set(logits);
     for (const [id, bias] of Object.entries(settings.logit_bias ?? {})) if (id in scores) scores[id] += bias;
     for (const id of this.seen) {
       scores[id] = scores[id] < 0 ? scores[id] * settings.repetition_penalty : scores[id] / settings.repetition_penalty;
@@ -114,26 +143,35 @@ export class Sampler {
     return scores;
   }
 
-  /** The tokens that the filters keep; null: all. */
+  /** The tokens that the filters keep, in ascending order; null: all. */
   filtered(scores) {
     const { top_k, top_p, min_p } = this.settings;
     if (!top_k && top_p >= 1 && !min_p) return null;
-    let order = Array.from(scores.keys()).sort((a, b) => scores[b] - scores[a] || a - b);
-    const best = scores[order[0]];
-    if (top_k && top_k < order.length) {
-      const kth = scores[order[top_k - 1]];
-      order = order.filter((id) => scores[id] >= kth);
+    const n = scores.length;
+    const bits = new Uint32Array(scores.buffer); // float32: sign and magnitude
+    // Places ascend where scores descend, and among equals with the id, which is the place modulo MOST_IDS.
+    const place = (id) => (bits[id] >>> 31 ? bits[id] : 0x7fffffff - bits[id]) * MOST_IDS + id;
+    let least = top_k && top_k < n ? kthLargest(scores.slice(), top_k) : -Infinity;
+    let last = Infinity; // place of the last token that top-p keeps
+    let n_kept = 0;
+    if (top_p < 1) {
+      const normalizer = logSumExp(scores, least);
+      // What lies below has too little probability, all together, to be kept.
+      least = Math.max(least, normalizer + Math.log((1 - top_p) / (2 * n)));
+      const places = new Float64Array(n);
+      for (let id = 0; id < n; id++) if (scores[id] >= least) places[n_kept++] = place(id);
+      const sorted = places.subarray(0, n_kept).sort();
+      let before = 0;
+      for (let i = 0; i < n_kept && (i === 0 || before < top_p); i++) {
+        last = sorted[i];
+        before += Math.exp(scores[last % MOST_IDS] - normalizer);
+      }
     }
-    const normalizer = logSumExp(order.map((id) => scores[id]));
-    let before = 0;
-    if (top_p < 1)
-      order = order.filter((id, i) => {
-        const keeps = i === 0 || before < top_p;
-        before += Math.exp(scores[id] - normalizer);
-        return keeps;
-      });
-    if (min_p) order = order.filter((id) => scores[id] >= best + Math.log(min_p));
-    return new Set(order);
+    if (min_p) least = Math.max(least, scores[argmax(scores)] + Math.log(min_p));
+    const kept = new Uint32Array(n);
+    n_kept = 0;
+    for (let id = 0; id < n; id++) if (scores[id] >= least && place(id) <= last) kept[n_kept++] = id;
+    return kept.subarray(0, n_kept);
   }
 
   push(id) {
