@@ -129,14 +129,14 @@ class Try:
     def decided(self) -> bool:
         return not self.open_questions
 
-    @property
-    def due(self) -> tuple[int, tuple[str, ...]] | None:
-        """Number of the next pair, and its runs (arms) that remain to be trained, in order; None if nothing remains."""
+    def due(self, ended: bool) -> tuple[int, tuple[str, ...]] | None:
+        """Return the number of the next pair, and its runs (arms) that remain to be trained, in order; None if nothing
+        remains. `ended`: complete the pairs so far, and add none."""
         for pair in self.pairs:  # a pair from before the third run was added may lack it
             if missing := tuple(arm for arm in self.arms if arm not in pair.loss):
                 return pair.number, missing
         n = len(self.pairs)
-        if n == self.design.most_pairs or self.decided:
+        if n == self.design.most_pairs or ended:
             return None
         return n, self.arms[:: -1 if n % 2 else 1]  # alternate: a machine that slows down favours neither run
 

@@ -9,7 +9,8 @@ model trained for as long as the first run took. A try that was killed continues
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,18 @@ MEASUREMENTS = 2
 """Number of times that the step of each model is measured, in alternation. The shortest time counts."""
 
 _SEED_STRIDE = 10_007
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules for a try's seeds and its end. The defaults are those of `gptworks try`."""
+
+    seed_of: Callable[[int], int] | None = None
+    """Returns the seed of a pair by its number; None: seeds follow from the recipe's."""
+    ended: Callable[[Try], bool] = attrgetter("decided")
+    """Whether no more pairs are needed; called after each pair."""
+    stop_asked: Callable[[], object] = lambda: None
+    """Whether to stop the run that trains now, with a checkpoint from which the try continues."""
 
 
 def plan_try(
@@ -99,7 +112,7 @@ def plan_try(
     design = Design(tuple(changes), minutes, worth, pairs, wanted, ratio)
     for arm, length in {"before": wanted, "after": wanted, "in-time": max(1, round(wanted / ratio))}.items():
         if arm != "in-time" or third:  # fail here, not later, if a recipe is invalid
-            _arm_recipe(path, design, folder, 0, arm, length)
+            _arm_recipe(path, design, folder, 0, arm, length, None)
     return Try(folder, recipe, changed, design, ())
 
 
@@ -137,7 +150,10 @@ def measured_step_seconds(recipe: Recipe) -> float:
     return recipe.train.batch_size * recipe.row_length / rate
 
 
-def _arm_recipe(path: str | Path, design: Design, folder: Path, number: int, arm: str, steps: int) -> Recipe:
+def _arm_recipe(
+    path: str | Path, design: Design, folder: Path, number: int, arm: str, steps: int,
+    seed_of: Callable[[int], int] | None,
+) -> Recipe:  # fmt: skip
     changes = () if arm == "before" else design.changes
     log_every = min(load_recipe(path, changes).train.log_every, max(1, steps // CHUNKS))
     length = [
@@ -146,15 +162,16 @@ def _arm_recipe(path: str | Path, design: Design, folder: Path, number: int, arm
         f"train.checkpoint_every={steps}", f"train.log_every={log_every}", "sweep=null",
     ]  # fmt: skip
     recipe = load_recipe(path, [*changes, *length])
-    seed = (recipe.seed + number * _SEED_STRIDE) % 2**32
+    seed = (recipe.seed + number * _SEED_STRIDE) % 2**32 if seed_of is None else seed_of(number)
     name = f"{number:02d}-{arm}"
     return recipe.model_copy(update={"seed": seed, "run_dir": folder / "pairs" / name, "name": name})
 
 
 def run_try(
-    begun: Try, path: str | Path, report: Report = lambda _: None, after_pair: Callable[[Try], None] = lambda _: None
-) -> Try:
-    """Train pairs of runs until the verdicts are clear, the time is over or a signal requests a stop; return the try.
+    begun: Try, path: str | Path, report: Report = lambda _: None, after_pair: Callable[[Try], None] = lambda _: None,
+    rules: Rules = Rules(),
+) -> Try:  # fmt: skip
+    """Train pairs of runs until the rules end the try, the time is over or a signal requests a stop; return the try.
 
     `path` is the recipe. `after_pair` is called with the try after each pair.
 
@@ -163,20 +180,24 @@ def run_try(
         RunError: a run failed.
     """
     folder, design = begun.folder, begun.design
-    with open_folder(folder, "try", "--folder") as stop_asked:
+    with open_folder(folder, "try", "--folder") as signalled:
+
+        def stop_asked() -> object:
+            return signalled() or rules.stop_asked()
+
         if not (folder / TRY_FILE).exists():
             save_recipe(begun.recipe, folder / "before.yaml")
             save_recipe(begun.changed, folder / "after.yaml")
             write_try(begun)
         found, started = read_try(folder), time.monotonic()
         before = sum(sum(pair.seconds.values()) for pair in found.pairs)
-        while (due := found.due) is not None:
+        while (due := found.due(rules.ended(found))) is not None:
             number, arms = due
             done, taken = sum(len(pair.loss) for pair in found.pairs), before + time.monotonic() - started
             if done and taken * (1 + len(arms) / done) > 60 * design.minutes * 1.1:
                 report(f"the {design.minutes:g} minutes are over")
                 break
-            pair = _train(found, path, number, arms, stop_asked, report)
+            pair = _train(found, path, number, arms, stop_asked, report, rules.seed_of)
             if pair is None:
                 break
             earlier, found = found, replace(found, pairs=(*found.pairs[:number], pair, *found.pairs[number + 1 :]))
@@ -191,15 +212,16 @@ def run_try(
 
 
 def _train(
-    found: Try, path: str | Path, number: int, arms: Sequence[str], stop_asked: Callable[[], Any], report: Report
-) -> Pair | None:
+    found: Try, path: str | Path, number: int, arms: Sequence[str], stop_asked: Callable[[], Any], report: Report,
+    seed_of: Callable[[int], int] | None,
+) -> Pair | None:  # fmt: skip
     """Train the runs `arms` of a pair one by one. Return the pair with all its runs; None if a stop was requested."""
     had = tuple(found.pairs[number].loss) if number < len(found.pairs) else ()
     (found.folder / "pairs").mkdir(exist_ok=True)
     runs: dict[str, History] = {}
     for arm in (*had, *arms):
         steps = (found.steps_in_time if arm == "in-time" else None) or found.design.steps
-        recipe = _arm_recipe(path, found.design, found.folder, number, arm, steps)
+        recipe = _arm_recipe(path, found.design, found.folder, number, arm, steps, seed_of)
         if arm in arms and not train_to_end(recipe, stop_asked, report):
             return None
         runs[arm] = read_history(recipe.run_dir)

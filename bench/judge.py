@@ -1,0 +1,153 @@
+"""Simulate campaigns of the judge: how often they end with a false gain, and how often they find planted ones.
+
+    python bench/judge.py              # every kind of noise and of agent; about 10 minutes on one core
+
+A try is simulated by its gains, one for each pair of runs: the true gain plus noise of a given deviation, in nats. In
+docs/experiments.jsonl, the deviation of paired differences between short runs is 0.005 to 0.02 nats, with a median of
+0.012; the recipes of several minutes have about 0.005. Everything is decided by `gptworks.judge.evidence`.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gptworks.judge.evidence import Control, Judgement, judged, level, spread_floor
+
+Noise = Callable[[np.random.Generator, int], np.ndarray]
+
+NOISES: dict[str, Noise] = {  # each with mean 0 and deviation 1
+    "normal": lambda draw, n: draw.standard_normal(n),
+    "heavy tails (t, 3 degrees)": lambda draw, n: draw.standard_t(3, n) / math.sqrt(3),
+    "uniform": lambda draw, n: draw.uniform(-math.sqrt(3), math.sqrt(3), n),
+    "two peaks": lambda draw, n: (draw.choice([-1, 1], n) + 0.3 * draw.standard_normal(n)) / math.sqrt(1.09),
+    "rare large losses": lambda draw, n: 1 - draw.exponential(size=n),
+}
+
+MOST_PAIRS = 20
+
+
+@dataclass
+class Tried:
+    """One try: its true gain, its gains so far, and its level."""
+
+    true_gain: float
+    gains: list[float]
+    level: float
+    floor: float
+    judgement: Judgement | None = None
+
+    @property
+    def accepted(self) -> bool:
+        return self.judgement is not None and self.judgement.answer == "gain"
+
+
+class Simulated:
+    """A campaign whose pairs cost nothing."""
+
+    def __init__(
+        self, draw: np.random.Generator, noise: Noise, deviation: float, worth: float = 0.002, error: float = 0.05,
+        control: Control = "family",
+    ) -> None:  # fmt: skip
+        self.draw, self.noise, self.deviation = draw, noise, deviation
+        self.worth, self.error, self.control = worth, error, control
+        self.tries: list[Tried] = []
+        self._noise: list[float] = []
+
+    def begin(self, true_gain: float = 0.0) -> Tried:
+        accepted = sum(one.accepted for one in self.tries)
+        at_level = level(self.error, self.control, len(self.tries) + 1, accepted)
+        self.tries.append(Tried(true_gain, [], at_level, spread_floor(one.judgement for one in self.tries)))
+        return self.tries[-1]
+
+    def pair(self, tried: Tried) -> Judgement:
+        """Train one more pair of a try, and judge it."""
+        if not self._noise:
+            self._noise = self.noise(self.draw, 4096).tolist()
+        tried.gains.append(tried.true_gain + self.deviation * self._noise.pop())
+        tried.judgement = judged(tried.gains, tried.level, self.worth, tried.floor)
+        return tried.judgement
+
+    @property
+    def false_gains(self) -> int:
+        return sum(one.accepted and one.true_gain <= 0 for one in self.tries)
+
+
+def patient(campaign: Simulated, true_gains: Sequence[float]) -> None:
+    """Give each change all the pairs that it needs, up to the most."""
+    for true_gain in true_gains:
+        tried = campaign.begin(true_gain)
+        while len(tried.gains) < MOST_PAIRS and campaign.pair(tried).answer == "open":
+            pass
+
+
+def frugal(campaign: Simulated, true_gains: Sequence[float]) -> None:
+    """Drop a change as soon as it looks bad: after three pairs with a mean below 0, or six below one deviation."""
+    for true_gain in true_gains:
+        tried = campaign.begin(true_gain)
+        while len(tried.gains) < MOST_PAIRS and (now := campaign.pair(tried)).answer == "open":
+            if (now.pairs >= 3 and now.gain < 0) or (now.pairs >= 6 and now.gain < campaign.deviation):
+                break
+
+
+def adversary(campaign: Simulated, true_gains: Sequence[float]) -> None:
+    """Look for luck: begin many tries, go back to whichever has the most evidence, and stop each at its best."""
+    for true_gain in true_gains:
+        tried = campaign.begin(true_gain)
+        for _ in range(3):
+            campaign.pair(tried)
+    for _ in range(8 * len(true_gains)):
+        hopes = [one for one in campaign.tries if not one.accepted and len(one.gains) < MOST_PAIRS]
+        if not hopes:
+            return
+        campaign.pair(max(hopes, key=lambda one: one.judgement.log_e + math.log(one.level) if one.judgement else 0.0))
+
+
+AGENTS = {"patient": patient, "frugal": frugal, "adversary": adversary}
+
+
+def false_share(
+    agent: Callable[[Simulated, Sequence[float]], None], noise: str, n_campaigns: int, n_changes: int, seed: int = 0,
+    deviation: float = 0.012,
+) -> float:  # fmt: skip
+    """Return the share of campaigns of changes without effect that end with a false gain."""
+    draw, wrong = np.random.default_rng(seed), 0
+    for _ in range(n_campaigns):
+        campaign = Simulated(draw, NOISES[noise], deviation)
+        agent(campaign, [0.0] * n_changes)
+        wrong += campaign.false_gains > 0
+    return wrong / n_campaigns
+
+
+def found(deviation: float, n_campaigns: int, planted: float = 0.02, seed: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield (number of the try, pairs needed; 0: not found) of gains planted among 50 changes without effect."""
+    draw = np.random.default_rng(seed)
+    for _ in range(n_campaigns):
+        campaign = Simulated(draw, NOISES["normal"], deviation, worth=planted / 4)
+        places = set(draw.choice(50, 5, replace=False).tolist())
+        frugal(campaign, [planted if place in places else 0.0 for place in range(50)])
+        for place in places:
+            tried = campaign.tries[place]
+            yield place + 1, len(tried.gains) if tried.accepted else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--campaigns", type=int, default=200)
+    n = parser.parse_args().campaigns
+    print(f"{n} campaigns of 50 changes without effect, error 5% (family): share with a false gain")
+    for name, agent in AGENTS.items():
+        for noise in NOISES:
+            print(f"  {name:10} {noise:28} {false_share(agent, noise, n, 50):.1%}", flush=True)
+    print("planted gains of 0.02 nats, 5 among 50 changes, by the deviation of paired differences; a frugal agent")
+    for deviation in (0.004, 0.006, 0.009, 0.012):
+        pairs = [one for _, one in found(deviation, max(1, n // 4))]
+        needed = [one for one in pairs if one]
+        share, middle = len(needed) / len(pairs), np.median(needed) if needed else math.nan
+        print(f"  deviation {deviation:.3f}: {share:.0%} found, with a median of {middle:.0f} pairs", flush=True)
+
+
+if __name__ == "__main__":
+    main()

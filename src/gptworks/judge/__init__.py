@@ -1,0 +1,1 @@
+"""The referee of a campaign of experiments: it decides which changes to a recipe are gains, at any stopping time."""
