@@ -15,11 +15,12 @@ probability at most a, whatever rule stops the try. A negative mean only makes i
 constant is added to all gains. That holds for each try given all earlier ones, since its seeds are fresh.
 
 Over tries, the number t of the try spends the share γ_t = 10 / ((t + 9) (t + 10)) of the error: 9% for the first, 0.3%
-for the 50th. The shares of any number of tries add up to less than 1. `family`: a gain is accepted at e ≥ 1 / (error γ_t), so the probability of any false gain is
-at most `error`. `discoveries`: e-LOND (Xu and Ramdas, "Online multiple testing with e-values", AISTATS 2024), where the
-level is multiplied by 1 + the number of gains accepted before; the expected share of false gains among the accepted is
-at most `error`, whatever the dependence between tries. There, the e-value of a try is 1/level if its e-process ever
-reaches that, else 0, so that stopping may depend on anything.
+for the 50th. The shares of any number of tries add up to less than 1. `family`: a gain is accepted at
+e ≥ 1 / (error γ_t), so the probability of any false gain is at most `error`. `discoveries`: e-LOND (Xu and Ramdas,
+"Online multiple testing with e-values", AISTATS 2024), where the level is multiplied by 1 + the number of gains
+accepted before; the expected share of false gains among the accepted is at most `error`, whatever the dependence
+between tries. There, the e-value of a try is 1/level if its e-process ever reaches that, else 0, so that stopping may
+depend on anything.
 """
 
 import math
