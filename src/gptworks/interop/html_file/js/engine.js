@@ -11,7 +11,7 @@ export class Engine {
     const { instance } = await WebAssembly.instantiate(module, {});
     const engine = new Engine(instance.exports, model);
     await fill(engine.memory, engine.base);
-    engine.place(model);
+    engine.relocate(model);
     return engine;
   }
 
@@ -28,7 +28,7 @@ export class Engine {
   }
 
   /** Add the image's address to its pointers. */
-  place({ pointers }) {
+  relocate({ pointers }) {
     const view = new DataView(this.memory.buffer);
     for (const at of pointers) view.setUint32(this.base + at, view.getUint32(this.base + at, true) + this.base, true);
   }
