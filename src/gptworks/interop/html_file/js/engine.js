@@ -79,7 +79,7 @@ export class Engine {
   }
 
   /** Write down the next tokens, and which of them are wanted, for the kernels: tokens, slots, positions, wanted. */
-  place(tokens, wanted = []) {
+  inputs(tokens, wanted = []) {
     const lists = [tokens, tokens.map(() => 0), tokens.map((_, i) => this.held.length + i), wanted];
     return lists.map((list, i) => {
       new BigInt64Array(this.memory.buffer, this.numbers[i].data, list.length).set(list.map(BigInt));
@@ -90,7 +90,7 @@ export class Engine {
   /** Compute the next tokens of the text, at most AT_ONCE. Logits of the last `n_wanted`, one Float32Array each. */
   step(tokens, n_wanted = 1) {
     const rows = tokens.map((_, i) => i);
-    const places = this.place(tokens, rows.slice(rows.length - n_wanted));
+    const places = this.inputs(tokens, rows.slice(rows.length - n_wanted));
     const out = n_wanted ? this.describe(this.logits, n_wanted, this.vocabulary) : 0;
     this.guarded(() => this.kernels.gptworks_step(this.model, ...places, out, 0, 1n));
     this.held.push(...tokens);

@@ -43,15 +43,21 @@ export class Model {
     return done;
   }
 
-  /** What is computed on the way to the logits of a text of a few tokens (trace.js). */
-  async trace(ids, signal) {
+  /** The result of work(rest) while no other text is computed; `rest()` lets the page draw, and ends stopped work. */
+  async inTurn(work, signal) {
     const done = await this.myTurn();
     try {
+      signal?.throwIfAborted();
       const clock = new Clock(signal);
-      return await Trace.read(this.engine, ids, () => clock.rest());
+      return await work(() => clock.rest());
     } finally {
       done();
     }
+  }
+
+  /** What is computed on the way to the logits of a text of a few tokens, or of those from `first` on (trace.js). */
+  trace(ids, signal, first = 0) {
+    return this.inTurn((rest) => Trace.read(this.engine, ids, rest, first), signal);
   }
 
   async *text({ prompt, tokens, messages, answers, settings, n_top = 10, score_prompt = false }, signal) {

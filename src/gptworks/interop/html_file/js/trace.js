@@ -2,23 +2,33 @@
 
 import { AT_ONCE, FLOAT32 } from "./engine.js";
 
-export const MOST_TOKENS = 256;
+const MOST_TOKENS = 256; // of a text that is traced whole
+const MOST_PAIRS = MOST_TOKENS ** 2; // of a traced token and one before it
+
+/** The keys that the kernels write down for a text of some tokens. */
+const keysOf = (length) => 32 * Math.ceil(length / 32);
 
 /** Calls of the kernels that trace.cpp exports, with room for what they write. */
 class Watcher {
   constructor(engine) {
     const { n_layers, n_heads, d_head, d_model, d_ff } = engine.shape;
     this.engine = engine;
-    this.n_keys = MOST_TOKENS;
     this.sizes = {
       stream: (n) => [2 * n_layers + 1, n, d_model],
-      attention: (n) => [n_layers, n_heads, n, this.n_keys],
+      attention: (n, n_keys) => [n_layers, n_heads, n, n_keys],
       mixed: (n) => [n_layers, n, n_heads * d_head],
       neurons: (n) => [n_layers, n, d_ff],
     };
+    this.pairs = Math.max(AT_ONCE * MOST_TOKENS, keysOf(engine.capacity));
     const room = (sizes) => engine.tensor(FLOAT32, 4 * sizes.reduce((a, b) => a * b));
-    this.tensors = Object.fromEntries(Object.entries(this.sizes).map(([name, of]) => [name, room(of(AT_ONCE))]));
+    const tensors = Object.entries(this.sizes).map(([name, of]) => [name, room(of(AT_ONCE, this.pairs / AT_ONCE))]);
+    this.tensors = Object.fromEntries(tensors);
     this.found = room([3 + n_layers * (n_heads + 2)]);
+  }
+
+  /** How many tokens of a text of `length` are computed at once. */
+  atOnce(length) {
+    return Math.min(AT_ONCE, Math.floor(this.pairs / keysOf(length)));
   }
 
   /** The numbers of a tensor of these sizes, until the memory grows. */
@@ -30,27 +40,29 @@ class Watcher {
     );
   }
 
-  /** Compute the next tokens of the text, at most AT_ONCE, and return what was written down. */
-  watch(tokens) {
+  /** Compute the next tokens of a text of `length`, at most atOnce(length), and return what was written down. */
+  watch(tokens, length) {
     const { engine } = this;
-    const n = tokens.length;
-    const all = Object.entries(this.tensors).map(([name, tensor]) => [name, tensor, this.sizes[name](n)]);
+    const [n, n_keys] = [tokens.length, keysOf(length)];
+    const all = Object.entries(this.tensors).map(([name, tensor]) => [name, tensor, this.sizes[name](n, n_keys)]);
     const places = all.map(([, tensor, sizes]) => engine.describe(tensor, ...sizes));
-    const [rows, slots, positions] = engine.place(tokens);
+    const [rows, slots, positions] = engine.inputs(tokens);
     engine.guarded(() => engine.kernels.gptworks_watch(engine.model, rows, slots, positions, ...places, 1n));
     engine.held.push(...tokens);
     const written = all.map(([name, tensor, sizes]) => [name, this.numbers(tensor, sizes)]);
-    return { n, n_keys: this.n_keys, ...Object.fromEntries(written) };
+    return { n, n_keys, ...Object.fromEntries(written) };
   }
 
-  /** Logits of one row of the residual stream. */
-  lens(row) {
+  /** Logits of at most AT_ONCE rows of the residual stream. */
+  lens(rows) {
     const { engine } = this;
     const { stream } = this.tensors;
-    const [from, to] = [engine.describe(stream, 1, row.length), engine.describe(engine.logits, 1, engine.vocabulary)];
-    this.numbers(stream, [row.length]).set(row);
+    const [n, width] = [rows.length, rows[0].length];
+    const [from, to] = [engine.describe(stream, n, width), engine.describe(engine.logits, n, engine.vocabulary)];
+    rows.forEach((row, i) => this.numbers(stream, [n, width]).set(row, i * width));
     engine.guarded(() => engine.kernels.gptworks_lens(engine.model, from, to, 1n));
-    return this.numbers(engine.logits, [engine.vocabulary]).slice();
+    const found = this.numbers(engine.logits, [n, engine.vocabulary]);
+    return rows.map((_, i) => found.slice(i * engine.vocabulary, (i + 1) * engine.vocabulary));
   }
 
   /** What each part adds to the logit of token `of`; rows of one token: of the streams, and of the heads' outputs. */
@@ -71,28 +83,33 @@ class Watcher {
 
 export class Trace {
   /**
-   * Read a text. `rest()` is awaited between steps, and may throw to stop. Arrays are float32, row by row; T tokens, D
-   * wide, H heads, F neurons, V tokens of the vocabulary.
+   * Read a text, and keep what is computed for its tokens from `first` on. `rest()` is awaited between steps, and may
+   * throw to stop. Arrays are float32, row by row: T tokens, R of them kept, D wide, H heads, F neurons, V tokens of the
+   * vocabulary. A token is named by its place in the text.
    */
-  static async read(engine, ids, rest) {
-    const most = Math.min(MOST_TOKENS, engine.capacity);
+  static async read(engine, ids, rest, first = 0) {
+    const most = Math.min(Math.floor(MOST_PAIRS / (ids.length - first || 1)), engine.capacity);
     if (!ids.length || ids.length > most)
       throw new Error(`The text has ${ids.length} tokens: from 1 to ${most} are looked into at once. Choose a part.`);
     engine.watcher ??= new Watcher(engine);
-    const trace = new Trace(engine, ids);
-    engine.held.length = 0;
-    for (let n = 0; n < ids.length; n += AT_ONCE) {
-      if (n) await rest();
-      trace.take(n, engine.watcher.watch(ids.slice(n, n + AT_ONCE)));
+    const trace = new Trace(engine, ids, first);
+    engine.held.length = Math.min(engine.held.length, first);
+    if (first) await engine.read(ids.slice(0, first), { rest });
+    const at_once = engine.watcher.atOnce(ids.length);
+    for (let n = first; n < ids.length; n += at_once) {
+      await rest();
+      trace.take(n, engine.watcher.watch(ids.slice(n, n + at_once), ids.length));
     }
     return trace;
   }
 
-  constructor(engine, ids) {
+  constructor(engine, ids, first) {
     const { n_layers, n_heads, d_head, d_model, d_ff } = engine.shape;
-    const rows = (n, width) => Array.from({ length: n }, () => new Float32Array(ids.length * width));
     this.engine = engine;
     this.ids = [...ids];
+    this.first = first;
+    this.n_rows = ids.length - first;
+    const rows = (n, width) => Array.from({ length: n }, () => new Float32Array(this.n_rows * width));
     this.streams = rows(2 * n_layers + 1, d_model);
     this.weights = rows(n_layers, n_heads * ids.length);
     this.mixed = rows(n_layers, n_heads * d_head);
@@ -101,43 +118,49 @@ export class Trace {
 
   /** Copy what was written down of the tokens from `from` on. */
   take(from, { n, n_keys, ...watched }) {
-    const length = this.ids.length;
+    const { n_rows, ids } = this;
+    const at = from - this.first;
     for (const [name, to] of [
       ["stream", this.streams],
       ["mixed", this.mixed],
       ["neurons", this.inner],
     ]) {
-      const size = (n * to[0].length) / length;
-      to.forEach((one, i) => one.set(watched[name].subarray(i * size, (i + 1) * size), (from * size) / n));
+      const width = to[0].length / n_rows;
+      to.forEach((one, i) => one.set(watched[name].subarray(i * n * width, (i + 1) * n * width), at * width));
     }
     const { n_heads } = this.engine.shape;
     this.weights.forEach((one, layer) => {
       for (let head = 0; head < n_heads; head++)
         for (let t = 0; t < n; t++) {
           const row = ((layer * n_heads + head) * n + t) * n_keys;
-          one.set(watched.attention.subarray(row, row + from + t + 1), (head * length + from + t) * length);
+          one.set(watched.attention.subarray(row, row + ids.length), (head * n_rows + at + t) * ids.length);
         }
     });
   }
 
-  /** The residual stream [T·D]: 0 the embeddings, 2l + 1 after layer l's attention, 2l + 2 after its MLP. */
+  /** The residual stream [R·D]: 0 the embeddings, 2l + 1 after layer l's attention, 2l + 2 after its MLP. */
   stream(i) {
     return this.streams[i];
   }
 
-  /** A layer's probabilities [H·T·T]: of head h, query t, key s. */
+  /** A layer's probabilities [H·R·T]: of head h, query t, key s. */
   attention(layer) {
     return this.weights[layer];
   }
 
-  /** What enters the down projection of a layer's MLP [T·F]. */
+  /** What enters the down projection of a layer's MLP [R·F]. */
   neurons(layer) {
     return this.inner[layer];
   }
 
   /** Logits [V] that stream(i) gives at token t through the final norm and the head. */
   lens(i, t) {
-    return this.engine.watcher.lens(this.row(this.streams[i], t));
+    return this.lenses(i, [t])[0];
+  }
+
+  /** The same at several tokens, at most AT_ONCE, in less time than one by one. */
+  lenses(i, tokens) {
+    return this.engine.watcher.lens(tokens.map((t) => this.row(this.streams[i], t)));
   }
 
   logits(t) {
@@ -183,7 +206,7 @@ export class Trace {
   }
 
   row(rows, t) {
-    const width = rows.length / this.ids.length;
-    return rows.subarray(t * width, (t + 1) * width);
+    const width = rows.length / this.n_rows;
+    return rows.subarray((t - this.first) * width, (t - this.first + 1) * width);
   }
 }
