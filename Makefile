@@ -178,15 +178,15 @@ lint: .venv/.installed-dev
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES) $(WASM_FILES)
 	$(BIN)/clang-tidy --quiet $(filter src/%.cpp,$(CXX_FILES)) -- -std=c++17 -O1
-	$(BIN)/deno lint --quiet $(PAGE)/js $(FILE)/js/*js
-	$(PRETTIER) --check $(PAGE)/js '$(PAGE)/*.css' '$(FILE)/js/*js' '$(FILE)/*.css'
-	! grep -rnE '.{121,}' $(PAGE)/js $(PAGE)/*.css $(FILE)/js/*js
+	$(BIN)/deno lint --quiet $(PAGE)/js $(FILE)/js/*js $(FILE)/js/explain
+	$(PRETTIER) --check $(PAGE)/js '$(PAGE)/*.css' '$(FILE)/js/*js' $(FILE)/js/explain '$(FILE)/*.css'
+	! grep -rnE '.{121,}' $(PAGE)/js $(PAGE)/*.css $(FILE)/js/*js $(FILE)/js/explain
 
 format: .venv/.installed-dev
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES) $(WASM_FILES)
-	$(PRETTIER) --write $(PAGE)/js '$(PAGE)/*.css' '$(FILE)/js/*js' '$(FILE)/*.css'
+	$(PRETTIER) --write $(PAGE)/js '$(PAGE)/*.css' '$(FILE)/js/*js' $(FILE)/js/explain '$(FILE)/*.css'
 
 reference: .venv/.installed-dev
 	$(BIN)/python docs/generate_reference.py

@@ -222,7 +222,7 @@ def _page(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool
     }  # fmt: skip
     return {
         "state": {
-            "version": __version__, "parts": ["play", "about"], "read_only": True, "models": [model], "notice": None,
+            "version": __version__, "parts": ["play", "explain", "about"], "read_only": True, "models": [model], "notice": None,
             "sampling": SAMPLING._asdict(), "place": "In this file",
         },
         "page": {
@@ -233,6 +233,7 @@ def _page(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool
             },
             "card": read_text(card, MOST_CARD_BYTES, inside=card.parent) if card.exists() else None,
             "recipe": _shown_recipe(recipe),
+            "how": {"model": recipe.model.model_dump(mode="json"), "parameters": parameters},
         },
     }  # fmt: skip
 

@@ -5,6 +5,7 @@ import { part, start } from "../../../studio/static/js/shell.js";
 import { about as aboutPart } from "./about.js";
 import { answerBy } from "./api.js";
 import { BLOCK_BYTES, bytesOf, fetched } from "./blocks.js";
+import { explain } from "./explain/part.js";
 import { Model } from "./model.js";
 
 /**
@@ -56,6 +57,7 @@ else {
   );
   answerBy(model, state);
   part("play", "Play", () => Promise.resolve(play));
+  part("explain", "Explain", () => Promise.resolve({ Part: explain(page, state, model) }));
   part("about", "About", () => Promise.resolve({ Part: aboutPart(page) }));
   start(document.getElementById("app")).then(() => (document.title = page.facts.name));
 }

@@ -1,0 +1,133 @@
+// Step 3: each token looks back at those before it.
+
+import { count, percent } from "../../../../studio/static/js/format.js";
+import { cx, html, useMemo, useState } from "../../../../studio/static/js/ui.js";
+import { Choice, Facts, Heat, Layer, Name, Try } from "./parts.js";
+
+const LEAST_DRAWN = 0.05; // of the lines of tokens that are not chosen
+const MOST_SAID = 0.4; // mean attention that gives a head its description
+const LONG = 24; // tokens, beyond which lines stand closer
+
+export function AttentionStep({ how, model, reading, at, choose }) {
+  const { n_layers, n_heads, n_kv_heads, window, window_pattern, position, rope_pattern } = how.model;
+  const [layer, setLayer] = useState(0);
+  const [head, setHead] = useState(0);
+  const heads = useMemo(
+    () =>
+      Array.from({ length: n_heads }, (_, h) => ({
+        does: habit(reading, layer, h),
+        map: reading.trace.attention(layer).subarray(h * reading.length ** 2, (h + 1) * reading.length ** 2),
+      })),
+    [reading, layer],
+  );
+  const weights = reading.attention(layer, head, at);
+  const first = weights.reduce((best, weight, s) => (weight > weights[best] ? s : best), 0);
+  const n_windowed = window ? cycled(n_layers, window_pattern).filter((one) => one === "window").length : 0;
+  const n_turned = cycled(n_layers, rope_pattern ?? ["rope"]).filter((one) => one === "rope").length;
+  const here = window && window_pattern[layer % window_pattern.length] === "window" && window;
+  return html`<p>A word means little alone. So each token looks back at the tokens before it and takes something from
+      each: this is <b>attention</b>. It is shared out, so that all lines from one token make 100 %. Each ${" "}
+      <b>head</b> has learned to look for something else.</p>
+    <div class="ex-picture">
+      <${Layer} n=${n_layers} value=${layer} set=${setLayer} />
+      <div class="ex-beside"><div>
+        <${Lines} ...${{ reading, layer, head, at, choose }} />
+        <p class="ex-answer" role="status">Layer ${layer + 1}, head ${head + 1}: <${Name}>${reading.names[at]}<//> looks most at ${" "}
+          ${first === at ? "itself" : html`<${Name}>${reading.names[first]}<//>`}, with ${" "}
+          <b class="number">${percent(weights[first])}</b> of its attention.</p></div>
+        <div><h3>Choose a head of layer ${layer + 1}</h3>
+          <${Choice} class="ex-heads" name="Head" value=${head} choose=${setHead} options=${heads.map(
+            ({ map, does }, h) => [
+              h,
+              html`<${Heat} values=${map} columns=${reading.length} most=${1} label="" />
+              <span>${h + 1}<small>${does}</small></span>`,
+            ],
+          )} />
+          <p class="ex-caption">Each square is a head: a line for each token, a column for each token that it looks
+            at. The words below say what the head mostly looks at in your text.</p></div></div></div>
+    <${Facts} of=${[
+      `${count(n_layers)} ${n_layers === 1 ? "layer" : "layers"} with ${count(n_heads)} ${n_heads === 1 ? "head" : "heads"} each, ` +
+        `${count(n_layers * n_heads)} heads in all.`,
+      n_kv_heads < n_heads &&
+        `To save memory, ${n_kv_heads === 1 ? "all" : n_heads / n_kv_heads} heads of a layer share the labels (keys and ` +
+          `values) by which they find what to look at.`,
+      position === "rope" &&
+        `A head can tell near from far, because numbers are turned by the place of the token (RoPE)${
+          n_turned < n_layers ? `, in ${n_turned} of the layers` : ""
+        }.`,
+      n_windowed > 0 &&
+        `${n_windowed === n_layers ? "Every layer sees" : `${n_windowed} of the layers see`} only the last ${count(window)} tokens` +
+          `${n_windowed === n_layers ? "" : here ? ", and this is one of them" : "; this one sees all"}.`,
+      `It can look back over at most ${count(model.about.context)} tokens. What came before is forgotten.`,
+    ]} />
+    <${Try}>Change the last word: which head looks elsewhere? Then find a head that always looks at the token just
+      before.<//>`;
+}
+
+const cycled = (n, pattern) => Array.from({ length: n }, (_, i) => pattern[i % pattern.length]);
+
+/** The tokens on both sides, and lines from each token to those that it looks at. */
+function Lines({ reading, layer, head, at, choose }) {
+  const n = reading.length;
+  const weights = reading.attention(layer, head, at);
+  const path = (t, s) => `M0 ${t + 0.5}C50 ${t + 0.5} 50 ${s + 0.5} 100 ${s + 0.5}`;
+  const others = [];
+  for (let t = 0; t < n; t++) {
+    if (t === at) continue;
+    reading.attention(layer, head, t).forEach((weight, s) => {
+      if (weight >= LEAST_DRAWN) others.push(html`<path key=${t * n + s} d=${path(t, s)} opacity=${0.22 * weight} />`);
+    });
+  }
+  return html`<div class=${cx("ex-lines", n > LONG && "long")} style=${{ "--n": n }}>
+    <div role="radiogroup" aria-label="This token">
+      ${reading.names.map(
+        (name, t) => html`<label key=${t} class=${cx("ex-line", t === at && "chosen")}>
+      <input type="radio" name="ex-token" checked=${t === at} onChange=${() => choose(t)} />
+      <bdi class="spelling">${name}</bdi></label>`,
+      )}</div>
+    <svg viewBox=${`0 0 100 ${n}`} preserveAspectRatio="none" aria-hidden="true">
+      <g class="others">${others}</g>
+      <g>${Array.from(
+        weights,
+        (weight, s) =>
+          weight > 0.001 &&
+          html`<path key=${s} d=${path(at, s)} opacity=${0.25 + 0.75 * weight}
+          stroke-width=${1 + 11 * weight} />`,
+      )}</g></svg>
+    <ol aria-label="looks at">${reading.names.map(
+      (
+        name,
+        s,
+      ) => html`<li key=${s} class=${cx("ex-line", s > at && "off")} style=${{ "--strength": `${100 * weights[s]}%` }}>
+        <bdi class="spelling">${name}</bdi><span class="number">${s > at ? "" : percent(weights[s])}</span></li>`,
+    )}</ol></div>`;
+}
+
+/** What a head mostly looks at in this text. */
+function habit(reading, layer, head) {
+  const { length, ids } = reading;
+  const mean = (place, from = 1) => {
+    let [sum, n] = [0, 0];
+    for (let t = from; t < length; t++) {
+      const s = place(t);
+      if (s == null) continue;
+      sum += reading.attention(layer, head, t)[s];
+      n += 1;
+    }
+    return n > 1 ? sum / n : 0;
+  };
+  const found = [
+    ["itself", mean((t) => t)],
+    ["the one before", mean((t) => t - 1)],
+    ["the first", mean(() => 0, 2)],
+    [
+      "what followed this token earlier",
+      mean((t) => {
+        const earlier = ids.lastIndexOf(ids[t], t - 1);
+        return earlier < 0 || earlier + 1 >= t ? null : earlier + 1;
+      }),
+    ],
+  ];
+  const [name, share] = found.reduce((best, one) => (one[1] > best[1] ? one : best));
+  return share >= MOST_SAID ? name : "several";
+}

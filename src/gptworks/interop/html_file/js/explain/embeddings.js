@@ -1,0 +1,72 @@
+// Step 2: each token becomes a list of numbers.
+
+import { count } from "../../../../studio/static/js/format.js";
+import { html, useMemo, useState } from "../../../../studio/static/js/ui.js";
+import { Facts, Heat, Name, Tokens, Try, decimal, largestOf } from "./parts.js";
+
+const SHOWN = 96;
+
+export function EmbeddingsStep({ how, reading, at, choose }) {
+  const [over, setOver] = useState(null);
+  const stream = useMemo(() => reading.trace.stream(0), [reading]);
+  const most = useMemo(() => largestOf(stream), [stream]);
+  const row = reading.row(stream, at);
+  const n = Math.min(SHOWN, row.length);
+  const alike = reading.names.map((_, t) => cosine(row, reading.row(stream, t)));
+  const { position } = how.model;
+  const best = alike.reduce(
+    (found, one, t) =>
+      t !== at && reading.ids[t] !== reading.ids[at] && (found < 0 || one > alike[found]) ? t : found,
+    -1,
+  );
+  return html`<p>The model looks up each token in a large table and finds a list of ${" "}
+      <b>${count(row.length)} numbers</b>, its <b>embedding</b>. Tokens that are used alike often get lists that are alike: that
+      is all the meaning the model has so far. ${
+        position === "learned" &&
+        "A second list, for the token's place in the text, is added, so that the order counts."
+      }</p>
+    <div class="ex-picture">
+      <${Tokens} ...${{ reading, at, choose }} name="Choose a token to compare" below=${(t) => decimal(alike[t])}
+        shade=${(t) => Math.max(0, alike[t])} />
+      <p class="ex-caption">Below each token: how alike its list is to that of <${Name}>${reading.names[at]}<//>. 1 is the
+        same direction, 0 is nothing in common, −1 the opposite.${
+          best >= 0 && html` Most alike here: <${Name}>${reading.names[best]}<//>.`
+        }</p>
+      <div class="ex-strips" aria-hidden="true">${reading.names.map(
+        (name, t) => html`<div key=${t} class=${t === at ? "chosen" : ""} onClick=${() => choose(t)}>
+          <bdi class="spelling">${name}</bdi>
+          <${Heat} values=${reading.row(stream, t).subarray(0, n)} columns=${n} most=${most} label=""
+            over=${(i) => setOver(i == null ? null : [t, i])} /></div>`,
+      )}</div>
+      <p class="ex-caption number">${
+        over
+          ? html`Number ${over[1] + 1} of <${Name}>${reading.names[over[0]]}<//>: ${" "}
+              <b>${decimal(reading.row(stream, over[0])[over[1]], 3)}</b>`
+          : html`${row.length > n ? `The first ${n} of the ${count(row.length)}` : `All ${n}`} numbers of each token:
+              <span class="ex-above">above 0</span>, <span class="ex-below">below 0</span>; the fuller, the farther from 0.`
+      }</p></div>
+    <${Facts} of=${[
+      `The table has ${count(reading.model.engine.vocabulary)} lists of ${count(row.length)} numbers. Training found them all.`,
+      position === "learned" && "Each place in the text has a list of its own, which is added to that of the token.",
+      position === "rope" && "These lists do not say where a token stands. That comes in step 3.",
+      position === "none" &&
+        "Nothing tells this model the place of a token. It can only use that each token sees those before it.",
+      how.model.embedding_scale > 0 &&
+        how.model.embedding_scale !== 1 &&
+        `The numbers are multiplied by ${Number(how.model.embedding_scale.toPrecision(3))} before they are used.`,
+    ]} />
+    <${Try}>Write the same word twice. Are its two lists the same? ${
+      position === "learned" ? "Why not?" : "Does the model know at this point which one came first?"
+    }<//>`;
+}
+
+/** The cosine of the angle between two lists of numbers. */
+function cosine(a, b) {
+  let [ab, aa, bb] = [0, 0, 0];
+  for (let i = 0; i < a.length; i++) {
+    ab += a[i] * b[i];
+    aa += a[i] * a[i];
+    bb += b[i] * b[i];
+  }
+  return ab / (Math.sqrt(aa * bb) || 1);
+}

@@ -1,0 +1,109 @@
+// What several steps of the walk are made of: tokens to choose from, choices, pictures of numbers, and boxes of words.
+
+import { cx, html, useEffect, useRef, useTheme } from "../../../../studio/static/js/ui.js";
+
+/**
+ * The text's tokens, of which one is chosen. `below(t)`: what stands under a token; `shade(t)`: its strength, 0 to 1, or
+ * a class; `off(t)`: it plays no part.
+ */
+export function Tokens({ reading, at, choose, name, below, shade, off }) {
+  return html`<div class="ex-tokens" role="radiogroup" aria-label=${name}>${reading.names.map((token, t) => {
+    const strength = shade?.(t);
+    const said = below?.(t);
+    return html`<label key=${t} class=${cx("ex-token", t === at && "chosen", off?.(t) && "off")}
+      style=${typeof strength === "number" ? { "--strength": `${100 * strength}%` } : null}>
+      <input type="radio" name="ex-token" checked=${t === at} onChange=${() => choose(t)} />
+      <bdi class=${cx("spelling", typeof strength === "string" && `t ${strength}`)}>${token}</bdi>
+      ${said != null && html`<span class="number">${said}</span>`}</label>`;
+  })}</div>`;
+}
+
+/** One of several: `options` are [value, content]. */
+export function Choice({ name, options, value, choose, ...more }) {
+  return html`<div class=${cx("ex-choice", more.class)} role="radiogroup" aria-label=${name}>${options.map(
+    ([one, content]) => html`<label key=${one} class=${cx("ex-option", one === value && "chosen")}>
+      <input type="radio" name=${name} checked=${one === value} onChange=${() => choose(one)} />${content}</label>`,
+  )}</div>`;
+}
+
+export function Slider({ name, value, set, min = 0, max, step = 1, text = String }) {
+  return html`<label class="ex-slider"><span>${name}: <b class="number">${text(value)}</b></span>
+    <input type="range" ...${{ min, max, step, value }} aria-valuetext=${text(value)}
+      onInput=${(event) => set(Number(event.target.value))} /></label>`;
+}
+
+/** A layer's slider; nothing if there is one layer only. Layers count from 1 here. */
+export function Layer({ n, value, set }) {
+  if (n < 2) return null;
+  return html`<${Slider} name="Layer" value=${value + 1} set=${(layer) => set(layer - 1)} min=${1} max=${n}
+    text=${(layer) => `${layer} of ${n}`} />`;
+}
+
+/** What this model has, in short sentences; those that are empty are left out. */
+export function Facts({ of }) {
+  const said = of.filter(Boolean);
+  if (!said.length) return null;
+  return html`<div class="ex-facts"><h3>In this model</h3><ul>${said.map((one) => html`<li key=${one}>${one}</li>`)}
+    </ul></div>`;
+}
+
+export function Try({ children }) {
+  return html`<div class="ex-try"><h3>Try it</h3><p>${children}</p></div>`;
+}
+
+/** A token in a sentence. */
+export function Name({ children }) {
+  return html`<bdi class="ex-name">${children}</bdi>`;
+}
+
+const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.trim().slice(i, i + 2), 16));
+
+/**
+ * Numbers as coloured cells, `columns` a row: blue above 0, orange below. `most` has the full colour.
+ * `over(index)`: the pointer is over a cell; `pick(index)`: it is clicked.
+ */
+export function Heat({ values, columns, most, label, over, pick, ...more }) {
+  const canvas = useRef(null);
+  const theme = useTheme();
+  const rows = Math.ceil(values.length / columns);
+  useEffect(() => {
+    const element = canvas.current;
+    element.width = columns;
+    element.height = rows;
+    const styles = getComputedStyle(element);
+    const [above, below] = ["--series-0", "--series-1"].map((name) => rgb(styles.getPropertyValue(name)));
+    const image = new ImageData(columns, rows);
+    for (let i = 0; i < values.length; i++) {
+      const strength = Math.sqrt(Math.min(1, Math.abs(values[i]) / (most || 1)));
+      image.data.set([...(values[i] < 0 ? below : above), Math.round(255 * strength)], 4 * i);
+    }
+    element.getContext("2d").putImageData(image, 0, 0);
+  }, [values, columns, most, theme]);
+  const cell = (event) => {
+    const box = canvas.current.getBoundingClientRect();
+    const column = Math.floor(((event.clientX - box.left) / box.width) * columns);
+    const row = Math.floor(((event.clientY - box.top) / box.height) * rows);
+    const index = row * columns + column;
+    return column >= 0 && column < columns && index >= 0 && index < values.length ? index : null;
+  };
+  return html`<canvas class=${cx("ex-heat", more.class)} ref=${canvas} role="img" aria-label=${label}
+    onPointerMove=${over && ((event) => over(cell(event)))} onPointerLeave=${over && (() => over(null))}
+    onClick=${pick && ((event) => cell(event) != null && pick(cell(event)))}></canvas>`;
+}
+
+/** The size of the largest number of a list. */
+export function largestOf(values) {
+  let most = 0;
+  for (const value of values) if (Math.abs(value) > most) most = Math.abs(value);
+  return most;
+}
+
+/** A bar from the left, of a share between 0 and 1. */
+export function Bar({ share, ...more }) {
+  return html`<span class=${cx("ex-bar", more.class)} aria-hidden="true"><span style=${{
+    width: `${100 * Math.min(1, Math.max(0, share))}%`,
+  }}></span></span>`;
+}
+
+/** 3.14159 → 3.14, −0.5 → −0.50 */
+export const decimal = (x, digits = 2) => x.toFixed(digits).replace("-", "−");
