@@ -26,7 +26,7 @@ export function AttentionStep({ how, model, reading, at, choose }) {
   const n_turned = cycled(n_layers, rope_pattern ?? ["rope"]).filter((one) => one === "rope").length;
   const here = window && window_pattern[layer % window_pattern.length] === "window" && window;
   return html`<p>A word means little alone. So each token looks back at the tokens before it and takes something from
-      each: this is <b>attention</b>. It is shared out, so that all lines from one token make 100 %. Each ${" "}
+      each: this is <b>attention</b>. It is shared out, so that all lines from one token make 100 %. Each ${" "}
       <b>head</b> has learned to look for something else.</p>
     <div class="ex-picture">
       <${Layer} n=${n_layers} value=${layer} set=${setLayer} />

@@ -73,7 +73,7 @@ function novels(size) {
 }
 
 const read = (times) =>
-  times < 1 ? `it read ${percent(times)} of this` : `it read this ${Number(times.toPrecision(2))} times`;
+  times < 0.95 ? `it read ${percent(times)} of this` : `it read this ${times < 1.05 ? "once" : `${Number(times.toPrecision(2))} times`}`;
 
 /** Loss per character of each text, one after the other. */
 function useMeasured(model, texts) {

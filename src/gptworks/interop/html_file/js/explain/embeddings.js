@@ -4,7 +4,8 @@ import { count } from "../../../../studio/static/js/format.js";
 import { html, useMemo, useState } from "../../../../studio/static/js/ui.js";
 import { Facts, Heat, Name, Tokens, Try, decimal, largestOf } from "./parts.js";
 
-const SHOWN = 96;
+const SHOWN = 96; // numbers of a token
+const ROWS = 16;
 
 export function EmbeddingsStep({ how, reading, at, choose }) {
   const [over, setOver] = useState(null);
@@ -13,6 +14,8 @@ export function EmbeddingsStep({ how, reading, at, choose }) {
   const row = reading.row(stream, at);
   const n = Math.min(SHOWN, row.length);
   const alike = reading.names.map((_, t) => cosine(row, reading.row(stream, t)));
+  const from = Math.max(0, Math.min(at - ROWS / 2, reading.length - ROWS));
+  const rows = Array.from({ length: Math.min(ROWS, reading.length) }, (_, i) => from + i);
   const { position } = how.model;
   const best = alike.reduce(
     (found, one, t) =>
@@ -32,9 +35,9 @@ export function EmbeddingsStep({ how, reading, at, choose }) {
         same direction, 0 is nothing in common, −1 the opposite.${
           best >= 0 && html` Most alike here: <${Name}>${reading.names[best]}<//>.`
         }</p>
-      <div class="ex-strips" aria-hidden="true">${reading.names.map(
-        (name, t) => html`<div key=${t} class=${t === at ? "chosen" : ""} onClick=${() => choose(t)}>
-          <bdi class="spelling">${name}</bdi>
+      <div class="ex-strips" aria-hidden="true">${rows.map(
+        (t) => html`<div key=${t} class=${t === at ? "chosen" : ""} onClick=${() => choose(t)}>
+          <bdi class="spelling">${reading.names[t]}</bdi>
           <${Heat} values=${reading.row(stream, t).subarray(0, n)} columns=${n} most=${most} label=""
             over=${(i) => setOver(i == null ? null : [t, i])} /></div>`,
       )}</div>
@@ -42,7 +45,7 @@ export function EmbeddingsStep({ how, reading, at, choose }) {
         over
           ? html`Number ${over[1] + 1} of <${Name}>${reading.names[over[0]]}<//>: ${" "}
               <b>${decimal(reading.row(stream, over[0])[over[1]], 3)}</b>`
-          : html`${row.length > n ? `The first ${n} of the ${count(row.length)}` : `All ${n}`} numbers of each token:
+          : html`${row.length > n ? `The first ${n} of the ${count(row.length)}` : `All ${n}`} numbers of each token, ${""}
               <span class="ex-above">above 0</span>, <span class="ex-below">below 0</span>; the fuller, the farther from 0.`
       }</p></div>
     <${Facts} of=${[

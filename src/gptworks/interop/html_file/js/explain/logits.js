@@ -17,7 +17,7 @@ export function LogitsStep({ how, model, reading, at, choose }) {
   const id = candidates.includes(picked) ? picked : candidates[0];
   const next = reading.ids[at + 1];
   return html`<p>After the last layer, the model gives every token it knows a score for being the next one: its ${" "}
-      <b>logit</b>. Then the scores are turned into percentages (${"“"}softmax${"”"}), which together make 100 %. This is all
+      <b>logit</b>. Then the scores are turned into percentages (${"“"}softmax${"”"}), which together make 100 %. This is all
       that a model ever does: it says how likely each next token is.</p>
     <div class="ex-picture">
       <${Tokens} ...${{ reading, at, choose }} name="After which token?" off=${(t) => t > at} />
@@ -45,7 +45,7 @@ export function LogitsStep({ how, model, reading, at, choose }) {
         "The scores come from a second table, with a list for each token: which is most like the list that arrives here?",
       `${count(logits.length)} scores, for each place of the text.`,
     ]} />
-    <${Try}>Choose the tokens of your text one by one. Where is the model sure, with more than 90 %? Where does it have
+    <${Try}>Choose the tokens of your text one by one. Where is the model sure, with more than 90 %? Where does it have
       no idea? Why there?<//>`;
 }
 
@@ -60,7 +60,8 @@ function Votes({ reading, at, id }) {
   const most = Math.max(...shown.map(({ value }) => Math.abs(value))) || 1;
   const sum = parts.reduce((total, { value }) => total + value, 0);
   return html`<ul class="ex-votes">${shown.map(
-    ({ name, value }) => html`<li key=${name}><span>${name}</span>
+    ({ name, layer, value }) => html`<li key=${`${layer} ${name}`}>
+      <span>${layer == null ? name : `layer ${layer + 1} ${name}`}</span>
       <span class="ex-diverging" aria-hidden="true"><span class=${value < 0 ? "less" : "more"}
         style=${{ width: `${(50 * Math.abs(value)) / most}%` }}></span></span>
       <span class="number">${signed(value)}</span></li>`,

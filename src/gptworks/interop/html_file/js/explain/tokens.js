@@ -35,6 +35,8 @@ export function TokensStep({ model, reading, at, choose }) {
       }.`,
       reading.model.tokenizer.words.before.length > 0 &&
         "A special token stands before every text: it only says that a text begins.",
+      reading.names.some((name) => name.startsWith("bytes:")) &&
+        "It has no token for some of your letters or signs: it spells them with several small ones, their bytes.",
     ]} />
     <${Try}>${TRIES[kind]}<//>`;
 }

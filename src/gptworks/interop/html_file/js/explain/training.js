@@ -34,7 +34,7 @@ export function TrainingStep({ how, model, reading, at, choose }) {
       ${
         meanLoss != null &&
         html`<p class="ex-caption">Mean loss of your text: <b class="number">${decimal(meanLoss)}</b>, as if each time it
-          had to guess among <b class="number">${rate(Math.exp(meanLoss))}</b> tokens, all of the same chance. Among all the tokens it knows
+          had to guess among <b class="number">${rate(Math.exp(meanLoss))}</b> tokens, all of the same chance. If it guessed blindly among all its tokens,
           it would be <b class="number">${decimal(Math.log(model.engine.vocabulary))}</b>.</p>`
       }
       ${how.losses?.length > 1 && html`<${Curve} rows=${how.losses} />`}</div>
@@ -65,7 +65,7 @@ const OBJECTIVES = {
 };
 
 function duration(seconds) {
-  if (seconds < 90) return `${Math.round(seconds)} seconds`;
+  if (seconds < 150) return `${Math.round(seconds)} seconds`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} minutes`;
   return `${Number((seconds / 3600).toPrecision(2))} hours`;
 }
@@ -91,11 +91,13 @@ function Curve({ rows }) {
     train != null && `loss ${figure(train)} on what it read`,
     held != null && `${figure(held)} on text kept from it`,
   ];
-  return html`<figure class="ex-curve"><figcaption>Its loss while it learned, from ${figure(whole[0][1])} at step ${count(whole[0][0])}
-      to ${figure(whole.at(-1)[1])} at step ${count(whole.at(-1)[0])}</figcaption>
-    <svg viewBox=${`0 0 ${WIDE} ${HIGH}`} role="img" aria-label="The loss, falling through training">
+  return html`<figure class="ex-curve"><figcaption>Its loss while it learned, from ${figure(whole[0][1])} at step ${count(whole[0][0])} to
+       ${figure(whole.at(-1)[1])} at step ${count(whole.at(-1)[0])}</figcaption>
+    <div class="ex-axis"><div class="number" aria-hidden="true"><span>${figure(most)}</span><span>${figure(least)}</span></div>
+      <svg viewBox=${`0 0 ${WIDE} ${HIGH}`} preserveAspectRatio="none" role="img" aria-label="The loss, falling through training">
       <path class="train" d=${path(series[0])} /><path class="held" d=${path(series[1])} />
       <line class="now" x1=${x(step)} x2=${x(step)} y1="0" y2=${HIGH} /></svg>
+      <div class="number" aria-hidden="true"><span>step ${count(first)}</span><span>step ${count(last)}</span></div></div>
     <${Slider} name="Step" value=${i} set=${setI} max=${rows.length - 1}
       text=${(k) => count(rows[k][0])} />
     <p class="ex-caption" role="status"><span class="ex-above">on what it read</span> · <span class="ex-below">on text kept from it</span>.
