@@ -32,31 +32,33 @@ export function AttentionStep({ how, model, reading, at, choose }) {
       <${Layer} n=${n_layers} value=${layer} set=${setLayer} />
       <div class="ex-beside"><div>
         <${Lines} ...${{ reading, layer, head, at, choose }} />
-        <p class="ex-answer" role="status">Layer ${layer + 1}, head ${head + 1}: <${Name}>${reading.names[at]}<//> looks most at ${" "}
+        <p class="ex-answer" role="status">Layer ${layer + 1},
+          head ${head + 1}: <${Name}>${reading.names[at]}<//> looks most at ${" "}
           ${first === at ? "itself" : html`<${Name}>${reading.names[first]}<//>`}, with ${" "}
           <b class="number">${percent(weights[first])}</b> of its attention.</p></div>
         <div><h3>Choose a head of layer ${layer + 1}</h3>
           <${Choice} class="ex-heads" name="Head" value=${head} choose=${setHead} options=${heads.map(
             ({ map, does }, h) => [
               h,
-              html`<${Heat} values=${map} columns=${reading.length} most=${1} label="" />
+              html`<${Heat} values=${map} columns=${reading.length} most=${1} />
               <span>${h + 1}<small>${does}</small></span>`,
             ],
           )} />
           <p class="ex-caption">Each square is a head: a line for each token, a column for each token that it looks
             at. The words below say what the head mostly looks at in your text.</p></div></div></div>
     <${Facts} of=${[
-      `${count(n_layers)} ${n_layers === 1 ? "layer" : "layers"} with ${count(n_heads)} ${n_heads === 1 ? "head" : "heads"} each, ` +
+      `${several(n_layers, "layer")} with ${several(n_heads, "head")} each, ` +
         `${count(n_layers * n_heads)} heads in all.`,
       n_kv_heads < n_heads &&
-        `To save memory, ${n_kv_heads === 1 ? "all" : n_heads / n_kv_heads} heads of a layer share the labels (keys and ` +
-          `values) by which they find what to look at.`,
+        `To save memory, ${n_kv_heads === 1 ? "all" : `every ${n_heads / n_kv_heads}`} heads of a layer share ` +
+          "what they know of the tokens before (keys and values).",
       position === "rope" &&
         `A head can tell near from far, because numbers are turned by the place of the token (RoPE)${
           n_turned < n_layers ? `, in ${n_turned} of the layers` : ""
         }.`,
       n_windowed > 0 &&
-        `${n_windowed === n_layers ? "Every layer sees" : `${n_windowed} of the layers see`} only the last ${count(window)} tokens` +
+        `${n_windowed === n_layers ? "Every layer sees" : `${n_windowed} of the layers see`} only the last ` +
+          `${count(window)} tokens` +
           `${n_windowed === n_layers ? "" : here ? ", and this is one of them" : "; this one sees all"}.`,
       `It can look back over at most ${count(model.about.context)} tokens. What came before is forgotten.`,
     ]} />
@@ -64,6 +66,7 @@ export function AttentionStep({ how, model, reading, at, choose }) {
       before.<//>`;
 }
 
+const several = (n, what) => `${count(n)} ${what}${n === 1 ? "" : "s"}`;
 const cycled = (n, pattern) => Array.from({ length: n }, (_, i) => pattern[i % pattern.length]);
 
 /** The tokens on both sides, and lines from each token to those that it looks at. */

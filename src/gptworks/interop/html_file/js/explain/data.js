@@ -21,12 +21,13 @@ export function DataStep({ how, model, reading, prompts }) {
     ...(prompts?.[0] && prompts[0] !== reading.text ? [["Its example", prompts[0]]] : []),
     ...TEXTS,
   ];
+  const only = sources.length === 1;
   const measured = useMeasured(model, texts);
   const most = Math.max(...measured.map((one) => one?.loss ?? 0)) || 1;
   return html`<p>A model knows only what it has read. It does not look anything up and it cannot check if it is right.
       So the most important question about a model is: <b>what was it trained on?</b></p>
     <div class="ex-picture">
-      ${sources.map((one) => html`<${Source} key=${one.name} data=${one} tokens=${sources.length === 1 ? how.tokens : null} />`)}
+      ${sources.map((one) => html`<${Source} key=${one.name} data=${one} tokens=${only ? how.tokens : null} />`)}
       ${!sources.length && html`<p>This file does not say what the model has read.</p>`}
       <h3>Where is it at home?</h3>
       <ul class="ex-homes" aria-busy=${String(measured.length < texts.length)}>${texts.map(
@@ -37,17 +38,20 @@ export function DataStep({ how, model, reading, prompts }) {
               ? html`<span class="quiet">reading …</span>`
               : measured[i].loss == null
                 ? html`<span class="quiet">${measured[i].why}</span>`
-                : html`<span class="ex-home"><${Bar} share=${measured[i].loss / most} /><span class="number">${decimal(measured[i].loss)}</span></span>`
+                : html`<span class="ex-home"><${Bar} share=${measured[i].loss / most} />
+                    <span class="number">${decimal(measured[i].loss)}</span></span>`
           }</li>`,
       )}</ul>
-      <p class="ex-caption">How surprised the model is, for each character of the text: the shorter the bar, the more the
+      <p class="ex-caption">How surprised the model is, for each character of the text: the shorter the bar, the more
+        the
         text is like what it has read.</p></div>
     <div class="ex-facts"><h3>What it cannot know</h3><ul>
       <li>Anything that was not in its texts, and all that happened after they were collected.</li>
       <li>If a sentence is true: it has learned what texts look like, with their mistakes and prejudices.</li>
       <li>What you write here: the numbers in this file do not change any more.</li>
       <li>What stood more than ${count(model.about.context)} tokens back.</li></ul></div>
-    <${Try}>Ask it for something that cannot be in its texts, your own name for instance: begin a sentence, then let it
+    <${Try}>Ask it for something that cannot be in its texts, your own name for instance: begin a sentence, then let
+      it
       write in step 6. Does it say that it does not know?<//>`;
 }
 
@@ -61,7 +65,13 @@ function Source({ data, tokens }) {
   ].filter(Boolean);
   const shelf = data.bytes > 0 ? Math.max(1, Math.min(300, Math.round(data.bytes / NOVEL_BYTES))) : 0;
   return html`<section class="ex-source"><h3><bdi>${data.name ?? "Its texts"}</bdi></h3>
-    ${shelf > 0 && html`<div class="ex-shelf" role="img" aria-label=${novels(data.bytes)}>${Array.from({ length: shelf }, (_, i) => html`<span key=${i}></span>`)}</div>`}
+    ${
+      shelf > 0 &&
+      html`<div class="ex-shelf" role="img" aria-label=${novels(data.bytes)}>${Array.from(
+        { length: shelf },
+        (_, i) => html`<span key=${i}></span>`,
+      )}</div>`
+    }
     <p class="number">${facts.join(" · ")}</p>
     ${data.url && html`<p class="quiet"><bdi>${data.url}</bdi></p>`}
     ${data.notes && html`<p><bdi class="ex-notes">${data.notes}</bdi></p>`}</section>`;
@@ -73,7 +83,9 @@ function novels(size) {
 }
 
 const read = (times) =>
-  times < 0.95 ? `it read ${percent(times)} of this` : `it read this ${times < 1.05 ? "once" : `${Number(times.toPrecision(2))} times`}`;
+  times < 0.95
+    ? `it read ${percent(times)} of this`
+    : `it read this ${times < 1.05 ? "once" : `${Number(times.toPrecision(2))} times`}`;
 
 /** Loss per character of each text, one after the other. */
 function useMeasured(model, texts) {

@@ -17,7 +17,8 @@ export function LogitsStep({ how, model, reading, at, choose }) {
   const id = candidates.includes(picked) ? picked : candidates[0];
   const next = reading.ids[at + 1];
   return html`<p>After the last layer, the model gives every token it knows a score for being the next one: its ${" "}
-      <b>logit</b>. Then the scores are turned into percentages (${"“"}softmax${"”"}), which together make 100 %. This is all
+      <b>logit</b>. Then the scores are turned into percentages (${"“"}softmax${"”"}), which together make 100 %.
+        This is all
       that a model ever does: it says how likely each next token is.</p>
     <div class="ex-picture">
       <${Tokens} ...${{ reading, at, choose }} name="After which token?" off=${(t) => t > at} />
@@ -29,11 +30,12 @@ export function LogitsStep({ how, model, reading, at, choose }) {
             <span class="number quiet">${decimal(logits[one])}</span><${Bar} share=${chances[one]} />
             <b class="number">${percent(chances[one])}</b>`,
         ])} />
-        <p class="ex-caption">The ${candidates.length} likeliest of ${count(logits.length)} tokens: score, then chance.${
-          next == null
-            ? ""
-            : html` In your text came <${Name}>${reading.names[at + 1]}<//>: ${percent(chances[next])}.`
-        }</p></div>
+        <p class="ex-caption">The ${candidates.length} likeliest of ${count(logits.length)} tokens: score, then
+          chance.${
+            next == null
+              ? ""
+              : html` In your text came <${Name}>${reading.names[at + 1]}<//>: ${percent(chances[next])}.`
+          }</p></div>
         <div><h3>Who votes for <${Name}>${nameOf(model, id)}<//>?</h3>
           <${Votes} ...${{ model, reading, at, id }} /></div></div>
       <h3>The best guess, layer by layer</h3>
@@ -42,10 +44,12 @@ export function LogitsStep({ how, model, reading, at, choose }) {
       how.model.tie_embeddings === true &&
         "The scores come from the table of step 2, used the other way round: which token's list is most like this one?",
       how.model.tie_embeddings === false &&
-        "The scores come from a second table, with a list for each token: which is most like the list that arrives here?",
+        "The scores come from a second table, with a list for each token: which is most like the list that " +
+          "arrives here?",
       `${count(logits.length)} scores, for each place of the text.`,
     ]} />
-    <${Try}>Choose the tokens of your text one by one. Where is the model sure, with more than 90 %? Where does it have
+    <${Try}>Choose the tokens of your text one by one. Where is the model sure, with more than 90 %? Where does it
+      have
       no idea? Why there?<//>`;
 }
 

@@ -36,8 +36,10 @@ export function MlpStep({ how, model, reading, at, choose }) {
   const silent = row.filter((value) => value === 0).length;
   const [before, after] = [2 * layer + 1, 2 * layer + 2].map((i) => best(model, reading.trace.lens(i, at)));
   const columns = Math.ceil(Math.sqrt(3 * row.length));
-  return html`<p>Now each token is worked on alone, by <b>${count(row.length)} neurons</b>. A neuron <b>fires</b> when it finds
-      what it has learned to look for. Then it adds its own numbers to the token's list. This part is called the ${" "}
+  return html`<p>Now each token is worked on alone, by <b>${count(row.length)} neurons</b>. A
+  neuron <b>fires</b> when it finds
+      what it has learned to look for. Then it adds its own numbers to the token's list. This part is called
+        the ${" "}
       <b>MLP</b>.</p>
     <div class="ex-picture">
       <${Layer} n=${n_layers} value=${layer} set=${(one) => (setLayer(one), pick(null))} />
@@ -56,14 +58,18 @@ export function MlpStep({ how, model, reading, at, choose }) {
             one,
             html`<span>neuron ${one + 1}</span><b class="number">${decimal(row[one])}</b>`,
           ])} />
-          <p class="ex-answer" role="status">If the model had to guess the next token without this MLP: <${Name}>${before.name}<//> ${" "}
-            (${percent(before.chance)}). With it: <${Name}>${after.name}<//> (${percent(after.chance)}).</p></div></div></div>
+          <p class="ex-answer" role="status">If the model had to guess the next token without this
+            MLP: <${Name}>${before.name}<//> ${" "}
+            (${percent(before.chance)}). With it:
+            ${" "}<${Name}>${after.name}<//> (${percent(after.chance)}).</p></div></div></div>
     <${Facts} of=${[
       ACTIVATIONS[mlp],
       d_ff && `${count(n_layers)} × ${count(d_ff)} = ${count(n_layers * d_ff)} neurons in all.`,
       parallel
         ? "In this model, attention and MLP of a layer work at the same time, on the same numbers."
-        : n_layers > 1 && `Attention, then MLP: this is one layer. There are ${count(n_layers)}, one after the other.`,
+        : n_layers > 1 &&
+          `Attention, then MLP: this is one layer. There are ${count(n_layers)}, one after the
+          other.`,
       NORMS[norm] && `Before each of these parts, the numbers are brought to a common size (${NORMS[norm]}).`,
     ]} />
     <${Try}>Choose the neuron that fires most. For which other tokens does it fire? Add a word to your text that

@@ -80,7 +80,8 @@ function Walk({ how, name, prompts, defaults, loading, shown, route }) {
       <h2 id="ex-title"><span class="ex-number" aria-hidden="true">${step + 1}</span>${title}</h2>
       ${
         reading
-          ? html`<${Step} key=${step} ...${{ how, model, reading, prompts, defaults, busy, setText }} at=${place} choose=${setAt} />`
+          ? html`<${Step} key=${step} ...${{ how, model, reading, prompts, defaults, busy, setText }}
+              at=${place} choose=${setAt} />`
           : !problem && html`<p class="quiet" role="status">The model is being loaded …</p>`
       }
     </article>

@@ -3,8 +3,8 @@
 import { cx, html, useEffect, useRef, useTheme } from "../../../../studio/static/js/ui.js";
 
 /**
- * The text's tokens, of which one is chosen. `below(t)`: what stands under a token; `shade(t)`: its strength, 0 to 1, or
- * a class; `off(t)`: it plays no part.
+ * The text's tokens, of which one is chosen. `below(t)`: what stands under a token; `shade(t)`: its strength, 0 to 1,
+ * or a class; `off(t)`: it plays no part.
  */
 export function Tokens({ reading, at, choose, name, below, shade, off }) {
   return html`<div class="ex-tokens" role="radiogroup" aria-label=${name}>${reading.names.map((token, t) => {
@@ -86,7 +86,8 @@ export function Heat({ values, columns, most, label, over, pick, ...more }) {
     const index = row * columns + column;
     return column >= 0 && column < columns && index >= 0 && index < values.length ? index : null;
   };
-  return html`<canvas class=${cx("ex-heat", more.class)} ref=${canvas} role="img" aria-label=${label}
+  return html`<canvas class=${cx("ex-heat", more.class)} ref=${canvas}
+    ...${label ? { role: "img", "aria-label": label } : { "aria-hidden": "true" }}
     onPointerMove=${over && ((event) => over(cell(event)))} onPointerLeave=${over && (() => over(null))}
     onClick=${pick && ((event) => cell(event) != null && pick(cell(event)))}></canvas>`;
 }

@@ -18,11 +18,13 @@ export function TrainingStep({ how, model, reading, at, choose }) {
   const loss = reading.loss(at);
   const { meanLoss } = reading;
   return html`<p>Training begins with random numbers, so the model knows nothing. It reads text and guesses each next
-      token. If the right one had a small chance, the <b>loss</b> is large: think of it as surprise. Then all its ${" "}
+      token. If the right one had a small chance, the <b>loss</b> is large: think of it as surprise. Then all
+        its ${" "}
       ${how.parameters ? html`<b>${count(how.parameters)} numbers</b>` : "numbers"} are changed a tiny bit, so that it
       would be less surprised next time.</p>
     <div class="ex-picture">
-      <${Tokens} ...${{ reading, at, choose }} name="How surprised it was by each token" shade=${(t) => lossShade(reading.loss(t))}
+      <${Tokens} ...${{ reading, at, choose }} name="How surprised it was by each token"
+        shade=${(t) => lossShade(reading.loss(t))}
         below=${(t) => (t ? decimal(reading.loss(t)) : "–")} />
       <p class="ex-answer" role="status">${
         loss == null
@@ -33,8 +35,10 @@ export function TrainingStep({ how, model, reading, at, choose }) {
       }</p>
       ${
         meanLoss != null &&
-        html`<p class="ex-caption">Mean loss of your text: <b class="number">${decimal(meanLoss)}</b>, as if each time it
-          had to guess among <b class="number">${rate(Math.exp(meanLoss))}</b> tokens, all of the same chance. If it guessed blindly among all its tokens,
+        html`<p class="ex-caption">Mean loss of your text: <b class="number">${decimal(meanLoss)}</b>, as if each
+        time it
+          had to guess among <b class="number">${rate(Math.exp(meanLoss))}</b> tokens, all of the same chance. If it
+            guessed blindly among all its tokens,
           it would be <b class="number">${decimal(Math.log(model.engine.vocabulary))}</b>.</p>`
       }
       ${how.losses?.length > 1 && html`<${Curve} rows=${how.losses} />`}</div>
@@ -49,7 +53,8 @@ export function TrainingStep({ how, model, reading, at, choose }) {
       how.steps > how.step &&
         `Its training went on to step ${count(how.steps)}; this file has step ${count(how.step)}.`,
       how.loss != null &&
-        `On text that was kept from it, its loss is ${figure(how.loss)}: as if it guessed among ${rate(Math.exp(how.loss))} tokens.`,
+        `On text that was kept from it, its loss is ${figure(how.loss)}: as if it guessed among ` +
+          `${rate(Math.exp(how.loss))} tokens.`,
       OBJECTIVES[how.objective],
       model.chat && "It is made for conversations. Here it reads your text as a plain text.",
     ]} />
@@ -91,15 +96,20 @@ function Curve({ rows }) {
     train != null && `loss ${figure(train)} on what it read`,
     held != null && `${figure(held)} on text kept from it`,
   ];
-  return html`<figure class="ex-curve"><figcaption>Its loss while it learned, from ${figure(whole[0][1])} at step ${count(whole[0][0])} to
+  return html`<figure class="ex-curve"><figcaption>Its loss while it learned, from ${figure(whole[0][1])} at
+  step ${count(whole[0][0])} to
        ${figure(whole.at(-1)[1])} at step ${count(whole.at(-1)[0])}</figcaption>
-    <div class="ex-axis"><div class="number" aria-hidden="true"><span>${figure(most)}</span><span>${figure(least)}</span></div>
-      <svg viewBox=${`0 0 ${WIDE} ${HIGH}`} preserveAspectRatio="none" role="img" aria-label="The loss, falling through training">
+    <div class="ex-axis"><div class="number" aria-hidden="true"><span>${figure(most)}</span>
+        <span>${figure(least)}</span></div>
+      <svg viewBox=${`0 0 ${WIDE} ${HIGH}`} preserveAspectRatio="none" role="img"
+        aria-label="The loss through training">
       <path class="train" d=${path(series[0])} /><path class="held" d=${path(series[1])} />
       <line class="now" x1=${x(step)} x2=${x(step)} y1="0" y2=${HIGH} /></svg>
-      <div class="number" aria-hidden="true"><span>step ${count(first)}</span><span>step ${count(last)}</span></div></div>
+      <div class="number" aria-hidden="true"><span>step ${count(first)}</span>
+        <span>step ${count(last)}</span></div></div>
     <${Slider} name="Step" value=${i} set=${setI} max=${rows.length - 1}
       text=${(k) => count(rows[k][0])} />
-    <p class="ex-caption" role="status"><span class="ex-above">on what it read</span> · <span class="ex-below">on text kept from it</span>.
+    <p class="ex-caption" role="status"><span class="ex-above">on what it read</span> · <span class="ex-below">on
+      text kept from it</span>.
       At step ${count(step)}: ${said.filter(Boolean).join(", ")}.</p></figure>`;
 }
