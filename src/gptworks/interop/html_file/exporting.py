@@ -222,8 +222,8 @@ def _page(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool
     }  # fmt: skip
     return {
         "state": {
-            "version": __version__, "parts": ["play", "explain", "about"], "read_only": True, "models": [model], "notice": None,
-            "sampling": SAMPLING._asdict(), "place": "In this file",
+            "version": __version__, "parts": ["play", "explain", "about"], "read_only": True, "models": [model],
+            "notice": None, "sampling": SAMPLING._asdict(), "place": "In this file",
         },
         "page": {
             "facts": {
