@@ -119,8 +119,8 @@ def export_html(
         f"writes some {rate:,.0f} tokens a second on one core"
     )
     about = {
-        "context": capacity, "module_bytes": len(module()), "words": words, "chat": _chat(template, words),
-        "model": _model(image, model, capacity),
+        "name": loaded.recipe.name, "step": loaded.checkpoint.step, "context": capacity, "module_bytes": len(module()),
+        "words": words, "chat": _chat(template, words), "model": _model(image, model, capacity),
     }  # fmt: skip
     page = _page(loaded, image, kind, capacity, template is not None)
     check = None
@@ -222,7 +222,7 @@ def _page(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool
     }  # fmt: skip
     return {
         "state": {
-            "version": __version__, "parts": ["play", "explain", "about"], "read_only": True, "models": [model],
+            "version": __version__, "parts": ["play", "read", "explain", "about"], "read_only": True, "models": [model],
             "notice": None, "sampling": SAMPLING._asdict(), "place": "In this file",
         },
         "page": {

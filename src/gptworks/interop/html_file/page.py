@@ -21,6 +21,7 @@ _STYLES = (
     _STUDIO / "shared.css",
     _STUDIO / "play.css",
     _STUDIO / "card.css",
+    _STUDIO / "read.css",
     _JS.parent / "about.css",
     _JS.parent / "explain.css",
 )

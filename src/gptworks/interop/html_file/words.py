@@ -57,6 +57,7 @@ def words_of(tokenizer: Tokenizer) -> dict[str, Any]:
         "decoder": [_decoder(step) for step in _parts(tree["decoder"], "decoders")] or [{"type": "Spaced"}],
         "added": _added(tree["added_tokens"], tokenizer),
         "before": special.before, "after": special.after, "start": special.start, "ends": special.ends,
+        "document": special.document[0],
     }  # fmt: skip
 
 

@@ -1,6 +1,9 @@
 // In place of the studio's api.js: the model of this file answers, and nothing leaves the page.
 
+import { readText, readToken } from "./reading.js";
+
 export const serves = false; // requests of other programs
+export const hasRuns = false; // other checkpoints, and the training data
 
 let answers = null;
 
@@ -21,8 +24,10 @@ export function get(path) {
   return path === "studio/state" ? Promise.resolve(answers.state) : unanswered(path);
 }
 
-export function post(path) {
-  return path === "studio/load" ? answers.model.then(() => ({ loaded: true })) : unanswered(path);
+const POSTS = { "studio/load": () => ({ loaded: true }), "studio/read/text": readText, "studio/read/token": readToken };
+
+export async function post(path, body, { signal } = {}) {
+  return path in POSTS ? POSTS[path](await answers.model, body, signal) : unanswered(path);
 }
 
 function unanswered(path) {

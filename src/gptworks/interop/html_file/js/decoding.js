@@ -81,6 +81,13 @@ export function decoded(ids, { names, decoder }, special) {
   return tokens.join("");
 }
 
+/** How many bytes of text a token has; 0 for a special one, and where it depends on its neighbours. */
+export function sizeOf(id, { names, decoder }, special) {
+  if (decoder.length !== 1 || special.has(id)) return 0;
+  const sizes = { ByteLevel: (name) => bytesOf(name).length, Fuse: (name) => new TextEncoder().encode(name).length };
+  return sizes[decoder[0].type]?.(names[id]) ?? 0;
+}
+
 /** Decodes tokens as they come; bytes of an incomplete character are held back. The joined texts are those of all ids. */
 export class Decoder {
   /** before: the ids that precede; the text of the next one may depend on them. */

@@ -1,6 +1,7 @@
-// The page of a model in one file: Play and About of the studio's frame, and the model behind them.
+// The page of a model in one file: Play, Read and About of the studio's frame, and the model behind them.
 
 import * as play from "../../../studio/static/js/play.js";
+import * as read from "../../../studio/static/js/read.js";
 import { part, start } from "../../../studio/static/js/shell.js";
 import { about as aboutPart } from "./about.js";
 import { answerBy } from "./api.js";
@@ -57,6 +58,7 @@ else {
   );
   answerBy(model, state);
   part("play", "Play", () => Promise.resolve(play));
+  part("read", "Read", () => Promise.resolve(read));
   part("explain", "Explain", () => Promise.resolve({ Part: explain(page, state, model) }));
   part("about", "About", () => Promise.resolve({ Part: aboutPart(page) }));
   start(document.getElementById("app")).then(() => (document.title = page.facts.name));

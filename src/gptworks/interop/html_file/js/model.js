@@ -55,9 +55,14 @@ export class Model {
     }
   }
 
-  /** What is computed on the way to the logits of a text of a few tokens, or of those from `first` on (trace.js). */
-  trace(ids, signal, first = 0) {
-    return this.inTurn((rest) => Trace.read(this.engine, ids, rest, first), signal);
+  /** What is computed on the way to the logits of a text of a few tokens (trace.js). */
+  trace(ids, signal) {
+    return this.inTurn((rest) => this.traced(ids, rest), signal);
+  }
+
+  /** The same in the caller's turn, of the tokens from `first` on. */
+  traced(ids, rest, first = 0) {
+    return Trace.read(this.engine, ids, rest, first);
   }
 
   async *text({ prompt, tokens, messages, answers, settings, n_top = 10, score_prompt = false }, signal) {

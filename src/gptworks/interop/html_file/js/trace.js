@@ -84,8 +84,8 @@ class Watcher {
 export class Trace {
   /**
    * Read a text, and keep what is computed for its tokens from `first` on. `rest()` is awaited between steps, and may
-   * throw to stop. Arrays are float32, row by row: T tokens, R of them kept, D wide, H heads, F neurons, V tokens of the
-   * vocabulary. A token is named by its place in the text.
+   * throw to stop. Arrays are float32, row by row: T tokens, R of them kept, D wide, H heads, F neurons, V words. A
+   * token is named by its place in the text.
    */
   static async read(engine, ids, rest, first = 0) {
     const most = Math.min(Math.floor(MOST_PAIRS / (ids.length - first || 1)), engine.capacity);
@@ -146,6 +146,12 @@ export class Trace {
   /** A layer's probabilities [H·R·T]: of head h, query t, key s. */
   attention(layer) {
     return this.weights[layer];
+  }
+
+  /** A head's probabilities [T] at token t. */
+  weightsOf(layer, head, t) {
+    const row = head * this.n_rows + t - this.first;
+    return this.weights[layer].subarray(row * this.ids.length, (row + 1) * this.ids.length);
   }
 
   /** What enters the down projection of a layer's MLP [R·F]. */

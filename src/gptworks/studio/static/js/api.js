@@ -5,6 +5,7 @@ const SESSION = "gptworks-session";
 const TYPED = "gptworks-key";
 
 export const serves = true; // other programs' requests too: a model in one file has no server
+export const hasRuns = true; // their checkpoints and their data: a model in one file has neither
 
 export class ApiError extends Error {
   constructor(message, status) {

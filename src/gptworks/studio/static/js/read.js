@@ -1,6 +1,6 @@
 // The part Read: the loss of each token of a text, and for one token its causes and its places in the training data.
 
-import { post } from "./api.js";
+import { hasRuns, post } from "./api.js";
 import { count, figure } from "./format.js";
 import { taken } from "./shell.js";
 import { Chips, html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./ui.js";
@@ -79,7 +79,9 @@ export function Part({ state, shown }) {
   return html`<div class="cards read">
     <h1 class="hidden-text">Read</h1>
     <form class="card composer" onSubmit=${read} onKeyDown=${keys}>
-      <div class="toolbar">
+      ${
+        hasRuns &&
+        html`<div class="toolbar">
         <${ModelChoice} models=${models} chosen=${current} choose=${chooseRun} name="Model" />
         <label class="check"><input type="checkbox" checked=${Boolean(against)} onChange=${(event) =>
           setAgainst(
@@ -89,7 +91,8 @@ export function Part({ state, shown }) {
           against &&
           html`<${ModelChoice} models=${models} chosen=${against} choose=${setAgainst} name="Compared model" />`
         }
-      </div>
+      </div>`
+      }
       <${Source} chosen=${current} source=${source} change=${change} />
       <${Chips} name="Examples" texts=${models.find((model) => model.id === current.model)?.prompts ?? []}
         use=${(text) => example({ kind: "text", text })} />
@@ -148,8 +151,11 @@ function Found({ found, index, setIndex, sought, steps, setSteps, weights, setWe
         weights=${weights} second=${second} />
       <${Along} parts=${answer.along} other=${answer.other?.along} />
     </section>
-    <${Steps} ...${{ through, body, answer, index, steps, setSteps }} context=${model?.context}
-      newest=${newestOf(model)} /></div>
+    ${
+      hasRuns &&
+      html`<${Steps} ...${{ through, body, answer, index, steps, setSteps }} context=${model?.context}
+        newest=${newestOf(model)} />`
+    }</div>
     ${
       index != null &&
       html`<${Token} key=${index} ...${{ body, answer, index, weights, setWeights }} sought=${sought === index} />`

@@ -1,6 +1,6 @@
 // What can be read with one click before anything was read: the first documents of the run's validation split.
 
-import { post } from "../api.js";
+import { hasRuns, post } from "../api.js";
 import { count } from "../format.js";
 import { html, useEffect, useState } from "../ui.js";
 
@@ -12,7 +12,7 @@ export function Examples({ shown, current, work, pick }) {
   const [texts, setTexts] = useState([]);
   const { model, checkpoint } = current;
   useEffect(() => {
-    if (!shown || !model) return undefined;
+    if (!hasRuns || !shown || !model) return undefined;
     const asked = new AbortController();
     const { signal } = asked;
     const look = async () => {
@@ -30,7 +30,9 @@ export function Examples({ shown, current, work, pick }) {
   return html`<section class="card" aria-labelledby="examples-title">
     <h2 id="examples-title">What this shows</h2>
     <p class="quiet">Each token of a text is coloured by its loss. For the one that you choose: what else was likely,
-      what each part of the model added, where each head looked, and since which checkpoint the run knows it.</p>
+      what each part of the model added, where each head looked${
+        hasRuns ? ", and since which checkpoint the run knows it" : ", and what each block would have predicted"
+      }.</p>
     ${texts.length > 0 && html`<h3>Click one of its validation documents to read it</h3>`}
     <ul class="examples">${texts.map(
       (text, number) => html`<li key=${number}><button class="card" disabled=${Boolean(work)}

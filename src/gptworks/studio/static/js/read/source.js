@@ -1,12 +1,14 @@
 // The source to read: a text, or a document of a run's validation split.
 
-import { post } from "../api.js";
+import { hasRuns, post } from "../api.js";
 import { count } from "../format.js";
 import { html, useEffect, useState } from "../ui.js";
 
 /** `source`: { kind: "text" | "document", text, number }. */
 export function Source({ chosen, source, change }) {
-  return html`<div class="switch" role="group" aria-label="What to read">
+  return html`${
+    hasRuns &&
+    html`<div class="switch" role="group" aria-label="What to read">
       ${[
         ["text", "A text"],
         ["document", "A validation document"],
@@ -15,7 +17,8 @@ export function Source({ chosen, source, change }) {
         class="button small" aria-pressed=${String(source.kind === kind)} onClick=${() => change({ ...source, kind })}>
         ${name}</button>`,
       )}
-    </div>
+    </div>`
+  }
     ${
       source.kind === "text"
         ? html`<textarea class="field" rows="4" maxlength="100000" aria-label="Text" placeholder="Paste a text"

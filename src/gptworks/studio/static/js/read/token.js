@@ -1,6 +1,6 @@
 // One token: the causes of its probability, in words and by the parts of the model, and where the data has it.
 
-import { post } from "../api.js";
+import { hasRuns, post } from "../api.js";
 import { count, figure, percent, visible } from "../format.js";
 import { cx, html, Scrolls, useEffect, useMemo, useRef, useState } from "../ui.js";
 import { Attention, headsOf } from "./attention.js";
@@ -44,7 +44,7 @@ export function Token({ body, answer, index, sought, weights, setWeights }) {
         ...${{ index, against, setAgainst, weights, look, heads }} />
       <${Lens} lens=${found.lens} tokens=${answer.tokens} index=${index} />
       <${Attention} heads=${heads} tokens=${answer.tokens} look=${look} />
-      <${NGrams} body=${body} index=${index} />
+      ${hasRuns && html`<${NGrams} body=${body} index=${index} />`}
     </div>`
     }</section>`;
 }
