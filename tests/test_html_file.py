@@ -18,7 +18,7 @@ from gptworks.chat_template import BUILT_IN
 from gptworks.cli import app
 from gptworks.errors import RunError, UserError
 from gptworks.infer.sampling import SamplingSettings, filter_whole
-from gptworks.interop.html_file import export_html, exporting
+from gptworks.interop.html_file import browser, export_html, exporting
 from gptworks.interop.html_file.patterns import as_javascript
 from gptworks.interop.html_file.words import words_of
 from gptworks.kernels import wasm
@@ -31,6 +31,12 @@ needs_clang = pytest.mark.skipif(
     shutil.which("clang") is None or shutil.which("wasm-ld") is None, reason="needs clang and lld"
 )
 JS = Path(exporting.__file__).with_name("js")
+
+
+@pytest.fixture(autouse=True)
+def _node_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check in Node, which starts faster than a browser; test_browser_html_check.py has the browser."""
+    monkeypatch.setenv(browser.BROWSER, "")
 
 
 def make_run(folder: Path, tokenizer: dict[str, Any] | None = None, **model: Any) -> Path:
@@ -169,13 +175,35 @@ def test_conversations_have_the_ids_of_the_run_s_template(hostile: Path, tmp_pat
     assert found.chats == 3
 
 
-def test_without_node_a_file_is_unchecked_and_says_so(
+def test_without_browser_and_node_a_file_is_unchecked_and_says_so(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     done = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "model.html"), "--format", "html"])
     assert done.exit_code == 0, done.output
-    assert "unchecked: there is no Node here to open it" in done.output
+    assert "unchecked: there is no Chromium, Chrome or Edge here" in done.output
+
+
+@needs_node
+@pytest.mark.parametrize(("does", "reason"), [("exit 1", "the browser ended"), ("sleep 60", "does not answer")])
+def test_where_a_browser_does_not_start_node_computes_and_the_report_says_so(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, reason: str
+) -> None:
+    program = tmp_path / "browser"
+    program.write_text(f"#!/bin/sh\n{does}\n", encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv(browser.BROWSER, str(program))
+    monkeypatch.setattr(browser, "START_SECONDS", 0.3)
+    done = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "model.html"), "--format", "html"])
+    assert done.exit_code == 0, done.output
+    assert "equal in Node" in done.output
+    assert "the page itself is unchecked: " in done.output
+    assert reason in done.output
+
+
+def test_a_browser_that_is_named_must_be_there(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(browser.BROWSER, "netscape")
+    refused(run, tmp_path / "model.html", "GPTWORKS_BROWSER=netscape: there is no such program")
 
 
 @needs_node
@@ -201,7 +229,7 @@ def test_nothing_half_written_is_left(
 
     monkeypatch.setattr(exporting, "blocks", some)
     with pytest.raises((RunError, KeyboardInterrupt)):
-        export_html(run, tmp_path / "out", split=split)
+        export_html(run, tmp_path / "out.html", split=split)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -228,6 +256,7 @@ def test_refusals_name_what_is_missing(tmp_path: Path, run: Path, monkeypatch: p
     there = tmp_path / "there.html"
     there.touch()
     refused(run, there, "exists")
+    refused(run, tmp_path / "model.txt", "a name that ends in .html")
     refused(run, tmp_path / "model.html", "it must be one of int8, int4, bf16, fp32", weights="int3")
     refused(make_run(tmp_path / "experts", n_experts=4), tmp_path / "model.html", "it has no mixture of experts")
     refused(make_run(tmp_path / "odd", d_head=12), tmp_path / "model.html", "d_head=12 is not a multiple of 16")

@@ -114,12 +114,17 @@ def _export_html(
     then = f"serve it: python -m http.server -d {shlex.quote(str(out))}" if split else "open it in a browser"
     lines = [f"wrote {out}: {made.parameters:,} parameters, {made.weights}, {made.bytes:,} bytes; {then}"]
     if (found := made.check) is None:
-        lines.append("unchecked: " + ("there is no Node here to open it" if verify else "--no-verify"))
+        lines.append(f"unchecked: {made.unchecked}")
     else:
         lines.append(
-            f"equal in {found.program}: logits within {found.logit_difference:.2e} of the largest, "
-            f"{found.greedy_tokens} greedy tokens, token ids of {found.texts} texts, {found.chats} conversations"
+            f"equal in {found.program}: logits within {found.logit_difference:.2e} of the largest, loss "
+            f"{found.loss:.4f} within {found.loss_difference:.1e}, {found.greedy_tokens} greedy tokens, token ids of "
+            f"{found.texts} texts, {found.chats} conversations"
         )
+        if found.no_browser:
+            lines.append(f"the page itself is unchecked: {found.no_browser}")
+        if found.tokens_per_second is not None:
+            lines.append(f"writes {found.tokens_per_second:,.0f} tokens a second in {found.program} here")
     tree = dict(vars(made)) | {"check": found and vars(found)}
     show_lines(tree, as_json, *lines, *_notes(made.notes))
 

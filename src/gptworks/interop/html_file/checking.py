@@ -1,11 +1,13 @@
-"""Compare an exported file with the engine: Node runs the file's own code, as a browser does."""
+"""Compare an exported file with the engine: the file's own code computes, in a browser or in Node."""
 
+import base64
 import json
+import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,18 @@ from gptworks.chat_template import ChatTemplate
 from gptworks.errors import RunError, UserError
 from gptworks.infer.backends.backend import Chunk
 from gptworks.infer.backends.native import NativeBackend
+from gptworks.infer.text import DECODER_CONTEXT_TOKENS
+from gptworks.interop.html_file.browser import Unavailable, opened
 from gptworks.interop.html_file.strings import TEXTS
 from gptworks.model.gpt import GPT
-from gptworks.tokenizer import encode_text
+from gptworks.tokenizer import StreamDecoder, encode_text
 
 GREEDY_TOKENS = 64
 PROMPT_TOKENS = 32
 TOLERANCES = {"fp32": 1e-3, "bf16": 3e-2, "int8": 1e-2, "int4": 1e-2}
 """Largest difference of logits, as a share of the largest logit: processors round activations differently."""
 SECONDS = 600
-_CHECK = Path(__file__).with_name("js") / "check.mjs"
+_JS = Path(__file__).with_name("js")
 
 
 @dataclass(frozen=True)
@@ -34,52 +38,100 @@ class Check:
     """What was found equal."""
 
     program: str
+    """The browser and its version, or Node."""
+    no_browser: str | None
+    """The reason why Node computed, which has no page: only the file's code is checked."""
     logit_difference: float
+    """Largest difference of logits, as a share of the largest."""
+    loss: float
+    """Mean loss in the file of a text of `PROMPT_TOKENS` arbitrary tokens and the greedy ones."""
+    loss_difference: float
+    """Its difference from the engine's."""
     greedy_tokens: int
-    """Number of most likely tokens that are equal, out of `GREEDY_TOKENS` or as many as the context holds; where two
-    logits differ by less than the tolerance, either counts."""
+    """Number of greedy tokens that are equal, `GREEDY_TOKENS` or as many as the context holds; where two logits differ
+    by less than the tolerance, either counts."""
     texts: int
     chats: int
     tokens_per_second: float | None
+    """Speed at which the file wrote the greedy text here."""
 
 
 def check_file(
-    file: Path, model: GPT, weights: str, capacity: int, cache: torch.dtype, tokenizer: Tokenizer,
+    file: Path, split: bool, model: GPT, weights: str, capacity: int, cache: torch.dtype, tokenizer: Tokenizer,
     template: ChatTemplate | None,
-) -> Check | None:  # fmt: skip
-    """Return what is equal in a file and in the engine; None if there is no Node to open the file.
+) -> Check | str:  # fmt: skip
+    """Return what is equal in a file and in the engine, or the reason why nothing here opens the file.
+
+    Args:
+        split: the page reads files next to it.
 
     Raises:
         RunError: something differs, or the file does not open.
     """
-    node = shutil.which("node")
-    if node is None:
-        return None
     backend = NativeBackend(model, 1, capacity, dtype=cache)
     n_prompt = max(1, min(PROMPT_TOKENS, capacity // 2))
     tokens, wanted = _greedy(backend, n_prompt, capacity)
     chats = [] if template is None else _accepted(template)
-    with tempfile.TemporaryDirectory(prefix="gptworks-html-") as temporary:
-        asked, answers, logits = (Path(temporary, name) for name in ("asked.json", "answers.json", "logits"))
-        tree = {"tokens": tokens, "texts": TEXTS, "chats": [messages for messages, _ in chats]}
-        asked.write_text(json.dumps(tree), encoding="utf-8")
-        try:
-            done = subprocess.run(
-                [node, _CHECK, file, asked, answers, logits],
-                stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise RunError(f"{file.name}: Node takes more than {SECONDS} s; --no-verify skips the check.") from None
-        if done.returncode:
-            raise RunError(f"{file.name} does not open in Node: {done.stderr.strip()[-800:]}")
-        found = torch.from_numpy(np.fromfile(logits, np.float32).reshape(len(tokens), -1))
-        given = json.loads(answers.read_text(encoding="utf-8"))
-    difference = float((found - wanted).abs().max() / wanted.abs().max())
-    if not difference <= TOLERANCES[weights]:
-        raise RunError(f"{file.name}: logits differ from the engine's by {difference:.2e} of the largest.")
-    n_equal = _equal_greedy(found, tokens, n_prompt, TOLERANCES[weights] * float(wanted.abs().max()))
-    _compare(given, tokenizer, chats, file)
-    return Check("Node", difference, n_equal, len(TEXTS), len(chats), given["tokens_per_second"])
+    asked = {"tokens": tokens, "n_prompt": n_prompt, "texts": TEXTS, "chats": [messages for messages, _ in chats]}
+    answered = f"(async () => {{ {_script()}\nreturn answered(await gptworks.model, {json.dumps(asked)}); }})()"
+    expressions = [answered, *(f"gptworks.rowOf({i})" for i in range(len(tokens)))]
+    try:
+        program, no_browser, (given, *rows) = _values(file, split, expressions)
+    except Unavailable as error:
+        return str(error)
+    found = torch.from_numpy(np.stack([np.frombuffer(base64.b64decode(row), np.float32) for row in rows]))
+    near = TOLERANCES[weights] * float(wanted.abs().max())
+    difference = float((found - wanted).abs().max())
+    if not difference <= near:
+        raise RunError(f"{file}: logits differ from the engine's by {difference:.2e}; at most {near:.2e} is rounding.")
+    losses = torch.tensor(given["losses"])
+    expected = -wanted[:-1].log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    if not float((losses - expected).abs().max()) <= 2 * near:
+        raise RunError(f"{file}: losses differ from the engine's by {float((losses - expected).abs().max()):.2e}.")
+    n_equal = _equal_greedy(found, tokens, n_prompt, near)
+    if n_equal < len(tokens) - n_prompt:
+        raise RunError(f"{file}: {n_equal} of {len(tokens) - n_prompt} greedy tokens are the engine's.")
+    _compare_ids(given, tokenizer, chats, file)
+    _compare_texts(given, tokenizer, tokens, n_prompt, wanted, near, file)
+    mean = float(losses.mean())
+    return Check(
+        program, no_browser, difference / float(wanted.abs().max()), mean, abs(mean - float(expected.mean())), n_equal,
+        len(TEXTS), len(chats), given["tokens_per_second"],
+    )  # fmt: skip
+
+
+@cache
+def _script() -> str:
+    return re.sub(r"^export ", "", (_JS / "check.js").read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def _values(file: Path, split: bool, expressions: list[str]) -> tuple[str, str | None, list[Any]]:
+    """Return what computed expressions in a page, a browser or else Node; why not a browser; and the values.
+
+    Raises:
+        Unavailable: neither is here.
+        RunError: the page fails, or reports a fault.
+    """
+    try:
+        with opened(file, SECONDS, served=split) as page:
+            values = [page.evaluate(one) for one in expressions]
+            if faults := page.faults():
+                raise RunError(f"{file}: in {page.program} the page reports: {'; '.join(faults)}")
+            return page.program, None, values
+    except Unavailable as error:
+        reason = str(error)
+    if (node := shutil.which("node")) is None:
+        raise Unavailable(f"{reason}, and no Node")
+    try:
+        done = subprocess.run(
+            [node, _JS / "check.mjs", file], input=json.dumps(expressions), capture_output=True, text=True,
+            encoding="utf-8", timeout=SECONDS, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{file}: Node took more than {SECONDS} s to compute; --no-verify skips this.") from None
+    if done.returncode:
+        raise RunError(f"{file} does not open in Node: {done.stderr.strip()[-800:]}")
+    return "Node", reason, json.loads(done.stdout)
 
 
 def _greedy(backend: NativeBackend, n_prompt: int, capacity: int) -> tuple[list[int], torch.Tensor]:
@@ -98,6 +150,27 @@ def _equal_greedy(found: torch.Tensor, tokens: Sequence[int], n_prompt: int, nea
     rows = found[n_prompt - 1 : -1]
     behind = rows.amax(-1) - rows.gather(1, chosen[:, None])[:, 0]
     return int((behind <= near).sum())
+
+
+def _compare_texts(
+    given: dict[str, Any], tokenizer: Tokenizer, tokens: list[int], n_prompt: int, wanted: torch.Tensor, near: float,
+    file: Path,
+) -> None:  # fmt: skip
+    """Compare the text that the page writes; behind another token of nearly the same logit, the rest differs."""
+    read, decoder = StreamDecoder(tokenizer), StreamDecoder(tokenizer)
+    if given["prompt"] != [read.push(one) for one in tokens[:n_prompt]]:
+        raise RunError(f"{file}: the texts of the tokens {tokens[:n_prompt]} are not the engine's.")
+    for one in tokens[max(0, n_prompt - DECODER_CONTEXT_TOKENS) : n_prompt]:
+        decoder.push(one)
+    for i, (one, other) in enumerate(zip(tokens[n_prompt:], given["written"], strict=False)):
+        row = wanted[n_prompt - 1 + i]
+        if one != other and row[one] - row[other] > near:
+            raise RunError(f"{file}: greedy token {i + 1} is {other}, and the engine's is {one}.")
+        if one != other:
+            return
+    text = "".join(decoder.push(one) for one in tokens[n_prompt:]) + decoder.flush()
+    if len(tokens) > n_prompt and given["text"] != text:
+        raise RunError(f"{file}: the greedy text is {given['text']!r}, and the engine's is {text!r}.")
 
 
 def _accepted(template: ChatTemplate) -> list[tuple[list[dict[str, Any]], list[int]]]:
@@ -122,7 +195,7 @@ _CHATS: tuple[list[dict[str, Any]], ...] = (
 )
 
 
-def _compare(given: dict[str, Any], tokenizer: Tokenizer, chats: list[Any], file: Path) -> None:
+def _compare_ids(given: dict[str, Any], tokenizer: Tokenizer, chats: list[Any], file: Path) -> None:
     for text, ids, read in zip(TEXTS, given["ids"], given["read"], strict=True):
         wanted = encode_text(tokenizer, text)
         if ids != wanted or read != tokenizer.decode(wanted):

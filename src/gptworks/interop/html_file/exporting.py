@@ -64,6 +64,8 @@ class Export:
     context: int
     check: Check | None
     """What was compared with the engine; None: the file is unchecked."""
+    unchecked: str | None
+    """The reason why the file is unchecked."""
     notes: tuple[str, ...]
 
 
@@ -83,18 +85,20 @@ def export_html(
 
     Args:
         weights: number format of the matrices. None: int8, or a quantized run's own.
-        verify: compare the file with the engine, if Node is found; a file that differs is deleted.
+        verify: compare the file with the engine, in a browser or else in Node; a file that differs is deleted.
         split: make `out` a folder for a static host: index.html, and the kernels and weights in files next to it.
         report: called with the sizes before the file is written, and with other messages.
 
     Raises:
-        UserError: the run does not exist; `out` exists; the page cannot compute the architecture or the tokenizer; or
-            the model is too large.
+        UserError: the run does not exist; `out` exists, or is a file that does not end in .html; the page cannot
+            compute the architecture or the tokenizer; or the model is too large.
         RunError: the disk is full or fails, or the file differs from the engine.
     """
     out = Path(out)
     if out.exists():
         raise UserError(f"{out} exists: choose another path, or delete it.")
+    if not split and out.suffix not in (".html", ".htm"):
+        raise UserError(f"{out}: give it a name that ends in .html, without which browsers show a page as plain text.")
     if weights is not None and weights not in get_args(HTMLWeights):
         raise UserError(f"weights={weights}: it must be one of {', '.join(get_args(HTMLWeights))}.")
     chosen = choose_checkpoint(Path(run), checkpoint, report)
@@ -123,13 +127,16 @@ def export_html(
         "words": words, "chat": _chat(template, words), "model": _model(image, model, capacity),
     }  # fmt: skip
     page = _page(loaded, image, kind, capacity, template is not None)
-    check = None
+    found: Check | str = "--no-verify"
     with new_folder(out, image.n_bytes) if split else replacing_by_name(out) as aside:
         file = aside / "index.html" if split else aside
         n_bytes = _write(file, loaded.recipe.name, page, about, _blocks(image), split)
         if verify:
-            check = check_file(file, model, min(kind.split(", ")), capacity, cache, tokenizer, template)
-    return Export(out, kind, n_bytes, image.n_bytes, parameters, loaded.checkpoint.step, capacity, check, tuple(notes))
+            found = check_file(file, split, model, min(kind.split(", ")), capacity, cache, tokenizer, template)
+    check, reason = (found, None) if isinstance(found, Check) else (None, found)
+    return Export(
+        out, kind, n_bytes, image.n_bytes, parameters, loaded.checkpoint.step, capacity, check, reason, tuple(notes)
+    )
 
 
 def _blocks(image: Image) -> Iterator[tuple[str, bytes]]:

@@ -1,0 +1,259 @@
+"""Open a page in a browser that is installed here, without a window and without a network, and compute in it.
+
+Chromium and its relatives are driven by the DevTools protocol over a pipe: no port is opened. The profile is new; it is
+removed with the processes. https://chromedevtools.github.io/devtools-protocol
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from gptworks.errors import RunError, UserError
+
+BROWSER = "GPTWORKS_BROWSER"
+"""The environment variable that names a browser; empty: use none."""
+_NAMES = (
+    "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge",
+    "microsoft-edge-stable", "msedge",
+)  # fmt: skip
+_APPS = ("Google Chrome", "Chromium", "Microsoft Edge")
+_OPTIONS = (
+    "--headless=new", "--remote-debugging-pipe", "--no-first-run", "--no-default-browser-check", "--disable-extensions",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-breakpad",
+    "--disable-dev-shm-usage", "--disable-gpu", "--mute-audio", "--password-store=basic", "--use-mock-keychain",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+)  # fmt: skip
+_START = """
+import fcntl, os, sys
+pipes = [fcntl.fcntl(int(one), fcntl.F_DUPFD_CLOEXEC, 10) for one in sys.argv[1:3]]
+os.closerange(3, 10)
+for i, one in enumerate(pipes):
+    os.dup2(one, 3 + i)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""Chromium reads commands from descriptor 3 and writes answers to 4."""
+START_SECONDS = 60
+
+
+class Unavailable(Exception):
+    """No browser here opens a file; the message is the reason."""
+
+
+def find_browser() -> str:
+    """Return the path of a browser: what the variable `BROWSER` names, or one of PATH and the usual places.
+
+    Raises:
+        Unavailable: there is none, or the platform is Windows, where browsers take no pipe from Python.
+        UserError: the variable names none.
+    """
+    if (named := os.environ.get(BROWSER)) is not None:
+        found = shutil.which(named) if named else None
+        if named and found is None:
+            raise UserError(f"{BROWSER}={named}: there is no such program. Name Chromium, Chrome or Edge, or unset it.")
+    else:
+        places = (f"{root}/Applications/{one}.app/Contents/MacOS/{one}" for root in ("", Path.home()) for one in _APPS)
+        found = next(filter(None, map(shutil.which, (*_NAMES, *places))), None)
+    if found is None or sys.platform == "win32":
+        raise Unavailable("there is no Chromium, Chrome or Edge here that the export can open it in")
+    return found
+
+
+@contextlib.contextmanager
+def opened(file: Path, seconds: float, served: bool = False) -> Iterator["Page"]:
+    """Open a page, a file whose name ends in .html, inside the `with`, for at most `seconds`.
+
+    Args:
+        served: open it from a web server, with the files next to it.
+
+    Raises:
+        Unavailable: there is no browser, or it does not start or may not read the file.
+        RunError: the page takes longer.
+    """
+    program = find_browser()
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(_serving(file)) if served else file.absolute().as_uri()
+        named = tempfile.TemporaryDirectory(prefix="gptworks-browser-", ignore_cleanup_errors=True)
+        pipe = stack.enter_context(_running(program, stack.enter_context(named)))
+        pipe.limit(START_SECONDS, Unavailable(f"{program} does not answer"))
+        version = pipe.ask("Browser.getVersion")["product"]
+        target = pipe.ask("Target.createTarget", url="about:blank")["targetId"]
+        pipe.session = pipe.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for part in ("Page", "Runtime", "Log"):
+            pipe.ask(f"{part}.enable")
+        if problem := pipe.ask("Page.navigate", url=url).get("errorText"):
+            raise Unavailable(f"{program} may not read the file: {problem}")
+        pipe.limit(seconds, RunError(f"{file}: {program} took more than {seconds:.0f} s to compute"))
+        pipe.wait("Page.loadEventFired")
+        yield Page(pipe, _name(version))
+
+
+@contextlib.contextmanager
+def _serving(file: Path) -> Iterator[str]:
+    """Serve a file's folder inside the `with`, to who knows a secret; yield the file's address."""
+    secret = secrets.token_urlsafe(16)
+
+    class Handler(SimpleHTTPRequestHandler):
+        def send_head(self) -> Any:
+            _, given, path = self.path.split("/", 2) if self.path.count("/") > 1 else ("", "", "")
+            self.path = f"/{path}"
+            return super().send_head() if given == secret else self.send_error(404)
+
+        def end_headers(self) -> None:
+            for policy, value in (("Opener", "same-origin"), ("Embedder", "require-corp")):
+                self.send_header(f"Cross-Origin-{policy}-Policy", value)
+            super().end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(file.parent))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/{secret}/{file.name}"
+        finally:
+            server.shutdown()
+
+
+def _name(product: str) -> str:
+    name, _, version = product.removeprefix("Headless").partition("/")
+    return f"{name} {version.partition('.')[0]}"
+
+
+class Page:
+    """A page that is open in a browser."""
+
+    def __init__(self, pipe: "_Pipe", program: str) -> None:
+        self._pipe, self.program = pipe, program
+        """The browser's name and version, such as Chrome 140."""
+
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of an expression of JavaScript, which is awaited.
+
+        Raises:
+            RunError: the expression throws.
+        """
+        found = self._pipe.ask("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        if thrown := found.get("exceptionDetails"):
+            raise RunError(f"the page fails in {self.program}: {_thrown(thrown)}")
+        return found["result"].get("value")
+
+    def faults(self) -> list[str]:
+        """Return what the page has reported until now: errors, and what its policy stopped."""
+        self._pipe.ask("Runtime.evaluate", expression="0")  # what came before is read
+        found = []
+        for event, content in self._pipe.events:
+            if event == "Runtime.exceptionThrown":
+                found.append(_thrown(content["exceptionDetails"]))
+            elif event == "Log.entryAdded" and content["entry"]["level"] == "error":
+                found.append(content["entry"]["text"])
+            elif event == "Runtime.consoleAPICalled" and content["type"] in ("error", "assert"):
+                found.append(" ".join(str(one.get("value", one.get("description"))) for one in content["args"]))
+        return found
+
+
+def _thrown(details: Any) -> str:
+    said = details.get("exception", {}).get("description") or details["text"]
+    return str(said)[:800]
+
+
+class _Pipe:
+    """Messages to and from a browser: JSON, each ended by a zero byte."""
+
+    def __init__(self, to: int, back: int) -> None:
+        self._to, self._back = to, back
+        self._read, self._waiting = bytearray(), deque[bytes]()
+        self._n, self.session = 0, ""
+        self.events: list[tuple[str, Any]] = []
+        os.set_blocking(to, False)
+
+    def limit(self, seconds: float, error: Exception) -> None:
+        """Raise `error` if the browser has not answered in so many seconds from now."""
+        self._end, self._late = time.monotonic() + seconds, error
+
+    def ask(self, method: str, **values: Any) -> Any:
+        """Return the browser's answer."""
+        self._n += 1
+        message = {"id": self._n, "method": method, "params": values}
+        rest = json.dumps(message | ({"sessionId": self.session} if self.session else {})).encode() + b"\0"
+        while rest:
+            self._ready(self._to, selectors.EVENT_WRITE)
+            try:
+                rest = rest[os.write(self._to, rest) :]
+            except BrokenPipeError:
+                raise Unavailable("the browser ended") from None
+        while (answer := self._next()).get("id") != self._n:
+            pass
+        if "error" in answer:
+            raise Unavailable(f"the browser refuses {method}: {answer['error'].get('message')}")
+        return answer["result"]
+
+    def wait(self, event: str) -> None:
+        """Wait until an event has come."""
+        while not any(name == event for name, _ in self.events):
+            self._next()
+
+    def _next(self) -> Any:
+        while not self._waiting:
+            self._ready(self._back, selectors.EVENT_READ)
+            if not (part := os.read(self._back, 1 << 16)):
+                raise Unavailable("the browser ended")
+            first, *more = part.split(b"\0")
+            self._read += first
+            for one in more:
+                self._waiting.append(bytes(self._read))
+                self._read = bytearray(one)
+        message = json.loads(self._waiting.popleft())
+        if "method" in message:
+            self.events.append((message["method"], message["params"]))
+        return message
+
+    def _ready(self, descriptor: int, event: int) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, event)
+            if not selector.select(max(0.0, self._end - time.monotonic())):
+                raise self._late
+
+
+@contextlib.contextmanager
+def _running(program: str, profile: str) -> Iterator[_Pipe]:
+    """Run a browser inside the `with`; no process of it is left."""
+    with contextlib.ExitStack() as stack:
+        commands, to, back, answers = (*os.pipe(), *os.pipe())
+        for one in (to, back):
+            stack.callback(os.close, one)
+        options = [*_OPTIONS, f"--user-data-dir={profile}/profile"]
+        if os.geteuid() == 0:  # Chromium has no sandbox for root
+            options.append("--no-sandbox")
+        folders = {"XDG_CONFIG_HOME": profile, "XDG_CACHE_HOME": profile}
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-ISc", _START, str(commands), str(answers), program, *options],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                pass_fds=(commands, answers), start_new_session=True, env=os.environ | folders,
+            )  # fmt: skip
+        finally:
+            os.close(commands)
+            os.close(answers)
+        stack.callback(_end, process)
+        yield _Pipe(to, back)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,55 @@
+// What a page computes, for the export to compare with the engine (html_file/checking.py): in a browser, or in Node.
+
+/**
+ * asked: `tokens` to score, of which `n_prompt` are a prompt; `texts` to encode; `chats` to render.
+ * The logits of each token are left to `rowOf`, as base64 of float32.
+ */
+export async function answered(model, { tokens, n_prompt, texts, chats }) {
+  const rows = [];
+  const last = await model.engine.read(tokens, { from: 0, score: (_, row) => rows.push(row) });
+  rows.push(last);
+  globalThis.gptworks.rowOf = (i) => base64(new Uint8Array(rows[i].buffer));
+  const settings = { ...GREEDY, max_tokens: Math.max(1, tokens.length - n_prompt) };
+  const [start, ...written] = await events(model.generate({ tokens: tokens.slice(0, n_prompt), settings }));
+  const [scored] = await events(
+    model.generate({ tokens, settings: { ...settings, max_tokens: 1 }, score_prompt: true, n_top: 1 }),
+  );
+  const ids = texts.map((one) => model.tokenizer.encode(one));
+  return {
+    prompt: start.tokens.map((one) => one.text),
+    written: written.filter((one) => one.type === "token").map((one) => one.id),
+    text: written.map((one) => one.text).join(""),
+    tokens_per_second: written.at(-1).tokens_per_second,
+    losses: scored.tokens.slice(1).map((one) => -one.logprob),
+    ids,
+    read: ids.map((one) => model.tokenizer.decode(one)),
+    chats: chats.map((one) => model.chat.encode(one)),
+  };
+}
+
+const GREEDY = {
+  temperature: 0,
+  top_k: 0,
+  top_p: 1,
+  min_p: 0,
+  repetition_penalty: 1,
+  frequency_penalty: 0,
+  presence_penalty: 0,
+  min_tokens: 0,
+  stop: [],
+  ignore_eos: true,
+  logit_bias: {},
+  seed: 0,
+};
+
+async function events(generator) {
+  const made = [];
+  for await (const event of generator) made.push(event);
+  return made;
+}
+
+function base64(bytes) {
+  let text = "";
+  for (let i = 0; i < bytes.length; i += 0x2000) text += String.fromCharCode(...bytes.subarray(i, i + 0x2000));
+  return btoa(text);
+}
