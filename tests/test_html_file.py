@@ -70,7 +70,8 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree["tokenizer"]["chat_template"] = str(template)
     train(parse_recipe(tree))
     run = folder / "tuned"
-    (run / "model-card.md").write_text(f"# {HOSTILE}\n{markup}", encoding="utf-8")
+    private = f"{run} `/home/alice/texts`, C:\\Users\\alice\\texts\\, https://alice:secret@example.org/texts"
+    (run / "model-card.md").write_text(f"# {HOSTILE}\n{markup}{private} \u202e\x1b[31m", encoding="utf-8")
     return run
 
 
@@ -241,6 +242,20 @@ def test_a_folder_for_a_host_computes_what_the_engine_computes(run: Path, tmp_pa
     names = sorted(file.name for file in (tmp_path / "out").iterdir())
     assert [name.partition("-")[0] for name in names] == ["_headers", "index.html", "kernels", "weights"]
     assert made.bytes < made.weight_bytes + 600_000
+
+
+def test_a_page_names_no_place_of_the_machine_and_says_how_the_model_was_made(hostile: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.html"
+    export_html(hostile, file, verify=False)
+    text = file.read_text(encoding="utf-8")
+    assert [word for word in (str(hostile.parent), "alice", "secret") if word in text] == []
+    shown = text.partition('id="page">')[2].partition("</script>")[0]
+    assert [code for code in ("\\u202e", "\\u001b") if code in shown] == []
+    how = json.loads(shown)["page"]["how"]
+    assert how["began"] == "base"
+    assert how["losses"][-1][0] == how["steps"] == 20
+    assert how["rows"]["ended"] == "finished, step 20"
+    assert how["data"]["documents"] > 0
 
 
 # ---------------------------------------------------------------------------------------------------- what is refused

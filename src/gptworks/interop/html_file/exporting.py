@@ -22,6 +22,7 @@ from gptworks.infer.defaults import sampling_of
 from gptworks.interop.exports import leave_out_heads
 from gptworks.interop.html_file.blocks import blocks
 from gptworks.interop.html_file.checking import Check, check_file
+from gptworks.interop.html_file.how import how_made, public
 from gptworks.interop.html_file.image import Image, make_image
 from gptworks.interop.html_file.page import model_page
 from gptworks.interop.html_file.words import words_of
@@ -40,6 +41,8 @@ MOST_CACHE_BYTES = 1 << 28
 FP32_CACHE_BYTES = 1 << 26
 """Up to this size, keys and values are kept in fp32, otherwise in bf16."""
 MOST_CARD_BYTES = 1 << 20
+MOST_PROMPTS, MOST_PROMPT = 4, 2000
+"""Maximum number of the run's sample prompts that the page offers, and of their characters."""
 BYTES_PER_SECOND = {"fp32": 1.5e9, "bf16": 1.3e9, "int8": 2.5e9, "int4": 1.3e9}
 """Weights that one core reads in a browser, measured on a server's core (2026); a phone's reads a third."""
 
@@ -123,14 +126,15 @@ def export_html(
         f"writes some {rate:,.0f} tokens a second on one core"
     )
     about = {
-        "name": loaded.recipe.name, "step": loaded.checkpoint.step, "context": capacity, "module_bytes": len(module()),
-        "words": words, "chat": _chat(template, words), "model": _model(image, model, capacity),
+        "name": public(loaded.recipe.name), "step": loaded.checkpoint.step, "context": capacity,
+        "module_bytes": len(module()), "words": words, "chat": _chat(template, words),
+        "model": _model(image, model, capacity),
     }  # fmt: skip
-    page = _page(loaded, image, kind, capacity, template is not None)
+    page = public(_page(loaded, image, kind, capacity, template is not None))
     found: Check | str = "--no-verify"
     with new_folder(out, image.n_bytes) if split else replacing_by_name(out) as aside:
         file = aside / "index.html" if split else aside
-        n_bytes = _write(file, loaded.recipe.name, page, about, _blocks(image), split)
+        n_bytes = _write(file, page["page"]["facts"]["name"], page, about, _blocks(image), split)
         if verify:
             found = check_file(file, split, model, min(kind.split(", ")), capacity, cache, tokenizer, template)
     check, reason = (found, None) if isinstance(found, Check) else (None, found)
@@ -225,12 +229,13 @@ def _page(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool
     model: dict[str, Any] = {
         "id": recipe.name, "run": None, "chat": chats, "context": capacity, "parameters": parameters,
         "vocab_size": config.vocab_size, "state": "served", "checkpoints": [], "problem": None,
+        "prompts": [prompt for prompt in recipe.train.sample_prompts if 0 < len(prompt) <= MOST_PROMPT][:MOST_PROMPTS],
         "sampling": sampling_of(loaded.checkpoint.run_dir / "tokenizer")._asdict(),
     }  # fmt: skip
     return {
         "state": {
             "version": __version__, "parts": ["play", "read", "explain", "about"], "read_only": True, "models": [model],
-            "notice": None, "sampling": SAMPLING._asdict(), "place": "In this file",
+            "notice": None, "sampling": SAMPLING._asdict(), "place": "In this page", "title": recipe.name,
         },
         "page": {
             "facts": {
@@ -239,8 +244,7 @@ def _page(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool
                 "context": capacity, "step": loaded.checkpoint.step,
             },
             "card": read_text(card, MOST_CARD_BYTES, inside=card.parent) if card.exists() else None,
-            "recipe": _shown_recipe(recipe),
-            "how": {"model": recipe.model.model_dump(mode="json"), "parameters": parameters},
+            "recipe": _shown_recipe(recipe), "how": how_made(loaded),
         },
     }  # fmt: skip
 

@@ -26,6 +26,12 @@ _STYLES = (
     _JS.parent / "explain.css",
 )
 
+_ICON = (
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 8 8'%3E%3Crect width='8' height='8' "
+    "rx='2' fill='%233f55b5'/%3E%3Cpath d='M2 6V4m2 2V2m2 4V3' stroke='%23fff' stroke-linecap='round'/%3E%3C/svg%3E"
+)
+"""Three bars: the probabilities of a token and its alternatives."""
+
 
 @cache
 def script() -> str:
@@ -51,7 +57,7 @@ def model_page(title: str, page: Any, about: Any, blocks: Iterable[tuple[str, by
     yield from environment().get_template("model.html").generate(
         title=title, policy=_policy((first, script()), style, fetches="files" in about), first=_inside(first),
         style=_inside(style), page=_inside(as_json(page)), script=_inside(script()), about=_inside(as_json(about)),
-        blocks=((name, _inside(as_text(content))) for name, content in blocks),
+        icon=_ICON, blocks=((name, _inside(as_text(content))) for name, content in blocks),
     )  # fmt: skip
 
 

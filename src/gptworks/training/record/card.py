@@ -144,7 +144,7 @@ def _training(
     return {
         **({} if recipe.initialize_from is None else {"started from": f"the run {recipe.initialize_from.name}"}),
         "in training" if reason is None else "ended": f"{reason or 'so far'}, step {progress.step:,}",
-        **({"sources": ", ".join(map(_source, recipe.data.sources))} if recipe.data.sources else {}),
+        **({"sources": ", ".join(map(source_name, recipe.data.sources))} if recipe.data.sources else {}),
         "tokens": f"{progress.tokens:,}, {progress.samples / samples_per_epoch:.2f} epochs of the training text",
         "time": f"{clock(progress.seconds)} of training, {speed:,.0f} tokens/s",
         "batch": f"{smaller}{train.batch_size} × {lengths}{recipe.row_length:,} tokens{cut}",
@@ -184,7 +184,8 @@ def _memory(memory: MemoryPeaks | None) -> dict[str, str]:
     return {"memory at the peak": words}
 
 
-def _source(source: object) -> str:
+def source_name(source: object) -> str:
+    """Return a source's type with its address, or the last name of its path."""
     kind, names = getattr(source, "type", ""), (getattr(source, name, None) for name in ("url", "path", "dataset"))
     place = next((name for name in names if name), "")
     return f"{kind} {Path(place).name if '://' not in place else place}".strip()

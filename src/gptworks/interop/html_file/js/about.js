@@ -1,9 +1,9 @@
-// The part About: the model's figures, its card and its recipe, as the run states them.
+// The part About: the model's figures, how it was made, its card and its recipe, as the run states them.
 
 import { bytes, count } from "../../../studio/static/js/format.js";
 import { html } from "../../../studio/static/js/ui.js";
 
-export function about({ facts, card, recipe }) {
+export function about({ facts, card, recipe, how }) {
   const figures = [
     ["Parameters", count(facts.parameters)],
     ["Weights", `${facts.weights}, ${bytes(facts.bytes)}`],
@@ -15,16 +15,38 @@ export function about({ facts, card, recipe }) {
     ["Step", count(facts.step)],
   ];
   return function Part() {
-    return html`<div class="about-file"><h1>${facts.name}</h1>
-      <p>The whole model is in this file. It computes in this page; nothing is sent anywhere.</p>
-      <div class="card"><h2>The model</h2>
-        <dl>${figures.map(
-          ([name, value]) => html`<div key=${name}><dt>${name}</dt><dd class="number">${value}</dd></div>`,
-        )}
-        </dl></div>
-      ${
-        card && html`<div class="card"><h2>Model card</h2><pre tabindex="0" aria-label="Model card">${card}</pre></div>`
-      }
-      <div class="card"><h2>Recipe</h2><pre tabindex="0" aria-label="Recipe">${recipe}</pre></div></div>`;
+    return html`<div class="about-file"><h1><bdi>${facts.name}</bdi></h1>
+      <p>The whole model is in this page and computes here; nothing is sent anywhere.</p>
+      <${Figures} name="The model" rows=${figures} />
+      <${Figures} name="How it was made" rows=${made(how)} wide />
+      <${Text} name="Model card" text=${card} />
+      <${Text} name="Recipe" text=${recipe} />
+    </div>`;
   };
+}
+
+/** What the run states, in its own words. */
+function made({ rows = {}, data, loss, objective }) {
+  const trainedOn = data && [data.name, data.documents && `${count(data.documents)} documents`, tokensOf(data)];
+  return [
+    ["data", trainedOn && trainedOn.filter(Boolean).join(" · ")],
+    ["loss on held-out text", objective === "next_token" && loss != null && `${loss.toFixed(4)} nats per token`],
+    ...Object.entries(rows).filter(([name]) => name !== "sources"),
+  ].filter(([, value]) => value);
+}
+
+const tokensOf = ({ tokens }) => tokens && `${count(tokens)} tokens of training text`;
+
+function Figures({ name, rows, wide = false }) {
+  if (!rows.length) return null;
+  return html`<section class="card"><h2>${name}</h2>
+    <dl class=${wide ? "wide" : null}>${rows.map(
+      ([name, value]) => html`<div key=${name}><dt>${name}</dt><dd class="number">${value}</dd></div>`,
+    )}</dl></section>`;
+}
+
+function Text({ name, text }) {
+  return (
+    text && html`<section class="card"><h2>${name}</h2><pre tabindex="0" aria-label=${name}>${text}</pre></section>`
+  );
 }

@@ -62,5 +62,5 @@ else {
   part("read", "Read", () => Promise.resolve(read));
   part("explain", "Explain", () => Promise.resolve({ Part: explain(page, state, model) }));
   part("about", "About", () => Promise.resolve({ Part: aboutPart(page) }));
-  start(document.getElementById("app")).then(() => (document.title = page.facts.name));
+  start(document.getElementById("app"));
 }

@@ -153,8 +153,8 @@ function Shell() {
     setAt(route());
   }, [key, model, at]);
   useEffect(() => {
-    document.title = key ? `${parts.get(key).name} · gptworks` : "gptworks";
-  }, [key]);
+    document.title = [state?.title ?? (key && parts.get(key).name), "gptworks"].filter(Boolean).join(" · ");
+  }, [key, state?.title]);
   return html`
     <a class="skip" href="#main" onClick=${skip}>Skip to the content</a>
     <header class="shell">

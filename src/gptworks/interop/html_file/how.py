@@ -1,0 +1,111 @@
+"""How a model was made, as its run records it, without paths of the machine or other private words."""
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from gptworks.checkpoint import LoadedRun
+from gptworks.data.opened import find_of_run
+from gptworks.errors import UserError
+from gptworks.pages.parts import printable
+from gptworks.planning.params import count_parameters
+from gptworks.training.changes import read_history
+from gptworks.training.record.card import source_name
+from gptworks.training.record.metrics import LOG, read_metrics
+from gptworks.training.record.outcome import read_outcome
+
+MOST_LOSSES = 200
+_PATH = re.compile(r"""(?<![^\s"'`|(=\[,])(?:file://|~|[A-Za-z]:)?(?:[\\/]+[^\\/\s"'`|()\[\],;<>]+){2,}[\\/]?""")
+"""A path from the root of a file system. Not one in a URL, whose slashes follow letters."""
+_OF_PERSONS = re.compile(r"""(?:file://|[A-Za-z]:)?[\\/]+(?:home|Users)[\\/]+[^\\/]+[\\/]?""")
+_SIGNED_IN = re.compile(r"://[^/\s@]+@")
+
+
+def public(tree: Any) -> Any:
+    """Return JSON with texts that may be shown to everybody: of a path on a machine the last name, of a URL no name and
+    password, and U+FFFD for characters that cannot be shown or turn the direction of text."""
+    if isinstance(tree, dict):
+        return {name: public(value) for name, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [public(value) for value in tree]
+    return _without_places(printable(tree)) if isinstance(tree, str) else tree
+
+
+def _without_places(text: str) -> str:
+    return _PATH.sub(_last_name, _SIGNED_IN.sub("://", text))
+
+
+def _last_name(found: re.Match[str]) -> str:
+    path = found[0]
+    return "~" if _OF_PERSONS.fullmatch(path) else re.split(r"[\\/]+", path.rstrip("\\/"))[-1]
+
+
+def how_made(loaded: LoadedRun) -> dict[str, Any]:
+    """Return what the run records of its making. A figure that is not recorded is null or missing."""
+    recipe, checkpoint = loaded.recipe, loaded.checkpoint
+    run_dir, state, outcome = checkpoint.run_dir, _state(loaded), read_outcome(checkpoint.run_dir)
+    losses = _losses(loaded)
+    imported = checkpoint.step == 0 and not (run_dir / LOG).exists()
+    rows = {} if isinstance(outcome, str) else outcome.training
+    forked = False
+    with suppress(UserError, OSError):
+        forked = bool(read_history(run_dir).origins)
+    return {
+        "model": recipe.model.model_dump(mode="json"), "parameters": count_parameters(recipe.model).total,
+        "step": checkpoint.step,
+        "steps": max((row[0] for row in losses), default=None), "tokens": state.get("tokens"),
+        "seconds": state.get("seconds"), "device": rows.get("device"), "rows": rows,
+        "loss": next((row[2] for row in losses if row[0] == checkpoint.step and row[2] is not None), None),
+        "losses": _thinned(losses), "objective": recipe.objective.type, "imported": imported,
+        "began": recipe.initialize_from.name if recipe.initialize_from else None,
+        "random": recipe.initialize_from is None and not imported and not forked,
+        "data": _data(loaded, state.get("data_fingerprint")),
+    }  # fmt: skip
+
+
+def _state(loaded: LoadedRun) -> dict[str, Any]:
+    with suppress(UserError, OSError):
+        return loaded.checkpoint.state()
+    return {}
+
+
+def _losses(loaded: LoadedRun) -> list[tuple[int, float | None, float | None]]:
+    """Return steps with the training and the held-out loss, either null, in nats per token."""
+    rows: dict[int, list[float | None]] = {}
+    with suppress(UserError, OSError):
+        for record in read_metrics(loaded.checkpoint.run_dir / LOG, kinds=("train", "validation")):
+            loss = record.get("loss")
+            if isinstance(loss, int | float) and math.isfinite(loss):
+                rows.setdefault(record["step"], [None, None])[record["kind"] == "validation"] = round(loss, 5)
+    return [(step, *rows[step]) for step in sorted(rows)]  # type: ignore[misc]
+
+
+def _thinned(rows: list[Any]) -> list[Any]:
+    """Return at most `MOST_LOSSES` rows: the last one, and before it those with a held-out loss first."""
+    held = [row for row in rows[:-1] if row[2] is not None]
+    others = [row for row in rows[:-1] if row[2] is None]
+    room = MOST_LOSSES - 1
+    held = held[:: -(-len(held) // (room // 2)) or 1]
+    others = others[:: -(-len(others) // (room - len(held))) or 1]
+    return sorted(held + others, key=lambda row: row[0]) + rows[-1:]
+
+
+def _data(loaded: LoadedRun, fingerprint: object) -> dict[str, Any] | None:
+    """Return the name and the sizes of the run's training text; the name alone if its dataset is not here."""
+    recipe = loaded.recipe
+    names = list(_names(recipe))
+    if not names:
+        return None
+    sizes: dict[str, Any] = {}
+    with suppress(UserError, OSError):
+        found = find_of_run(recipe, loaded.checkpoint.run_dir, fingerprint) if isinstance(fingerprint, str) else None
+        if found is not None and (files := found.manifest.splits.get("train")) is not None:
+            sizes = {"documents": files.documents, "tokens": files.tokens, "bytes": files.text_bytes}
+    return {"name": ", ".join(names), **sizes}
+
+
+def _names(recipe: Any) -> Iterator[str]:
+    yield from map(source_name, recipe.data.sources)
+    yield from (one.name for one in recipe.data.mixture)
