@@ -35,7 +35,6 @@ from gptworks.units import counted
 STEP_TOKENS, STEP_TOKENS_WITH_AMX = 128, 512
 """Maximum tokens of a chunk in one call: enough that reading the weights again in the next call costs little."""
 
-_ACTIVATIONS = ("gelu", "gelu_tanh", "relu2", "swiglu", "geglu")
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8)
 """The dtypes of matrices that the kernels multiply."""
 
@@ -99,8 +98,6 @@ def refused_architecture(config: ModelConfig) -> str | None:
         return f"it has no {config.laboratory[0]}."
     if config.norms_behind:
         return "it has no norms behind attention and MLP."
-    if config.mlp not in _ACTIVATIONS:
-        return f"it has no mlp={config.mlp}."
     for name in ("attention_softcap", "logit_softcap"):
         if getattr(config, name) is not None:
             return f"it has no {name}."
