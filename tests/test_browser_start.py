@@ -327,7 +327,11 @@ def test_a_recipe_is_started_with_the_keys_alone(page: Any, runs: Studio) -> Non
 def test_a_length_typed_before_the_server_suggests_one_is_kept(new_page: Callable[..., Any], runs: Studio) -> None:
     page = new_page()
     held: list[Any] = []
-    page.route("**/studio/start/extension?*", held.append)
+
+    def hold(route: Any) -> None:
+        held.append(route)
+
+    page.route("**/studio/start/extension?*", hold)
     opened(page, runs, "start/old")
     field(page, "train.max_steps").fill("11")
     for route in held:
