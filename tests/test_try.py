@@ -152,7 +152,7 @@ def test_runs_are_shorter_where_too_few_of_the_recipes_length_fit(recipe: Path) 
         (["data.validation.fraction=0.3"], {}, "`data.validation.fraction` is the same in all trials"),
         (["tokenizer.type=word"], {}, "`tokenizer.type` is the same in all trials"),
         (["train.evaluate_sequences=2"], {}, "decides what the validation loss measures"),
-        (["train.learning_rate=0.2"], {"minutes": 0.2}, "--minutes 0.2 is too short: 3 pairs of runs of 20 steps take"),
+        (["train.learning_rate=0.2"], {"minutes": 0.2}, "0.2 minutes are too short: 3 pairs of runs of 20 steps take"),
         (["train.learning_rate=0.2"], {"steps": 9000}, "or fewer --steps"),
         (["train.learning_rate=0.2"], {"steps": 19}, "runs of 19 steps are too short to compare: give --steps 20"),
     ],

@@ -106,7 +106,7 @@ def plan_try(
     if pairs < FEWEST_PAIRS:
         least = FEWEST_PAIRS * (wanted * per_step + n_arms * RUN_SECONDS) / 60
         raise UserError(
-            f"--minutes {minutes:g} is too short: {FEWEST_PAIRS} pairs of runs of {wanted} steps take "
+            f"{minutes:.3g} minutes are too short: {FEWEST_PAIRS} pairs of runs of {wanted} steps take "
             f"about {least:.1f} minutes here. Give more minutes{', or fewer --steps' if steps else ''}."
         )
     design = Design(tuple(changes), minutes, worth, pairs, wanted, ratio)

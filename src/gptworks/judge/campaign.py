@@ -1,0 +1,371 @@
+"""A campaign: tries of one change after another to a recipe, judged with one bound on all errors, in a fixed time.
+
+Its folder holds `ledger.jsonl`, `base.yaml` and a `champion-NNN.yaml` for each accepted change, `texts/` (the text of
+all tries) and its tokens in `data/`, `tries/NNN/` (folders of `gptworks try`), `final/`, the page `judge.html`, and
+`secret/`, which only its owner may read: the key of seeds and signatures, and the sealed text.
+"""
+
+import hashlib
+import hmac
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import filelock
+import yaml
+
+from gptworks.config import Recipe
+from gptworks.data.prepare import prepare
+from gptworks.errors import RunError, UserError
+from gptworks.files import check_links, file_lock, read_regular, sha256_file, write_whole
+from gptworks.judge.begin import BASE, FINAL_PAIRS, KEY, LEDGER, SECRET, TRIES, begin
+from gptworks.judge.changes import changed_recipe, check_work, overrides_from
+from gptworks.judge.evidence import Control, level, spread_floor
+from gptworks.judge.final import final_facts, final_gains
+from gptworks.judge.ledger import Ledger
+from gptworks.judge.page import write_judge_page
+from gptworks.judge.records import Records, Tried, facts_of, read_records
+from gptworks.planning.params import count_parameters
+from gptworks.recipe import apply_overrides, load_recipe, read_recipe, with_vocab_size
+from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
+from gptworks.runs.trials import Report
+from gptworks.runs.try_page import write_try_page
+from gptworks.runs.try_results import TRY_FILE, Try, read_try
+from gptworks.runs.try_run import RUN_SECONDS, Rules, plan_try, run_try
+
+USUAL_PAIRS = 12
+"""Default of the number of pairs after which a try that is not decided stops."""
+
+Changes = Mapping[str, Any] | None
+
+
+class Campaign:
+    """A campaign of tries in a folder. Only one process may use it, and it trains one try at a time."""
+
+    def __init__(self, folder: str | Path, report: Report = lambda _: None) -> None:
+        """Open the campaign in a folder, and check its ledger, recipes and texts.
+
+        Raises:
+            UserError: the folder holds no campaign, another process uses it, or its files were changed.
+        """
+        self.folder, self._report = Path(folder).absolute(), report
+        key = self.folder / SECRET / KEY
+        if not key.is_file():
+            raise UserError(f"{folder} holds no campaign: give a recipe to begin one, or another --folder.")
+        check_links(self.folder)
+        self._lock = file_lock(self.folder / ".lock", timeout=0)
+        try:
+            self._lock.acquire()
+        except filelock.Timeout:
+            raise UserError(f"{folder} is in use by another judge: wait for it, or give another --folder.") from None
+        self._training, self._stop = threading.Lock(), threading.Event()
+        self._now: tuple[int, int] | None = None
+        try:
+            self._key = read_regular(key, 1 << 10, inside=key.parent)
+            self._ledger = Ledger(self.folder / LEDGER, self._key)
+            self.verify()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    @classmethod
+    def create(
+        cls, recipe: str | Path, folder: str | Path, *, budget_seconds: float, error: float = 0.05,
+        control: Control = "family", worth: float = 0.005, steps: int | None = None, overrides: Sequence[str] = (),
+        report: Report = lambda _: None,
+    ) -> "Campaign":  # fmt: skip
+        """Begin a campaign in a new folder: seal a part of the recipe's text, and measure a step.
+
+        Args:
+            budget_seconds: machine time for all tries and the final comparison.
+            error: bound on errors of the whole campaign.
+            control: family: `error` bounds the probability of any false gain. discoveries: it bounds the expected share
+                of false gains among the accepted.
+            worth: the minimum worthwhile gain, in the unit of the loss.
+            steps: steps of each run. None: the recipe's, or fewer so that about 80 runs fit in the budget.
+            overrides: settings that replace the recipe's.
+
+        Raises:
+            UserError: the recipe has no text of its own, the budget is too short, or the folder is not empty.
+        """
+        begin(
+            recipe, Path(folder), budget_seconds=budget_seconds, error=error, control=control, worth=worth,
+            steps=steps, overrides=overrides, report=report,
+        )  # fmt: skip
+        made = cls(folder, report)
+        write_judge_page(made.folder, made.records)
+        return made
+
+    def close(self) -> None:
+        """Stop the try that trains, with a checkpoint, and let other processes use the folder."""
+        self._stop.set()
+        with self._training:
+            self._lock.release()
+
+    def verify(self) -> int:
+        """Check the ledger, the recipes, the texts, and that each try's folder has its entry; return the number of
+        entries.
+
+        Raises:
+            UserError: something was changed, added or removed.
+        """
+        ledger = Ledger(self.folder / LEDGER, self._key)
+        if not ledger.entries or ledger.entries != self._ledger.entries:
+            raise UserError(f"{ledger.path} is not what this judge has written: restore it from a copy.")
+        for entry in ledger.entries:
+            for name, sha256 in entry.get("files", {}).items():
+                path = self.folder / name
+                if not path.is_file() or sha256_file(path, inside=self.folder) != sha256:
+                    raise UserError(f"{path} is not the file that the campaign wrote: restore it from a copy.")
+        begun = {f"{entry['tried']:03d}" for entry in ledger.of_kind("begun")}
+        if unknown := sorted({one.name for one in (self.folder / TRIES).iterdir()} - begun):
+            raise UserError(
+                f"{self.folder / TRIES / unknown[0]} has no entry in {ledger.path}, so the ledger was replaced by an "
+                f"older copy, or the folder was added: restore the ledger, or remove the folder."
+            )
+        return len(ledger.entries)
+
+    # -------------------------------------------------------------------------------------------- state
+
+    @property
+    def records(self) -> Records:
+        """The rules and all tries so far. A try without an end that does not train now is `abandoned`; the pairs and
+        the time of its finished runs count."""
+        found = read_records(self._ledger)
+        for one in found.tries:
+            folder = self.folder / TRIES / f"{one.number:03d}"
+            if one.is_open and (self._now is None or self._now[0] != one.number):
+                one.state = "abandoned" if one.state == "running" else one.state
+                if (folder / TRY_FILE).is_file():
+                    ended = read_try(folder)
+                    one.take(facts_of(ended))
+                    trained = sum(sum(pair.seconds.values()) for pair in ended.pairs)
+                    found.used_seconds += max(0.0, trained - one.seconds)
+                    one.seconds = max(trained, one.seconds)
+        return found
+
+    @property
+    def running(self) -> tuple[int, int] | None:
+        """Number of the try that trains now (0: the final comparison), and of its pairs so far; None if none does."""
+        return self._now
+
+    @property
+    def champion_path(self) -> Path:
+        """The recipe with all accepted changes."""
+        number = read_records(self._ledger).champion
+        return self.folder / (f"champion-{number:03d}.yaml" if number else BASE)
+
+    def pair_seconds(self, found: Records) -> float:
+        """Return the estimated time of a pair of runs."""
+        pairs = sum(len(one.gains) for one in found.tries)
+        if pairs >= FEWEST_PAIRS:
+            return sum(one.seconds for one in found.tries) / pairs
+        return 2 * (found.rules.steps * found.rules.step_seconds + RUN_SECONDS)
+
+    def left_seconds(self, found: Records) -> float:
+        """Return the time that tries may still use, without that set aside for the final comparison."""
+        return max(0.0, found.rules.budget_seconds - found.used_seconds - FINAL_PAIRS * self.pair_seconds(found))
+
+    def next_level(self, found: Records) -> float:
+        """Return the level of the next try, see `evidence.level`."""
+        rules = found.rules
+        return level(rules.error, rules.control, len(found.tries) + 1, len(found.accepted))
+
+    def tried(self, number: int) -> Tried:
+        """Return a try by its number.
+
+        Raises:
+            UserError: there is no such try.
+        """
+        tries = self.records.tries
+        if not 1 <= number <= len(tries):
+            known = f"there are tries 1 to {len(tries)}" if tries else "there are no tries yet"
+            raise UserError(f"there is no try {number}: {known}.")
+        return tries[number - 1]
+
+    def champion(self) -> Recipe:
+        """Return the recipe with all accepted changes, with the size of its vocabulary."""
+        recipe = load_recipe(self.champion_path)
+        return with_vocab_size(recipe, prepare(recipe).manifest.vocab_size)
+
+    # -------------------------------------------------------------------------------------------- tries
+
+    def plan(self, changes: Changes = None, patch: str | None = None) -> tuple[Recipe, Recipe, float]:
+        """Return the champion's recipe, the changed recipe, and the FLOPs of a step with the change divided by those
+        without. Nothing is trained or entered.
+
+        Raises:
+            UserError: the change is not allowed or invalid, changes nothing, or is too large.
+        """
+        return self._planned(overrides_from(changes, patch))
+
+    def _planned(self, overrides: list[str]) -> tuple[Recipe, Recipe, float]:
+        recipe = self.champion()
+        changed = changed_recipe(self.champion_path, recipe, overrides)
+        changed = with_vocab_size(changed, recipe.model.vocab_size)
+        if changed == recipe:
+            raise UserError(f"{' '.join(overrides)}: the champion says that already. Give a value that differs.")
+        return recipe, changed, check_work(recipe, changed)
+
+    def try_change(
+        self, changes: Changes = None, patch: str | None = None, *, pairs: int = USUAL_PAIRS, of_try: int | None = None
+    ) -> Tried:
+        """Train pairs of runs with and without a change to the champion, until it is judged or `pairs` pairs exist.
+
+        The same change to the same champion continues its earlier try. An accepted change becomes the champion.
+
+        Args:
+            changes, patch: values by path, or YAML that is merged into the recipe.
+            of_try: number of a try whose change is part of this one.
+
+        Raises:
+            UserError: see `plan`; or the campaign is finished, a try is running, or the time is over.
+            RunError: a run failed.
+        """
+        earlier = () if of_try is None else self.tried(of_try).changes
+        given = [*earlier, *overrides_from(changes, patch)]
+        overrides = sorted({one.partition("=")[0]: one for one in given}.values())
+        if not FEWEST_PAIRS <= pairs <= MOST_PAIRS:
+            raise UserError(f"pairs={pairs}: give {FEWEST_PAIRS} to {MOST_PAIRS}.")
+        with self._alone():
+            found = self.records
+            if found.closing:
+                raise UserError(
+                    "the campaign has ended, since its sealed text was opened: begin one in a new --folder."
+                )
+            _, changed, _ = self._planned(overrides)
+            identity = _identity(found.champion, changed)
+            known = next((one for one in found.tries if one.identity == identity), None)
+            if known is not None and (not known.is_open or len(known.gains) >= pairs):
+                return known
+            return self._try(overrides, pairs, found, known, identity, count_parameters(changed.model).total)
+
+    def _try(
+        self, overrides: list[str], pairs: int, found: Records, known: Tried | None, identity: str, parameters: int
+    ) -> Tried:
+        started, left, worth = time.monotonic(), self.left_seconds(found), found.rules.worth
+        per_pair = self.pair_seconds(found)
+        if left < FEWEST_PAIRS * per_pair:
+            raise UserError(
+                f"{left:.0f} s of the budget are left for tries, and {FEWEST_PAIRS} pairs of runs take about "
+                f"{FEWEST_PAIRS * per_pair:.0f} s. `finish` compares the champion with the base recipe."
+            )
+        number = len(found.tries) + 1 if known is None else known.number
+        folder, path = self.folder / TRIES / f"{number:03d}", self.champion_path
+        try:
+            begun = plan_try(
+                path, overrides, folder, left / 60, worth, found.rules.steps, resume=(folder / TRY_FILE).is_file(),
+                report=self._report,
+            )  # fmt: skip
+        except (UserError, RunError) as error:
+            if (spent := time.monotonic() - started) > 1:  # it has measured steps
+                self._ledger.append("refused", changes=overrides, why=str(error)[:500], seconds=spent)
+            raise
+        if known is None:
+            self._ledger.append(
+                "begun", tried=number, changes=overrides, champion=found.champion, identity=identity,
+                level=self.next_level(found), parameters=parameters,
+                least_deviation=spread_floor(one.judgement(worth) for one in found.tries),
+            )  # fmt: skip
+        self._now = number, len(begun.pairs)
+        ended, one = begun, self.tried(number)
+
+        def is_ended(so_far: Try) -> bool:
+            one.take(facts_of(so_far))
+            return (
+                one.decided(worth)
+                or len(so_far.pairs) >= pairs
+                or time.monotonic() - started + max(per_pair, one.seconds / max(1, len(one.gains))) > left
+            )
+
+        def note(so_far: Try) -> None:
+            nonlocal ended
+            ended, self._now = so_far, (number, len(so_far.pairs))
+
+        problem, files = "", dict[str, str]()
+        try:
+            run_try(begun, path, self._report, note, Rules(self._seeds(f"try {number}"), is_ended, self._stop.is_set))
+        except RunError as error:
+            problem = str(error)
+        if ended.pairs:
+            write_try_page(ended)
+        one.take(facts := facts_of(ended))
+        answer = one.judgement(worth).answer if one.decided(worth) and not problem else "open"
+        if answer == "gain":
+            name = f"champion-{number:03d}.yaml"
+            tree = apply_overrides(read_recipe(path)[1], overrides)
+            write_whole(self.folder / name, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
+            files[name] = sha256_file(self.folder / name)
+        self._ledger.append(
+            "ended", tried=number, answer=answer, problem=problem[:500], files=files,
+            is_open=answer == "open" and not problem and len(ended.pairs) < ended.design.most_pairs,
+            seconds=time.monotonic() - started, **facts,
+        )  # fmt: skip
+        self._now = None
+        write_judge_page(self.folder, self.records)
+        if problem:
+            raise RunError(problem)
+        return self.tried(number)
+
+    def finish(self) -> dict[str, Any]:
+        """Compare the champion with the base recipe, over fresh seeds and on the sealed text; end the campaign.
+
+        Returns the final facts; `line` has them in words. A campaign without a champion ends without opening the text.
+
+        Raises:
+            UserError: a try is running. RunError: a run failed or was stopped; call again to continue.
+        """
+        with self._alone():
+            found, started = self.records, time.monotonic()
+            if found.final is not None:
+                return found.final
+            if not found.closing:
+                self._ledger.append("closing", champion=found.champion)
+            self._now = 0, 0
+
+            def note(so_far: Try) -> None:
+                self._now = 0, len(so_far.pairs)
+
+            gains, place = list[float](), ""
+            if found.champion:
+                planned = 2 * (found.rules.steps * found.rules.step_seconds + RUN_SECONDS)
+                minutes = (
+                    10 * FINAL_PAIRS * max(planned, self.pair_seconds(found)) / 60
+                )  # the pairs end it, not the time
+                rules = Rules(self._seeds("final"), lambda one: len(one.pairs) >= FINAL_PAIRS, self._stop.is_set)
+                gains, place = final_gains(self.folder, found, minutes, rules, self._report, note)
+            final = final_facts(gains, place, found)
+            self._ledger.append("finished", final=final, seconds=time.monotonic() - started)
+            self._now = None
+            write_judge_page(self.folder, self.records)
+            return final
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._training.acquire(blocking=False):
+            number, pairs = self._now or (0, 0)
+            what = f"try {number}" if number else "the final comparison"
+            raise UserError(f"{what} is running, with {pairs} pairs so far: one training at a time, wait for its end.")
+        try:
+            yield
+        finally:
+            self._now = None
+            self._training.release()
+
+    def _seeds(self, label: str) -> Callable[[int], int]:
+        """Return a function from a pair's number to its seed, which only the holder of the key can compute."""
+
+        def seed_of(pair: int) -> int:
+            digest = hmac.new(self._key, f"seed of {label}, pair {pair}".encode(), hashlib.sha256).digest()
+            return int.from_bytes(digest[:4], "big")
+
+        return seed_of
+
+
+def _identity(champion: int, changed: Recipe) -> str:
+    tree = changed.model_dump(mode="json", exclude={"name", "run_dir", "sweep", "seed"})
+    return hashlib.sha256(json.dumps([champion, tree], sort_keys=True).encode()).hexdigest()

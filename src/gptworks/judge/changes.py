@@ -1,0 +1,141 @@
+"""The changes that an agent may try: settings of the model and of training that decide neither data, evaluation, seeds,
+paths nor the length of runs. Nothing that an agent gives names a file or runs code."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from gptworks.config import Recipe, Role, settings
+from gptworks.device import choose_device, choose_precision
+from gptworks.errors import UserError, did_you_mean, shortened
+from gptworks.overrides import as_typed, overrides_of
+from gptworks.planning.flops import TRAINING_PER_FORWARD, forward_flops
+from gptworks.recipe import load_recipe
+from gptworks.training.setup import check_memory
+from gptworks.yaml_files import parse_yaml
+
+MOST_CHANGES = 32
+MOST_KEY_CHARACTERS = 200
+MOST_VALUE_CHARACTERS = 1_000
+MOST_PATCH_CHARACTERS = 20_000
+
+MOST_WORK = 8.0
+"""A change may multiply the FLOPs of a step by at most this, so that one pair of runs cannot use up a campaign. Runs
+are compared in equal time, in which such a model trains for an eighth of the steps."""
+
+_LENGTH = ("train.max_steps", "train.epochs", "train.max_minutes")
+_SPEED = ("train.micro_batch_size", "train.activation_checkpointing")
+"""Settings without an effect on what is learned that an agent may change, because they decide the time of a step."""
+
+
+def allowed_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings that may be changed, with their values in the recipe."""
+    return {
+        one.path: one.value
+        for one in settings(recipe)
+        if one.path.startswith(("model.", "train."))
+        and one.place is None
+        and one.path not in _LENGTH
+        and (one.role in (Role.FIXED, Role.STEERING) or one.path in _SPEED)
+    }
+
+
+def overrides_from(changes: Mapping[str, Any] | None, patch: str | None) -> list[str]:
+    """Return a change as overrides `key.path=value`.
+
+    Args:
+        changes: values by path, such as {"train.optimizer": "adamw"}.
+        patch: YAML that is merged into the recipe, such as `model: {n_layers: 6}`; in place of `changes`.
+
+    Raises:
+        UserError: neither or both are given, one is too large, or the patch is not a mapping.
+    """
+    if bool(changes) == bool(patch):
+        raise UserError(
+            'give either `changes`, such as {"train.optimizer": "adamw"}, or `patch`, YAML such as '
+            "`model: {n_layers: 6}`."
+        )
+    if patch:
+        if len(patch) > MOST_PATCH_CHARACTERS:
+            raise UserError(f"the patch has {len(patch):,} characters: give at most {MOST_PATCH_CHARACTERS:,}.")
+        tree = parse_yaml(patch, "patch")
+        if not isinstance(tree, dict) or not all(isinstance(part, dict) and part for part in tree.values()):
+            raise UserError("the patch is not a mapping of sections: give lines such as `train: {optimizer: adamw}`.")
+        if others := [str(key) for key in tree if key not in ("model", "train")]:
+            raise UserError(
+                f"the patch changes `{shortened(others[0], 40)}`: a change may set only model.… and train.…, "
+                f"so that all tries train on the same text and are measured alike."
+            )
+        found = overrides_of(tree)
+    else:
+        assert changes is not None
+        found = [f"{key}={as_typed(value)}" for key, value in changes.items()]
+    if len(found) > MOST_CHANGES:
+        raise UserError(f"{len(found):,} settings at once: change at most {MOST_CHANGES}.")
+    for one in found:
+        key, _, value = one.partition("=")
+        if len(key) > MOST_KEY_CHARACTERS or not re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)+", key):
+            raise UserError(f"`{shortened(key)}` is no path of a setting: give one such as train.learning_rate.")
+        if len(value) > MOST_VALUE_CHARACTERS:
+            raise UserError(f"{key} has {len(value):,} characters: give at most {MOST_VALUE_CHARACTERS:,}.")
+    return sorted(found)
+
+
+def check_allowed(recipe: Recipe, overrides: list[str]) -> None:
+    """Refuse overrides of settings that are not allowed.
+
+    Raises:
+        UserError: the message names the setting, the rule and the nearest allowed setting.
+    """
+    allowed = allowed_settings(recipe)
+    paths = {one.path for one in settings(recipe)}
+    for override in overrides:
+        key = override.partition("=")[0]
+        inside = {path for path in paths if path.startswith(f"{key}.")}
+        if key in allowed or any(key.startswith(f"{path}.") for path in allowed) or (inside and inside <= set(allowed)):
+            continue
+        if key in paths or inside or not key.startswith(("model.", "train.")):
+            raise UserError(
+                f"`{key}` may not be changed: only settings of the model and of training may that do not decide data, "
+                f"evaluation, seeds, paths, devices or the length of runs. `init` lists them."
+            )
+        raise UserError(f"`{key}` is not a setting{did_you_mean(key, allowed)} `init` lists the settings.")
+
+
+def work_of_step(recipe: Recipe) -> float:
+    """Return the FLOPs of a training step."""
+    length = recipe.row_length
+    return TRAINING_PER_FORWARD * forward_flops(recipe.model, length).total_causal * recipe.train.batch_size
+
+
+def check_work(recipe: Recipe, changed: Recipe) -> float:
+    """Return the FLOPs of a step with the change divided by those without it. Both vocabularies are known.
+
+    Raises:
+        UserError: the change multiplies them by too much, or the changed run does not fit into memory.
+    """
+    ratio = work_of_step(changed) / work_of_step(recipe)
+    if ratio > MOST_WORK:
+        raise UserError(
+            f"a step with this change has {ratio:.3g} times the FLOPs: runs are compared in equal time, so at most "
+            f"{MOST_WORK:g} times are allowed. Make the change smaller."
+        )
+    device = choose_device(changed.train.device)
+    check_memory(changed, device, choose_precision(changed.train.precision, device))
+    return ratio
+
+
+def changed_recipe(path: Any, recipe: Recipe, overrides: list[str]) -> Recipe:
+    """Return the recipe in a file with allowed overrides applied.
+
+    Raises:
+        UserError: an override is not allowed, or its value is wrong.
+    """
+    check_allowed(recipe, overrides)
+    changed = load_recipe(path, overrides)
+    measured = [
+        {one.path: one.value for one in settings(each) if one.role.decides_measure} for each in (recipe, changed)
+    ]
+    if measured[0] != measured[1]:
+        raise UserError("this change also changes what the validation loss measures: leave that setting out.")
+    return changed

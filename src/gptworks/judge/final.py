@@ -1,0 +1,60 @@
+"""The end of a campaign: the champion next to the base recipe, over fresh seeds, on text that no try has seen."""
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from gptworks.errors import RunError
+from gptworks.judge import texts
+from gptworks.judge.begin import BASE, FINAL_PAIRS, SECRET
+from gptworks.judge.records import Records, facts_of
+from gptworks.runs.statistics import t_quantile
+from gptworks.runs.trials import Report
+from gptworks.runs.try_page import write_try_page
+from gptworks.runs.try_results import TRY_FILE, Try
+from gptworks.runs.try_run import Rules, plan_try, run_try
+
+FINAL = "final"
+
+
+def final_gains(
+    folder: Path, found: Records, minutes: float, rules: Rules, report: Report, after_pair: Callable[[Try], None]
+) -> tuple[list[float], str]:
+    """Train the pairs that are missing. Return the gain of each on the sealed text, and where runs are compared.
+
+    Raises:
+        RunError: a run failed or was stopped; a later call continues.
+    """
+    base, place = folder / BASE, folder / FINAL
+    begun = plan_try(
+        base, found.champion_changes, place, minutes, found.rules.worth, found.rules.steps,
+        resume=(place / TRY_FILE).is_file(), report=report,
+    )  # fmt: skip
+    ended = run_try(begun, base, report, after_pair, rules)
+    if len(ended.pairs) < FINAL_PAIRS or ended.due(ended=True) is not None:
+        raise RunError("the final comparison was stopped: call finish again to continue it.")
+    write_try_page(ended)
+    arm, gains = ended.arms[-1], []
+    for pair in ended.pairs:
+        before, after = (
+            texts.sealed_loss(place / "pairs" / f"{pair.number:02d}-{name}", folder / SECRET)
+            for name in ("before", arm)
+        )
+        gains.append(before - after)
+    return gains, str(facts_of(ended)["place"])
+
+
+def final_facts(gains: list[float], place: str, found: Records) -> dict[str, Any]:
+    """Return the facts of the final comparison; `line` has them in words. The gains have an interval of Student's t."""
+    tries = f"{len(found.tries)} tries, {len(found.accepted)} accepted"
+    if not gains:
+        return {"gains": [], "gain": 0.0, "low": None, "high": None, "line": f"no gain survived ({tries})"}
+    n, gain, unit = len(gains), fmean(gains), found.rules.loss_unit
+    margin = t_quantile(0.975, n - 1) * stdev(gains) / n**0.5
+    line = (
+        f"{gain:+.4f} {unit} (95%: {gain - margin:+.4f} to {gain + margin:+.4f}) over {n} fresh seeds on text that no "
+        f"try has seen, {place} ({tries})"
+    )
+    facts = {"gains": gains, "gain": gain, "low": gain - margin, "high": gain + margin}
+    return {**facts, "line": line if gain > margin else f"no gain survived: {line}"}

@@ -1,0 +1,241 @@
+"""The judge's campaign: what may be changed, which changes are accepted, what counts, and how it ends."""
+
+import json
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import judging
+from gptworks.errors import RunError, UserError
+from gptworks.judge import Campaign
+from gptworks.judge.page import to_html
+from test_html import Reader
+
+GOOD, BAD, SAME = {"train.learning_rate": 0.05}, {"train.learning_rate": 0.2}, {"train.learning_rate": 0.1001}
+
+
+def created(folder: Path, **settings: Any) -> Campaign:
+    recipe = judging.write_recipe(folder)
+    return Campaign.create(recipe, folder / "campaign", **{"budget_seconds": 3600, "steps": 20} | settings)
+
+
+@pytest.fixture
+def campaign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Campaign]:
+    judging.without_training(monkeypatch)
+    made = created(tmp_path)
+    yield made
+    made.close()
+
+
+def kinds(campaign: Campaign) -> list[str]:
+    return [json.loads(line)["kind"] for line in (campaign.folder / "ledger.jsonl").read_text().splitlines()]
+
+
+def test_a_gain_becomes_the_champion_that_later_tries_change(campaign: Campaign) -> None:
+    one = campaign.try_change(GOOD)
+    assert one.accepted and 3 <= len(one.gains) <= 6 and one.judgement(0.005).low < 0.05 < one.judgement(0.005).high
+    assert one.words(0.005, "nats").startswith("gain: +0.0")
+    assert campaign.champion().train.learning_rate == 0.05
+    again = campaign.try_change(patch="train: {learning_rate: 0.01}")
+    assert again.accepted and again.champion == 1 and campaign.champion().train.learning_rate == 0.01
+    worse = campaign.try_change(BAD)
+    assert worse.words(0.005, "nats").startswith("harm: -0.1") and campaign.records.champion == 2
+    tie = campaign.try_change({"train.learning_rate": 0.0099})
+    assert tie.words(0.005, "nats").startswith("tie: any gain is below the 0.005 that matters")
+    assert kinds(campaign) == ["created", *["begun", "ended"] * 4, "head"]
+    Reader(to_html(campaign.records))
+
+
+def test_the_same_change_again_continues_its_try_and_costs_nothing_once_it_is_decided(campaign: Campaign) -> None:
+    change = {"train.learning_rate": 0.0962}
+    first = campaign.try_change(change, pairs=3)
+    assert not first.accepted and len(first.gains) == 3 and first.is_open
+    assert campaign.try_change(change, pairs=3) == first, "three pairs exist already"
+    more = campaign.try_change(patch="train:\n  learning_rate: 9.62e-2", pairs=20)
+    assert more.number == 1 and more.gains[:3] == first.gains and len(more.gains) > 3 and not more.is_open
+    entries = kinds(campaign)
+    assert campaign.try_change(change, pairs=20) == more and kinds(campaign) == entries
+
+
+def test_slower_steps_are_judged_in_equal_time(campaign: Campaign) -> None:
+    """Micro-batches of half the size take twice as long, so half as many steps fit."""
+    one = campaign.try_change({"train.micro_batch_size": 2})
+    assert one.place == "in equal time" and not one.accepted
+    assert one.judgement(0.005).high < 0 and one.step_time == pytest.approx(2)
+
+
+def test_a_fork_adds_to_the_change_of_an_earlier_try(campaign: Campaign) -> None:
+    campaign.try_change(SAME, pairs=3)
+    forked = campaign.try_change({"train.learning_rate": 0.06, "model.n_layers": 3}, of_try=1, pairs=3)
+    assert forked.changes == ("model.n_layers=3", "train.learning_rate=0.06")
+    with pytest.raises(UserError, match="there is no try 7: there are tries 1 to 2"):
+        campaign.try_change(GOOD, of_try=7)
+
+
+def test_seeds_are_secret_and_fresh_in_each_try(campaign: Campaign, tmp_path: Path) -> None:
+    for change in (SAME, BAD):
+        campaign.try_change(change, pairs=3)
+    trees = {path: yaml.safe_load(path.read_text()) for path in campaign.folder.glob("tries/*/pairs/*.yaml")}
+    seeds = {tree["seed"] for tree in trees.values()}
+    assert len(seeds) == sum(len(one.gains) for one in campaign.records.tries), "both runs of a pair share one"
+    for name in ("key", "sealed.jsonl"):
+        assert stat.S_IMODE((campaign.folder / "secret" / name).stat().st_mode) == 0o600
+    assert stat.S_IMODE((campaign.folder / "secret").stat().st_mode) == 0o700
+    ledger = (campaign.folder / "ledger.jsonl").read_text() + (campaign.folder / "judge.html").read_text()
+    assert not any(str(seed) in ledger for seed in seeds)
+
+
+def test_the_sealed_text_is_in_no_try(campaign: Campaign, tmp_path: Path) -> None:
+    sealed = json.loads((campaign.folder / "secret" / "sealed.jsonl").read_text())["text"]
+    rest = "".join(path.read_text() for path in sorted((campaign.folder / "texts").iterdir()))
+    assert len(sealed) > 1000 and rest + sealed == (tmp_path / "text.txt").read_text()
+
+
+def test_of_many_documents_whole_ones_are_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judging.without_training(monkeypatch)
+    texts = tmp_path / "documents.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"document {i} " * 40}) + "\n" for i in range(60)))
+    recipe = judging.write_recipe(tmp_path)
+    overrides = ["data.sources.0.type=jsonl", f"data.sources.0.path={texts}", "data.validation.by=auto"]
+    campaign = Campaign.create(recipe, tmp_path / "campaign", budget_seconds=3600, steps=20, overrides=overrides)
+    parts = [
+        {json.loads(line)["text"] for line in (campaign.folder / name).read_text().splitlines()}
+        for name in ("texts/texts.jsonl", "secret/sealed.jsonl")
+    ]
+    assert [len(part) for part in parts] == [54, 6] and not parts[0] & parts[1]
+    campaign.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "give either `changes`"),
+        ({"changes": GOOD, "patch": "train: {}"}, "give either `changes`"),
+        ({"changes": {"train.learning_rate": 0.1}}, "the champion says that already"),
+        ({"changes": {"train.optimiser": "adamw"}}, "did you mean `train.optimizer`"),
+        ({"changes": {"train.learning_rate": "fast"}}, "it needs a number"),
+        ({"changes": {"train.max_steps": 1000}}, "`train.max_steps` may not be changed"),
+        ({"changes": {"train.evaluate_sequences": 1}}, "`train.evaluate_sequences` may not be changed"),
+        ({"changes": {"train.loggers": ["x.py"]}}, "`train.loggers` may not be changed"),
+        ({"changes": {"data.validation.fraction": 0.5}}, "`data.validation.fraction` may not be changed"),
+        ({"changes": {"objective.type": "custom"}}, "`objective.type` may not be changed"),
+        ({"changes": {"../secret": 1}}, "is no path of a setting"),
+        ({"changes": {"seed": 1}}, "is no path of a setting"),
+        ({"patch": "run_dir: /tmp/x"}, "the patch is not a mapping of sections"),
+        ({"patch": "data: {cache_dir: /tmp}"}, "the patch changes `data`"),
+        ({"patch": "model: {n_layers: !!python/object/apply:os.system ['true']}"}, "patch"),
+        ({"patch": "model: [" * 2000}, "patch"),
+        ({"patch": "x" * 30_000}, "30,000 characters: give at most 20,000"),
+        ({"changes": {f"model.x{i}": 1 for i in range(40)}}, "40 settings at once"),
+        ({"changes": {"train.optimizer": "a" * 2000}}, "has 2,000 characters"),
+        ({"changes": {"model.d_model": 2048}}, "times the FLOPs"),
+        ({"changes": {"model.n_layers": 10**9}}, "less than or equal to 1000"),
+        ({"changes": GOOD, "pairs": 50}, "pairs=50: give 3 to 20"),
+    ],
+)
+def test_what_may_not_be_tried_is_refused_before_anything_is_entered(
+    campaign: Campaign, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        campaign.try_change(**given)
+    assert kinds(campaign) == ["created", "head"] and not list((campaign.folder / "tries").iterdir())
+
+
+def test_a_failed_run_counts_and_the_next_try_goes_on(campaign: Campaign) -> None:
+    with pytest.raises(RunError, match="no space left"):
+        campaign.try_change({"train.learning_rate": 0.95})
+    assert campaign.tried(1).words(0.005, "nats").startswith("failed: the run failed: no space left")
+    assert campaign.try_change(GOOD).number == 2
+
+
+def test_a_killed_campaign_continues_and_its_abandoned_try_counts(
+    campaign: Campaign, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def killed(recipe: Any, *rest: Any) -> bool:
+        if recipe.run_dir.name == "02-before":
+            raise Killed
+        return judging.train(recipe, *rest)
+
+    monkeypatch.setattr("gptworks.runs.try_run.train_to_end", killed)
+    with pytest.raises(Killed):
+        campaign.try_change(SAME)
+    campaign.close()
+    monkeypatch.setattr("gptworks.runs.try_run.train_to_end", judging.train)
+    again = Campaign(campaign.folder)
+    found = again.records
+    assert found.tries[0].state == "abandoned" and len(found.tries[0].gains) == 2
+    assert found.tries[0].seconds == pytest.approx(8), "the runs that were trained have used machine time"
+    assert again.try_change(GOOD).number == 2 and again.tried(2).level < again.tried(1).level
+    with pytest.raises(UserError, match="in use by another judge"):
+        Campaign(again.folder)
+    again.close()
+
+
+def test_changed_files_and_tries_without_an_entry_are_noticed(campaign: Campaign) -> None:
+    ledger = campaign.folder / "ledger.jsonl"
+    old = ledger.read_text()
+    campaign.try_change(GOOD)
+    assert campaign.verify() == 3
+    new = ledger.read_text()
+    campaign.close()
+    ledger.write_text(old)
+    with pytest.raises(UserError, match="tries/001 has no entry"):
+        Campaign(campaign.folder)
+    ledger.write_text(new.replace('"is_open": false', '"is_open": true'))
+    with pytest.raises(UserError, match="line 3: it was changed"):
+        Campaign(campaign.folder)
+    ledger.write_text(new)
+    for name in ("texts/0000.txt", "champion-001.yaml", "base.yaml", "secret/sealed.jsonl"):
+        path = campaign.folder / name
+        text = path.read_bytes()
+        path.write_bytes(text + b" ")
+        with pytest.raises(UserError, match="is not the file that the campaign wrote"):
+            Campaign(campaign.folder)
+        path.write_bytes(text)
+    Campaign(campaign.folder).close()
+
+
+def test_the_end_compares_on_sealed_text_with_fresh_seeds_and_ends_the_campaign(campaign: Campaign) -> None:
+    campaign.try_change(GOOD)
+    final = campaign.finish()
+    assert len(final["gains"]) == 5 and final["low"] < 0.05 < final["high"]
+    assert final["line"].startswith("+0.0") and "over 5 fresh seeds on text that no try has seen" in final["line"]
+    assert campaign.finish() == final
+    with pytest.raises(UserError, match="the campaign has ended"):
+        campaign.try_change(BAD)
+    assert "over 5 fresh seeds" in (campaign.folder / "judge.html").read_text()
+
+
+def test_without_an_accepted_change_the_sealed_text_stays_sealed(
+    campaign: Campaign, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    campaign.try_change(BAD, pairs=3)
+    monkeypatch.setattr("gptworks.judge.texts.sealed_loss", None)
+    assert campaign.finish()["line"] == "no gain survived (1 tries, 0 accepted)"
+
+
+def test_the_budget_ends_tries_but_leaves_time_for_the_final_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judging.without_training(monkeypatch)
+    recipe = judging.write_recipe(tmp_path)
+    with pytest.raises(UserError, match="one try and the final comparison, with runs of 20 steps, take about 192 s"):
+        Campaign.create(recipe, tmp_path / "short", budget_seconds=150, steps=20)
+    campaign = created(tmp_path, budget_seconds=230)
+    clock = [0.0]
+    monkeypatch.setattr(
+        "gptworks.judge.campaign.time.monotonic", lambda: clock.__setitem__(0, clock[0] + 20) or clock[0]
+    )
+    one = campaign.try_change(SAME, pairs=20)
+    assert len(one.gains) < 8 and one.is_open
+    with pytest.raises(UserError, match="of the budget are left for tries"):
+        campaign.try_change(GOOD)
+    assert campaign.finish()["line"].startswith("no gain survived")
+    campaign.close()
