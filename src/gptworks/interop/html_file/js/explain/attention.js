@@ -25,17 +25,17 @@ export function AttentionStep({ how, model, reading, at, choose }) {
   const n_windowed = window ? cycled(n_layers, window_pattern).filter((one) => one === "window").length : 0;
   const n_turned = cycled(n_layers, rope_pattern ?? ["rope"]).filter((one) => one === "rope").length;
   const here = window && window_pattern[layer % window_pattern.length] === "window" && window;
-  return html`<p>A word means little alone. So each token looks back at the tokens before it and takes something from
-      each: this is <b>attention</b>. It is shared out, so that all lines from one token make 100 %. Each ${" "}
-      <b>head</b> has learned to look for something else.</p>
+  return html`<p>A word alone means little. So each token looks back at the tokens before it, and at itself, and takes
+      something from each: this is <b>attention</b>. All lines from one token together make 100 %. Each ${""}
+      <b>head</b> looks in its own way.</p>
     <div class="ex-picture">
       <${Layer} n=${n_layers} value=${layer} set=${setLayer} />
       <div class="ex-beside"><div>
         <${Lines} ...${{ reading, layer, head, at, choose }} />
-        <p class="ex-answer" role="status">Layer ${layer + 1},
-          head ${head + 1}: <${Name}>${reading.names[at]}<//> looks most at ${" "}
-          ${first === at ? "itself" : html`<${Name}>${reading.names[first]}<//>`}, with ${" "}
-          <b class="number">${percent(weights[first])}</b> of its attention.</p></div>
+        <p class="ex-answer" role="status">Layer ${layer + 1}, head ${head + 1}: ${""}
+          <${Name}>${reading.names[at]}<//> looks most at ${
+            first === at ? "itself" : html`<${Name}>${reading.names[first]}<//>`
+          }, with <b class="number">${percent(weights[first])}</b> of its attention.</p></div>
         <div><h3>Choose a head of layer ${layer + 1}</h3>
           <${Choice} class="ex-heads" name="Head" value=${head} choose=${setHead} options=${heads.map(
             ({ map, does }, h) => [
@@ -44,8 +44,8 @@ export function AttentionStep({ how, model, reading, at, choose }) {
               <span>${h + 1}<small>${does}</small></span>`,
             ],
           )} />
-          <p class="ex-caption">Each square is a head: a line for each token, a column for each token that it looks
-            at. The words below say what the head mostly looks at in your text.</p></div></div></div>
+          <p class="ex-caption">Each square is a head: a row for each token, a column for each token that it looks
+            at. The words below it say where the head mostly looks in your text.</p></div></div></div>
     <${Facts} of=${[
       `${several(n_layers, "layer")} with ${several(n_heads, "head")} each, ` +
         `${count(n_layers * n_heads)} heads in all.`,
@@ -56,10 +56,11 @@ export function AttentionStep({ how, model, reading, at, choose }) {
         `A head can tell near from far, because numbers are turned by the place of the token (RoPE)${
           n_turned < n_layers ? `, in ${n_turned} of the layers` : ""
         }.`,
-      n_windowed > 0 &&
-        `${n_windowed === n_layers ? "Every layer sees" : `${n_windowed} of the layers see`} only the last ` +
-          `${count(window)} tokens` +
-          `${n_windowed === n_layers ? "" : here ? ", and this is one of them" : "; this one sees all"}.`,
+      n_windowed === n_layers
+        ? `Every layer sees only the last ${count(window)} tokens.`
+        : n_windowed > 0 &&
+          `${several(n_windowed, "layer")} of ${n_layers} ${n_windowed === 1 ? "sees" : "see"} only the last ` +
+            `${count(window)} tokens${here ? ", and this is one of them" : "; this one sees all"}.`,
       `It can look back over at most ${count(model.about.context)} tokens. What came before is forgotten.`,
     ]} />
     <${Try}>Change the last word: which head looks elsewhere? Then find a head that always looks at the token just
@@ -95,7 +96,7 @@ function Lines({ reading, layer, head, at, choose }) {
         (weight, s) =>
           weight > 0.001 &&
           html`<path key=${s} d=${path(at, s)} opacity=${0.25 + 0.75 * weight}
-          stroke-width=${1 + 11 * weight} />`,
+          style=${{ strokeWidth: `${0.06 + 0.55 * weight}em` }} />`,
       )}</g></svg>
     <ol aria-label="looks at">${reading.names.map(
       (
@@ -132,5 +133,5 @@ function habit(reading, layer, head) {
     ],
   ];
   const [name, share] = found.reduce((best, one) => (one[1] > best[1] ? one : best));
-  return share >= MOST_SAID ? name : "several";
+  return share >= MOST_SAID ? name : "spread out";
 }

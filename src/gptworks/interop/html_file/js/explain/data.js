@@ -42,17 +42,15 @@ export function DataStep({ how, model, reading, prompts }) {
                     <span class="number">${decimal(measured[i].loss)}</span></span>`
           }</li>`,
       )}</ul>
-      <p class="ex-caption">How surprised the model is, for each character of the text: the shorter the bar, the more
-        the
-        text is like what it has read.</p></div>
+      <p class="ex-caption">How surprised the model is, for each character of the text. The shorter the bar, the more
+        the text is like what it has read.</p></div>
     <div class="ex-facts"><h3>What it cannot know</h3><ul>
       <li>Anything that was not in its texts, and all that happened after they were collected.</li>
-      <li>If a sentence is true: it has learned what texts look like, with their mistakes and prejudices.</li>
+      <li>Whether a sentence is true. It has learned what texts look like, with their mistakes and prejudices.</li>
       <li>What you write here: the numbers in this file do not change any more.</li>
-      <li>What stood more than ${count(model.about.context)} tokens back.</li></ul></div>
-    <${Try}>Ask it for something that cannot be in its texts, your own name for instance: begin a sentence, then let
-      it
-      write in step 6. Does it say that it does not know?<//>`;
+      <li>What you wrote more than ${count(model.about.context)} tokens ago.</li></ul></div>
+    <${Try}>Begin a sentence about something that cannot be in its texts, such as your own name. Then let it write in
+      step 6. Does it say that it does not know?<//>`;
 }
 
 function Source({ data, tokens }) {

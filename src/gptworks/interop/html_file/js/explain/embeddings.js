@@ -22,20 +22,18 @@ export function EmbeddingsStep({ how, reading, at, choose }) {
       t !== at && reading.ids[t] !== reading.ids[at] && (found < 0 || one > alike[found]) ? t : found,
     -1,
   );
-  return html`<p>The model looks up each token in a large table and finds a list of ${" "}
-      <b>${count(row.length)} numbers</b>, its <b>embedding</b>. Tokens that are used alike often get lists that are
-        alike: that
-      is all the meaning the model has so far. ${
+  return html`<p>The model looks up each token in a large table and finds a list of ${""}
+      <b>${count(row.length)} numbers</b>, its <b>embedding</b>. ${
         position === "learned" &&
-        "A second list, for the token's place in the text, is added, so that the order counts."
-      }</p>
+        "A second list, for the token's place in the text, is added, so that the order counts. "
+      }Tokens that are used in the same way often get similar lists. So far, this is all that the model knows about
+      your text.</p>
     <div class="ex-picture">
       <${Tokens} ...${{ reading, at, choose }} name="Choose a token to compare" below=${(t) => decimal(alike[t])}
         shade=${(t) => Math.max(0, alike[t])} />
-      <p class="ex-caption">Below each token: how alike its list is to that of <${Name}>${reading.names[at]}<//>. 1
-        is the
-        same direction, 0 is nothing in common, −1 the opposite.${
-          best >= 0 && html` Most alike here: <${Name}>${reading.names[best]}<//>.`
+      <p class="ex-caption">Below each token: how similar its list is to that of <${Name}>${reading.names[at]}<//>. 1 is
+        the same direction, 0 is nothing in common, −1 is the opposite.${
+          best >= 0 && html` Most similar here: <${Name}>${reading.names[best]}<//>.`
         }</p>
       <div class="ex-strips" aria-hidden="true">${rows.map(
         (t) => html`<div key=${t} class=${t === at ? "chosen" : ""} onClick=${() => choose(t)}>
@@ -47,10 +45,9 @@ export function EmbeddingsStep({ how, reading, at, choose }) {
         over
           ? html`Number ${over[1] + 1} of <${Name}>${reading.names[over[0]]}<//>: ${" "}
               <b>${decimal(reading.row(stream, over[0])[over[1]], 3)}</b>`
-          : html`${row.length > n ? `The first ${n} of the ${count(row.length)}` : `All ${n}`} numbers of each
-            token, ${""}
-              <span class="ex-above">above 0</span>, <span class="ex-below">below 0</span>; the fuller, the farther
-                from 0.`
+          : html`${row.length > n ? `The first ${n} of the ${count(row.length)}` : `All ${n}`} numbers of each token:
+              ${" "}<span class="ex-above">above 0</span>, <span class="ex-below">below 0</span>; the stronger the
+              colour, the farther from 0.`
       }</p></div>
     <${Facts} of=${[
       `The table has ${count(reading.model.engine.vocabulary)} lists of ${count(row.length)} numbers. ` +

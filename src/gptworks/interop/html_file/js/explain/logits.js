@@ -16,10 +16,9 @@ export function LogitsStep({ how, model, reading, at, choose }) {
   const candidates = useMemo(() => largest(logits, CANDIDATES), [logits]);
   const id = candidates.includes(picked) ? picked : candidates[0];
   const next = reading.ids[at + 1];
-  return html`<p>After the last layer, the model gives every token it knows a score for being the next one: its ${" "}
-      <b>logit</b>. Then the scores are turned into percentages (${"“"}softmax${"”"}), which together make 100 %.
-        This is all
-      that a model ever does: it says how likely each next token is.</p>
+  return html`<p>After the last layer, the model gives every token that it knows a score: how well would it fit next?
+      This score is the <b>logit</b>. Then <b>softmax</b> turns the scores into percentages, which together make
+      100 %. This is all that a model ever does: it says how likely each next token is.</p>
     <div class="ex-picture">
       <${Tokens} ...${{ reading, at, choose }} name="After which token?" off=${(t) => t > at} />
       <div class="ex-beside"><div>
@@ -30,11 +29,9 @@ export function LogitsStep({ how, model, reading, at, choose }) {
             <span class="number quiet">${decimal(logits[one])}</span><${Bar} share=${chances[one]} />
             <b class="number">${percent(chances[one])}</b>`,
         ])} />
-        <p class="ex-caption">The ${candidates.length} likeliest of ${count(logits.length)} tokens: score, then
-          chance.${
-            next == null
-              ? ""
-              : html` In your text came <${Name}>${reading.names[at + 1]}<//>: ${percent(chances[next])}.`
+        <p class="ex-caption">The ${candidates.length} likeliest of ${count(logits.length)} tokens: the
+          score, then the chance.${
+            next != null && html` In your text came <${Name}>${reading.names[at + 1]}<//>: ${percent(chances[next])}.`
           }</p></div>
         <div><h3>Who votes for <${Name}>${nameOf(model, id)}<//>?</h3>
           <${Votes} ...${{ model, reading, at, id }} /></div></div>
@@ -48,9 +45,8 @@ export function LogitsStep({ how, model, reading, at, choose }) {
           "arrives here?",
       `${count(logits.length)} scores, for each place of the text.`,
     ]} />
-    <${Try}>Choose the tokens of your text one by one. Where is the model sure, with more than 90 %? Where does it
-      have
-      no idea? Why there?<//>`;
+    <${Try}>Choose the tokens of your text one by one. Where is the model sure, with more than 90 %? Where does
+      it have no idea? Why there?<//>`;
 }
 
 /** What each part adds to a token's logit. */
@@ -71,7 +67,7 @@ function Votes({ reading, at, id }) {
       <span class="number">${signed(value)}</span></li>`,
   )}</ul>
   <p class="ex-caption">Each part of the model adds to the score or takes from it. Together: ${" "}
-    <b class="number">${signed(sum)}</b>, the score on the left.</p>`;
+    <b class="number">${signed(sum)}</b>, the score in the list.</p>`;
 }
 
 const signed = (x) => `${x < 0 ? "−" : "+"}${decimal(Math.abs(x))}`;

@@ -36,11 +36,9 @@ export function MlpStep({ how, model, reading, at, choose }) {
   const silent = row.filter((value) => value === 0).length;
   const [before, after] = [2 * layer + 1, 2 * layer + 2].map((i) => best(model, reading.trace.lens(i, at)));
   const columns = Math.ceil(Math.sqrt(3 * row.length));
-  return html`<p>Now each token is worked on alone, by <b>${count(row.length)} neurons</b>. A
-  neuron <b>fires</b> when it finds
-      what it has learned to look for. Then it adds its own numbers to the token's list. This part is called
-        the ${" "}
-      <b>MLP</b>.</p>
+  return html`<p>${parallel ? "At the same time" : "Next"}, each token is worked on alone, by ${""}
+      <b>${count(row.length)} neurons</b>. A neuron <b>fires</b> when it finds what it has learned to look for. Then it
+      adds its own numbers to the token's list. This part is called the <b>MLP</b>.</p>
     <div class="ex-picture">
       <${Layer} n=${n_layers} value=${layer} set=${(one) => (setLayer(one), pick(null))} />
       <${Tokens} ...${{ reading, at, choose }} name="Tokens, and how the neuron fires for each"
@@ -50,18 +48,17 @@ export function MlpStep({ how, model, reading, at, choose }) {
       <div class="ex-beside"><div>
         <${Heat} class="ex-neurons" values=${row} columns=${columns} most=${largestOf(row)} pick=${pick}
           label=${`The ${row.length} neurons of layer ${layer + 1} for this token`} />
-        <p class="ex-caption">All ${count(row.length)} neurons for <${Name}>${reading.names[at]}<//>. Click one.${
-          silent > 0 ? ` ${percent(silent / row.length)} of them are silent: exactly 0.` : ""
-        }</p></div>
+        <p class="ex-caption">All ${count(row.length)} neurons for <${Name}>${reading.names[at]}<//>: ${""}
+          <span class="ex-above">above 0</span>, <span class="ex-below">below 0</span>, which pushes the other way.
+          Click one.${silent > 0 && ` ${percent(silent / row.length)} of them are silent: exactly 0.`}</p></div>
         <div><h3>The neurons that fire most</h3>
           <${Choice} class="ex-list" name="Neuron" value=${neuron} choose=${pick} options=${strongest.map((one) => [
             one,
             html`<span>neuron ${one + 1}</span><b class="number">${decimal(row[one])}</b>`,
           ])} />
-          <p class="ex-answer" role="status">If the model had to guess the next token without this
-            MLP: <${Name}>${before.name}<//> ${" "}
-            (${percent(before.chance)}). With it:
-            ${" "}<${Name}>${after.name}<//> (${percent(after.chance)}).</p></div></div></div>
+          <p class="ex-answer" role="status">If the model had to guess the next token without this MLP: ${""}
+            <${Name}>${before.name}<//> (${percent(before.chance)}). With it: ${""}
+            <${Name}>${after.name}<//> (${percent(after.chance)}).</p></div></div></div>
     <${Facts} of=${[
       ACTIVATIONS[mlp],
       d_ff && `${count(n_layers)} × ${count(d_ff)} = ${count(n_layers * d_ff)} neurons in all.`,

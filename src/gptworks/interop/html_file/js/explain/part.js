@@ -72,8 +72,8 @@ function Walk({ how, name, prompts, defaults, loading, shown, route }) {
       ([word], i) => html`<li key=${word}><a href=${addressOf("explain", String(i + 1))}
         aria-current=${i === step ? "step" : null}><b>${i + 1}</b><span>${word}</span></a></li>`,
     )}</ol></nav>
-    <label class="ex-text"><span>Your text${prompts?.length ? "" : ""}, up to ${MOST_TOKENS} tokens</span>
-      <textarea class="field" rows="2" spellcheck="false" value=${text}
+    <label class="ex-text"><span>Your text, up to ${MOST_TOKENS} tokens</span>
+      <textarea class="field" rows="1" spellcheck=${false} value=${text}
         onInput=${(event) => (setAt(null), setText(event.target.value))}></textarea></label>
     ${problem && html`<p class="problem" role="alert">${problem}</p>`}
     <article class="ex-step" aria-labelledby="ex-title" aria-busy=${String(busy)}>

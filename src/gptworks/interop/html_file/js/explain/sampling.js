@@ -48,11 +48,10 @@ export function SamplingStep({ model, reading, defaults, setText, busy }) {
   const said = model.tokenizer.decode(reading.ids);
   const piece = last == null ? "" : model.tokenizer.decode([...reading.ids, last]).slice(said.length);
   const adds = piece && !piece.includes("\uFFFD") && !busy && reading.n_tokens === reading.length;
-  return html`<p>Now one token is drawn, as from a lottery drum: the likelier it is, the more tickets it has.
-  The ${" "}
-      <b>temperature</b> makes the draw careful (low) or wild (high). <b>Top-k</b> leaves only the k likeliest tokens
-        in the
-      drum.</p>
+  return html`<p>Now one token is drawn, as from a lottery drum: the likelier a token, the more tickets it has.
+      The ${""}
+      <b>temperature</b> makes the draw careful (low) or wild (high). <b>Top-k</b> leaves only the k likeliest tokens in
+      the drum.</p>
     <div class="ex-picture">
       <p class="ex-large">${"… "}<${Name}>${reading.names.slice(-3).join("")}<//> ${" "}
         <span class="ex-drawn" key=${drawn.length} role="status">${
@@ -84,9 +83,9 @@ export function SamplingStep({ model, reading, defaults, setText, busy }) {
           : ""
       }${last != null && !adds && !busy && ` ${REASON(piece)}`}</p></div>
     <${Facts} of=${[
-      `Left alone, this page writes with temperature ${defaults.temperature}${
-        defaults.top_k ? ` and the ${defaults.top_k} likeliest tokens` : ""
-      }.`,
+      `In Play, this model writes with temperature ${defaults.temperature}${
+        defaults.top_k ? ` and top-k ${defaults.top_k}` : ""
+      }, unless you change it.`,
       "Draw, add, read again, draw again: this is how a model writes a text, one token at a time.",
     ]} />
     <${Try}>Set the temperature to 0 and draw ${MANY}. What happens? Then set it to 2. Which setting would you use

@@ -7,15 +7,14 @@ import { Facts, Name, Tokens, Try } from "./parts.js";
 
 const SAYS = {
   characters: "Here each token is one character: a letter, a sign or a space.",
-  words:
-    "Here each token is a word or a sign. A word that the model does not know cannot be told from any other such word.",
-  pieces: "Here a token is a piece of text: a frequent word is one token, a rare word is several.",
+  words: "Here each token is a word or a sign. All words that it does not know look the same to it.",
+  pieces: "Here a token is a piece of text: a common word is one token, a rare word is several.",
 };
 const TRIES = {
   characters:
     "Write the same word with a capital letter. Which numbers change? Then try an emoji: does the model know it?",
   words: "Invent a word. What does the model make of it?",
-  pieces: "Write a word that does not exist. How many tokens does it take? Then write a frequent word.",
+  pieces: "Write a word that does not exist. How many tokens does it take? Then write a common word.",
 };
 
 export function TokensStep({ model, reading, at, choose }) {

@@ -18,8 +18,7 @@ export function TrainingStep({ how, model, reading, at, choose }) {
   const loss = reading.loss(at);
   const { meanLoss } = reading;
   return html`<p>Training begins with random numbers, so the model knows nothing. It reads text and guesses each next
-      token. If the right one had a small chance, the <b>loss</b> is large: think of it as surprise. Then all
-        its ${" "}
+      token. If the right one had a small chance, the <b>loss</b> is large: think of it as surprise. Then its ${""}
       ${how.parameters ? html`<b>${count(how.parameters)} numbers</b>` : "numbers"} are changed a tiny bit, so that it
       would be less surprised next time.</p>
     <div class="ex-picture">
@@ -35,11 +34,10 @@ export function TrainingStep({ how, model, reading, at, choose }) {
       }</p>
       ${
         meanLoss != null &&
-        html`<p class="ex-caption">Mean loss of your text: <b class="number">${decimal(meanLoss)}</b>, as if each
-        time it
-          had to guess among <b class="number">${rate(Math.exp(meanLoss))}</b> tokens, all of the same chance. If it
-            guessed blindly among all its tokens,
-          it would be <b class="number">${decimal(Math.log(model.engine.vocabulary))}</b>.</p>`
+        html`<p class="ex-caption">Average loss of your text: <b class="number">${decimal(meanLoss)}</b>, as if each
+          time it had to guess among <b class="number">${rate(Math.exp(meanLoss))}</b> tokens, all of the same chance. If
+          it guessed blindly among all its tokens, it would be ${""}
+          <b class="number">${decimal(Math.log(model.engine.vocabulary))}</b>.</p>`
       }
       ${how.losses?.length > 1 && html`<${Curve} rows=${how.losses} />`}</div>
     <${Facts} of=${[
@@ -63,6 +61,7 @@ export function TrainingStep({ how, model, reading, at, choose }) {
 }
 
 const OBJECTIVES = {
+  instruction: "It was tuned on conversations: only the answers counted.",
   distillation: "It learned from a larger model: it had to give the same chances as that one.",
   preference: "It was tuned with pairs of answers, a better and a worse one: the better one had to become likelier.",
   odds_ratio: "It was tuned with pairs of answers, a better and a worse one: the better one had to become likelier.",
@@ -97,8 +96,8 @@ function Curve({ rows }) {
     held != null && `${figure(held)} on text kept from it`,
   ];
   return html`<figure class="ex-curve"><figcaption>Its loss while it learned, from ${figure(whole[0][1])} at
-  step ${count(whole[0][0])} to
-       ${figure(whole.at(-1)[1])} at step ${count(whole.at(-1)[0])}</figcaption>
+      step ${count(whole[0][0])} to ${""}
+      ${figure(whole.at(-1)[1])} at step ${count(whole.at(-1)[0])}</figcaption>
     <div class="ex-axis"><div class="number" aria-hidden="true"><span>${figure(most)}</span>
         <span>${figure(least)}</span></div>
       <svg viewBox=${`0 0 ${WIDE} ${HIGH}`} preserveAspectRatio="none" role="img"
