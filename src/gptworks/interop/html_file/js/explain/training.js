@@ -35,8 +35,8 @@ export function TrainingStep({ how, model, reading, at, choose }) {
       ${
         meanLoss != null &&
         html`<p class="ex-caption">Average loss of your text: <b class="number">${decimal(meanLoss)}</b>, as if each
-          time it had to guess among <b class="number">${rate(Math.exp(meanLoss))}</b> tokens, all of the same chance. If
-          it guessed blindly among all its tokens, it would be ${""}
+          time it had to guess among <b class="number">${rate(Math.exp(meanLoss))}</b> tokens, all of the same chance.
+          If it guessed blindly among all its tokens, it would be ${""}
           <b class="number">${decimal(Math.log(model.engine.vocabulary))}</b>.</p>`
       }
       ${how.losses?.length > 1 && html`<${Curve} rows=${how.losses} />`}</div>
