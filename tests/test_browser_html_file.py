@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from browser import HOSTILE, WATCH, generate, tokens
+from browser import HOSTILE, WATCH, axe, generate, screenshot, tokens
 from gptworks.interop.html_file import export_html
 from test_html_file import hostile, run  # noqa: F401 (fixtures)
 
@@ -26,6 +26,7 @@ def opened(chromium: Any) -> Any:
         contexts.append(context)
         page, faults = context.new_page(), []
         page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda said: faults.append(said.text) if said.type == "error" else None)
         page.on("request", lambda request: faults.append(request.url) if request.url != file.as_uri() else None)
         page.add_init_script(WATCH)
         page.goto(file.as_uri())
@@ -55,6 +56,49 @@ def test_one_continues_a_text_and_takes_another_branch(run: Path, tmp_path: Path
     assert "Copy as" not in page.inner_text("main"), "there is no server to copy requests for"
     page.click("nav >> text=About")
     assert "int8" in page.inner_text(".about-file")
+    assert (faults, page.evaluate("violations")) == ([], [])
+
+
+def test_one_reads_a_text_and_looks_into_a_token(run: Path, tmp_path: Path, opened: Callable[..., Any]) -> None:  # noqa: F811
+    file = tmp_path / "model.html"
+    export_html(run, file, verify=False)
+    page, faults = opened(file)
+    page.click("nav >> text=Read")
+    assert not page.locator(".read select, .read .steps").count(), "other checkpoints are not in the file"
+    page.fill("[aria-label=Text]", "line 1: the quick brown fox\nline 2: the lazy dog")
+    page.press("[aria-label=Text]", "Control+Enter")
+    page.wait_for_selector(".read-text .facts >> text=nats per token")
+    page.locator(".read-text .text .t").nth(9).click()
+    token = page.locator("section.token")
+    token.get_by_text("token 10 ·").wait_for()
+    assert token.locator(".lens tbody tr").count() == 3, "two blocks and the embedding"
+    token.locator(".map canvas").click(position={"x": 3, "y": 3})
+    page.wait_for_selector(".toolbar >> text=Underlined: what block 0 head 0 looks at")
+    token.locator("select").select_option(index=1)
+    token.get_by_text("this difference of the logits").wait_for()
+    assert "In the training data" not in token.inner_text()
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        for width in (360, 3840):
+            page.set_viewport_size({"width": width, "height": 800})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+            screenshot(page, f"html-read-{scheme}-{width}", full_page=True)
+            assert axe(page) == []
+    assert (faults, page.evaluate("violations")) == ([], [])
+
+
+def test_play_leads_to_the_causes_of_a_token(hostile: Path, tmp_path: Path, opened: Callable[..., Any]) -> None:  # noqa: F811
+    file = tmp_path / "model.html"
+    export_html(hostile, file, verify=False)
+    page, faults = opened(file)
+    page.fill("#message", "line 1")
+    page.click("text=Send")
+    page.wait_for_selector(".facts >> text=tokens/s")
+    page.locator(".text [data-part=answer]").nth(1).click()
+    page.click("text=Why this token?")
+    page.wait_for_selector("section.token .lens")
+    assert page.locator("section.token h2").inner_text().startswith("Why")
+    assert page.locator("img").count() == 0
     assert (faults, page.evaluate("violations")) == ([], [])
 
 
