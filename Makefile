@@ -50,6 +50,7 @@ demo: .venv/.installed
 	@echo; echo "Held-out text, and what compressors make of it:"
 	$(BIN)/gptworks evaluate runs/demo --compressors
 	@echo; echo "Go on with: $(BIN)/gptworks chat runs/demo"
+	@echo "The model in one file, for a friend: $(BIN)/gptworks export runs/demo demo.html --format html"
 
 pipeline: .venv/.installed
 	$(BIN)/python bench/pipeline.py

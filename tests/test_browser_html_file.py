@@ -103,15 +103,26 @@ def test_play_leads_to_the_causes_of_a_token(hostile: Path, tmp_path: Path, open
 
 
 def test_nothing_of_a_hostile_run_is_executed(hostile: Path, tmp_path: Path, opened: Callable[..., Any]) -> None:  # noqa: F811
-    file = tmp_path / "model.html"
+    file, markup = tmp_path / "model.html", f"{HOSTILE} </script><script>alert(1)</script>"
     export_html(hostile, file, verify=False)
     page, faults = opened(file)
-    page.fill("#message", f"{HOSTILE} </script><script>alert(1)</script>")
+    page.fill("#message", markup)
     page.click("text=Send")
     page.wait_for_selector(".facts >> text=tokens/s")
+    page.click("nav >> text=Read")
+    page.get_by_label("Text", exact=True).fill(markup)
+    page.get_by_role("button", name="Read").click()
+    page.wait_for_selector(".read-text .t")
+    page.click("nav >> text=Explain")
+    page.fill(".ex-text textarea", markup)
+    for step in page.locator(".ex-steps a").all():
+        step.click()
+        page.wait_for_selector(".ex-step[aria-busy=false] p >> nth=1")
+    page.click("nav >> text=Model")
+    page.wait_for_selector(".arch")
     page.click("nav >> text=About")
-    assert HOSTILE in page.inner_text(".about-file")
-    assert page.locator("img").count() == 0
+    assert page.inner_text(".about-file").count(HOSTILE) > 2
+    assert page.locator("img, a[href^=javascript]").count() == 0
     page.evaluate("fetch('https://example.org/').catch(() => {})")
     assert page.evaluate("violations") == ["connect-src https://example.org/"], "the policy lets nothing out"
     assert [fault for fault in faults if "example.org" not in fault] == []
@@ -149,6 +160,7 @@ def test_the_page_fits_its_screen(run: Path, tmp_path: Path, opened: Callable[..
     file = tmp_path / "model.html"
     export_html(run, file, verify=False)
     page, _ = opened(file, viewport={"width": width, "height": 800})
-    for part in ("Play", "About"):
+    for part in ("Play", "Model", "About"):
         page.click(f"nav >> text={part}")
+        page.wait_for_selector(".part:not([hidden]) .card")
         assert page.evaluate("document.documentElement.scrollWidth") <= width

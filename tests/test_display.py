@@ -170,6 +170,7 @@ def test_a_run_says_at_its_start_what_it_trains_and_where(tmp_path: Path) -> Non
     samples = (folder / "samples.md").read_text(encoding="utf-8")
     assert samples.count("Prompt:\n\n```text\nline \n```\n\nContinuation:\n\n```text\n") == 3
     assert f"Next: gptworks generate {folder} PROMPT\n      gptworks evaluate {folder}\n" in said
+    assert f"\n      gptworks export {folder} run.html --format html\n" in said
 
 
 def test_a_run_describes_itself_from_the_first_evaluation_on_and_says_when_it_will_end(

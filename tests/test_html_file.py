@@ -66,12 +66,17 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(parse_recipe(base))
     template = folder / "template.jinja"
     template.write_text(BUILT_IN["chatml"] + "{# </script><script>alert(1)</script> #}", encoding="utf-8")
-    tree = chats.tune_tree(folder, **learns)
+    tree = chats.tune_tree(folder, **learns, sample_prompts=[markup[:60]])
     tree["tokenizer"]["chat_template"] = str(template)
     train(parse_recipe(tree))
     run = folder / "tuned"
     private = f"{run} `/home/alice/texts`, C:\\Users\\alice\\texts\\, https://alice:secret@example.org/texts"
-    (run / "model-card.md").write_text(f"# {HOSTILE}\n{markup}{private} \u202e\x1b[31m", encoding="utf-8")
+    (run / "model-card.md").write_text(
+        f"# {HOSTILE}\n{markup}{private} \u202e\x1b[31m" + "x" * 1_000_000, encoding="utf-8"
+    )
+    outcome = json.loads((run / "outcome.json").read_text())
+    outcome["training"] |= {HOSTILE: markup, "licence": "[ours](javascript:alert(1)) \u202e\x1b[31m <!--"}
+    (run / "outcome.json").write_text(json.dumps(outcome))
     return run
 
 
@@ -123,7 +128,7 @@ def test_a_file_computes_what_the_engine_computes(run: Path, tmp_path: Path, wei
     assert made.check.greedy_tokens == 64
     assert made.check.texts > 500
     assert "tokens a second" in said[0]
-    assert made.bytes < 1.25 * made.weight_bytes + 700_000
+    assert made.bytes < 1.25 * made.weight_bytes + 900_000
 
 
 @needs_node
@@ -249,7 +254,7 @@ def test_a_folder_for_a_host_computes_what_the_engine_computes(run: Path, tmp_pa
     assert made.check.greedy_tokens == 64
     names = sorted(file.name for file in (tmp_path / "out").iterdir())
     assert [name.partition("-")[0] for name in names] == ["_headers", "index.html", "kernels", "weights"]
-    assert made.bytes < made.weight_bytes + 600_000
+    assert made.bytes < made.weight_bytes + 900_000
 
 
 def test_a_page_names_no_place_of_the_machine_and_says_how_the_model_was_made(hostile: Path, tmp_path: Path) -> None:

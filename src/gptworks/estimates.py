@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from gptworks.choices import CacheName, LoadedWeights, Sharding
     from gptworks.config import ModelConfig, Recipe
     from gptworks.describe.plan_sheet import PlanSheet
-    from gptworks.describe.rehearsal import RehearsalSheet
     from gptworks.describe.serving_sheet import ServingSheet
     from gptworks.planning.devices import Device
     from gptworks.recipe import RecipeLike
+    from gptworks.runs.rehearsal_sheet import RehearsalSheet
 
 
 def plan(
@@ -215,7 +215,7 @@ def rehearse(
     Raises:
         UserError: `plan` raises it, or the recipe cannot run on this many devices.
     """
-    from gptworks.describe.rehearsal import RehearsalSheet
+    from gptworks.runs.rehearsal_sheet import RehearsalSheet
     from gptworks.training.rehearsal.dress import DISK_GB_PER_SECOND
     from gptworks.training.rehearsal.dress import rehearse as rehearse_plan
 

@@ -1,6 +1,6 @@
 """Routes of the Model tab: the parts of a run's architecture, the cost of each part, and a checkpoint's weights."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Annotated, Any
@@ -10,10 +10,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from gptworks.config import Recipe
-from gptworks.config.optimizers import OPTIMIZERS
-from gptworks.describe.parts import Part, parts
-from gptworks.describe.sheet import describe, summary, traits
-from gptworks.errors import UserError
+from gptworks.describe.model_sheet import ModelSheet, tensor_facts
 from gptworks.interpret.hooks import Check
 from gptworks.interpret.weights import (
     StoredWeights,
@@ -25,15 +22,12 @@ from gptworks.interpret.weights import (
     spectrum,
     stored_weights,
 )
-from gptworks.planning.params import Shape
-from gptworks.planning.parts import Figures, module_figures
 from gptworks.recipe import load_recipe
 from gptworks.serve.app import body_of
 from gptworks.studio.answers import as_json
 from gptworks.studio.loaded import Wanted
 from gptworks.studio.play import Chosen, Which
 from gptworks.studio.state import studio_of
-from gptworks.units import readable
 
 router = APIRouter(prefix="/studio/model", include_in_schema=False)
 Tree = dict[str, Any]
@@ -63,19 +57,7 @@ class Shown:
     def recipe(self) -> Recipe:
         return load_recipe(self.wanted.run.folder)
 
-    @cached_property
-    def shapes(self) -> dict[str, Shape]:
-        return count_tensors(self.recipe).shapes
-
-    @cached_property
-    def figures(self) -> dict[str, Figures]:
-        return module_figures(self.recipe)
-
-    @cached_property
-    def whole(self) -> Figures:
-        return sum(self.figures.values(), Figures())
-
-    def stored(self, names: list[str]) -> list[StoredWeights]:
+    def stored(self, names: Sequence[str]) -> list[StoredWeights]:
         """Return the named tensors as the checkpoint stores them.
 
         Raises:
@@ -103,90 +85,15 @@ async def model_sheet(request: Request) -> Response:
 
 
 def _sheet(shown: Shown, layer: int) -> Tree:
-    recipe, c = shown.recipe, shown.recipe.model
-    shapes = shown.shapes  # first, because this rejects a model with too many tensors
-    if layer >= c.n_layers:
-        raise UserError(f"layer={layer}: the model's blocks are numbered from 0 to {c.n_layers - 1}.")
-    about, made = describe(c, recipe.name), parts(c, layer)
-    names = [_tensor_names(part, layer, shapes) for part in made]
-    stored = {one.name: one for one in shown.stored([name for some in names for name in some])}
-    facts = [{"name": name, "text": text} for name, text in (*about.facts, *_training_facts(recipe, shown.whole))]
-    changed = c.model_dump(mode="json", exclude_defaults=True)
-    in_block = sum(group.total for group in about.parameters.groups.values() if group.in_block)
-    return {
-        "model": shown.wanted.run.id, "step": shown.wanted.checkpoint.step, "name": recipe.name,
-        "summary": summary(about), "traits": traits(c), "facts": facts,
-        "settings": [
-            {"name": f"model.{name}", "value": value, "is_default": name not in changed}
-            for name, value in c.model_dump(mode="json").items()
-        ],
-        "layer": layer, "n_layers": c.n_layers, "window": c.layer_window(layer), "parallel": c.parallel_residual,
-        "block_share": in_block / about.parameters.total,
-        "parts": [
-            _part(part, layer, shown) | {"tensors": [_of_tensor(stored[name]) for name in some]}
-            for part, some in zip(made, names, strict=True)
-        ],
-    }  # fmt: skip
+    def stored(names: Sequence[str]) -> list[Tree]:
+        return [_of_tensor(one) for one in shown.stored(names)]
 
-
-def _training_facts(recipe: Recipe, whole: Figures) -> Iterator[tuple[str, str]]:
-    if whole.adapter_parameters:
-        yield "the adapter's parameters", f"{whole.adapter_parameters:,}"
-    yield "weights in training", readable(whole.weights_bytes, "B")
-    yield "gradients in training", readable(whole.gradients_bytes, "B")
-    yield f"optimizer state, {OPTIMIZERS[recipe.train.optimizer].name}", readable(whole.optimizer_bytes, "B")
-
-
-def _tensor_names(part: Part, layer: int, shapes: dict[str, Shape]) -> list[str]:
-    modules = part.in_layer(part.tensors_of or part.modules, layer)
-    return [
-        name for module in modules for kind in ("weight", "bias", "scale") if (name := f"{module}.{kind}") in shapes
-    ]
-
-
-def _part(part: Part, layer: int, shown: Shown) -> Tree:
-    layers = range(shown.recipe.model.n_layers) if part.in_block else (0,)
-    here, everywhere = (
-        sum((shown.figures.get(name, Figures()) for i in those for name in part.in_layer(part.modules, i)), Figures())
-        for those in ((layer,), layers)
-    )
-    named = ("key", "name", "kind", "place", "weights", "shape", "words", "source")
-    return {
-        **{name: getattr(part, name) for name in named},
-        "share": everywhere.parameters / shown.whole.parameters,
-        "tied": bool(part.tensors_of),
-        "figures": list(_rows(here, everywhere, shown)),
-    }
+    place = {"model": shown.wanted.run.id, "step": shown.wanted.checkpoint.step}
+    return place | ModelSheet(shown.recipe, count_tensors(shown.recipe).shapes).at(layer, stored)
 
 
 def _of_tensor(one: StoredWeights) -> Tree:
-    return {
-        "name": one.name, "shape": list(one.shape), "parameters": one.size, "stored": one.kind,
-        "stored_bytes": one.stored_bytes, "stored_text": readable(one.stored_bytes, "B"),
-        "adapted": one.adapter is not None,
-    }  # fmt: skip
-
-
-def _rows(here: Figures, everywhere: Figures, shown: Shown) -> Iterator[Tree]:
-    """Yield each nonzero cost of a part: in one layer, in all layers, and as a share of the whole model's cost."""
-    context = shown.recipe.model.context_length
-
-    def row(key: str, name: str, unit: str, of: Callable[[Figures], float]) -> Iterator[Tree]:
-        one, every, whole = map(of, (here, everywhere, shown.whole))
-        if every:
-            texts = [f"{round(n):,}" if not unit else readable(n, unit) for n in (one, every)]
-            yield {"key": key, "name": name, "layer": one, "all": every, "layer_text": texts[0], "all_text": texts[1],
-                   "share": every / whole}  # fmt: skip
-
-    yield from row("parameters", "parameters", "", lambda f: f.parameters)
-    yield from row("adapter_parameters", "parameters of its adapter", "", lambda f: f.adapter_parameters)
-    yield from row("forward", "forward, a token", "FLOP", lambda f: f.forward)
-    yield from row("training", "training, a token", "FLOP", lambda f: f.forward + f.backward)
-    yield from row("weights_bytes", "weights in training", "B", lambda f: f.weights_bytes)
-    yield from row("gradients_bytes", "gradients in training", "B", lambda f: f.gradients_bytes)
-    yield from row("optimizer_bytes", "optimizer state", "B", lambda f: f.optimizer_bytes)
-    yield from row("kv_cache_bytes", f"KV cache in fp16, {context:,} tokens", "B",
-                   lambda f: context * f.kv_cache_bytes_per_token)  # fmt: skip
+    return tensor_facts(one.name, one.shape, one.kind, one.stored_bytes, one.adapter is not None)
 
 
 # ------------------------------------------------------------------------------------------ a checkpoint's weights

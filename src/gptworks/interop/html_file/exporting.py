@@ -2,7 +2,8 @@
 
 import base64
 import hashlib
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -15,6 +16,7 @@ from gptworks.chat_template import ChatTemplate, load_chat_template
 from gptworks.checkpoint import LoadedRun, Report, choose_checkpoint, load_run
 from gptworks.choices import SAMPLING, HTMLWeights
 from gptworks.config import Recipe
+from gptworks.describe.model_sheet import ModelSheet, tensor_facts
 from gptworks.errors import UserError
 from gptworks.files import new_folder, open_new, read_text, replacing_by_name, write_whole
 from gptworks.infer.backends.native import refused_architecture
@@ -29,6 +31,7 @@ from gptworks.interop.html_file.words import words_of
 from gptworks.kernels.wasm import module
 from gptworks.model.gpt import GPT
 from gptworks.planning.params import count_parameters
+from gptworks.quantize.formats import KINDS
 from gptworks.quantize.linear import weights_of
 from gptworks.recipe import load_recipe
 from gptworks.special_tokens import special_tokens
@@ -234,8 +237,9 @@ def _page(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool
     }  # fmt: skip
     return {
         "state": {
-            "version": __version__, "parts": ["play", "read", "explain", "about"], "read_only": True, "models": [model],
-            "notice": None, "sampling": SAMPLING._asdict(), "place": "In this page", "title": recipe.name,
+            "version": __version__, "parts": ["play", "read", "explain", "model", "about"], "read_only": True,
+            "models": [model], "notice": None, "sampling": SAMPLING._asdict(), "place": "In this page",
+            "title": recipe.name,
         },
         "page": {
             "facts": {
@@ -244,9 +248,39 @@ def _page(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool
                 "context": capacity, "step": loaded.checkpoint.step,
             },
             "card": read_text(card, MOST_CARD_BYTES, inside=card.parent) if card.exists() else None,
-            "recipe": _shown_recipe(recipe), "how": how_made(loaded),
+            "recipe": _shown_recipe(recipe), "how": how_made(loaded), "sheets": _sheets(loaded),
         },
     }  # fmt: skip
+
+
+def _sheets(loaded: LoadedRun) -> dict[str, Any]:
+    """Return the sheet of each layer that differs from others by more than the names of tensors, and of each layer the
+    number of its sheet."""
+    tensors = loaded.model.state_dict()
+    shapes = count_parameters(loaded.recipe.model).shapes
+
+    def stored(names: Sequence[str]) -> list[dict[str, Any]]:
+        held = [(tensors[name], tensors.get(f"{name.removesuffix('.weight')}.scale")) for name in names]
+        return [
+            tensor_facts(
+                name,
+                shapes[name],
+                KINDS.get(one.dtype, "fp32"),
+                one.nbytes + (scale.nbytes if scale is not None else 0),
+            )
+            for name, (one, scale) in zip(names, held, strict=True)
+        ]
+
+    sheet = ModelSheet(loaded.recipe, shapes)
+    place = {"model": loaded.recipe.name, "step": loaded.checkpoint.step}
+    made: dict[str, dict[str, Any]] = {}
+    of = []
+    for layer in range(loaded.recipe.model.n_layers):
+        tree = place | sheet.at(layer, stored)
+        key = json.dumps(tree | {"layer": 0}).replace(f'"blocks.{layer}.', '"blocks.')
+        made.setdefault(key, tree)
+        of.append(list(made).index(key))
+    return {"made": list(made.values()), "of": of}
 
 
 def _shown_recipe(recipe: Recipe) -> str:

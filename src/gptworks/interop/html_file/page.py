@@ -22,6 +22,7 @@ _STYLES = (
     _STUDIO / "play.css",
     _STUDIO / "card.css",
     _STUDIO / "read.css",
+    _STUDIO / "model.css",
     _JS.parent / "about.css",
     _JS.parent / "explain.css",
 )

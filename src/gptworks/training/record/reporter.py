@@ -10,6 +10,7 @@ from gptworks.config import Recipe
 from gptworks.data.beginnings import Beginning, rule
 from gptworks.device import BusyCores, Precision, advice_on_threads, device_name, memory_figures
 from gptworks.files import shown
+from gptworks.infer.backends.native import refused_architecture
 from gptworks.model.moe import busiest_load
 from gptworks.planning.params import count_parameters
 from gptworks.training.events import Evaluation, Listener, Step
@@ -251,6 +252,11 @@ class Reporter(Listener):
             f"Saved in {shown(self.recipe.run_dir)}.{left}"
         )
         folder = shlex.quote(shown(self.recipe.run_dir))
-        first = f"chat {folder}" if talks else f"generate {folder} PROMPT"
-        commands = (f"gptworks {command}" for command in (first, f"evaluate {folder}", f"report {folder}"))
-        self.display.message("Next: " + "\n      ".join(commands))
+        commands = [
+            f"chat {folder}" if talks else f"generate {folder} PROMPT",
+            f"evaluate {folder}",
+            f"report {folder}",
+        ]
+        if refused_architecture(self.recipe.model) is None:
+            commands.append(f"export {folder} {shlex.quote(self.recipe.run_dir.name)}.html --format html")
+        self.display.message("Next: " + "\n      ".join(f"gptworks {command}" for command in commands))

@@ -9,9 +9,9 @@ let answers = null;
 
 export class ApiError extends Error {}
 
-/** model: a promise of the model. state: what the studio's server answers to studio/state. */
-export function answerBy(model, state) {
-  answers = { model, state };
+/** model: a promise of the model. state, sheets: what the server of the studio answers to studio/state, studio/model/sheet. */
+export function answerBy(model, state, sheets) {
+  answers = { model, state, sheets };
 }
 
 export const takeCode = () => null;
@@ -27,7 +27,16 @@ export function get(path) {
 const POSTS = { "studio/load": () => ({ loaded: true }), "studio/read/text": readText, "studio/read/token": readToken };
 
 export async function post(path, body, { signal } = {}) {
+  if (path === "studio/model/sheet") return sheetOf(body.layer);
   return path in POSTS ? POSTS[path](await answers.model, body, signal) : unanswered(path);
+}
+
+/** Layers that differ by the names of their tensors alone share a sheet. */
+function sheetOf(layer) {
+  const { made, of } = answers.sheets;
+  const sheet = made[of[layer]];
+  const named = (one) => ({ ...one, name: one.name.replace(/^blocks\.\d+\./, `blocks.${layer}.`) });
+  return { ...sheet, layer, parts: sheet.parts.map((part) => ({ ...part, tensors: part.tensors.map(named) })) };
 }
 
 function unanswered(path) {

@@ -1,5 +1,6 @@
-// The page of a model in one file: Play, Read and About of the studio's frame, and the model behind them.
+// The page of a model in one file: Play, Read, Explain, Model and About in the studio's frame, and the model behind them.
 
+import * as modelPart from "../../../studio/static/js/model.js";
 import * as play from "../../../studio/static/js/play.js";
 import * as read from "../../../studio/static/js/read.js";
 import { part, start } from "../../../studio/static/js/shell.js";
@@ -56,11 +57,12 @@ else {
       [line.hidden, said.textContent] = [false, error.message];
     },
   );
-  answerBy(model, state);
+  answerBy(model, state, page.sheets);
   globalThis.gptworks = { model }; // the export checks it (html_file/checking.py)
   part("play", "Play", () => Promise.resolve(play));
   part("read", "Read", () => Promise.resolve(read));
   part("explain", "Explain", () => Promise.resolve({ Part: explain(page, state, model) }));
+  part("model", "Model", () => Promise.resolve(modelPart));
   part("about", "About", () => Promise.resolve({ Part: aboutPart(page) }));
   start(document.getElementById("app"));
 }

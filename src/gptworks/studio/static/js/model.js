@@ -1,6 +1,6 @@
 // The part Model: a run's architecture, its parts with their costs, and its weights at a checkpoint.
 
-import { post } from "./api.js";
+import { hasRuns, post } from "./api.js";
 import { count } from "./format.js";
 import { html, useEffect, useState } from "./ui.js";
 import { Architecture } from "./model/architecture.js";
@@ -27,8 +27,11 @@ export function Part({ state, shown }) {
     <h1 class="hidden-text">Model</h1>
     <div class="card toolbar">
       <${ModelChoice} models=${models} chosen=${current} choose=${chooseRun} name="Model" />
-      <label class="check"><input type="checkbox" checked=${against != null} disabled=${!steps.length}
-        onChange=${(event) => keep({ against: event.target.checked ? steps[0].step : null })} /> Compare with</label>
+      ${
+        hasRuns &&
+        html`<label class="check"><input type="checkbox" checked=${against != null} disabled=${!steps.length}
+        onChange=${(event) => keep({ against: event.target.checked ? steps[0].step : null })} /> Compare with</label>`
+      }
       ${
         against != null &&
         html`<select class="field" aria-label="Compared checkpoint" value=${against}
@@ -49,6 +52,7 @@ export function Part({ state, shown }) {
             choose=${(one) => setTensor({ ...tensor, [part.key]: shortName(one) })} />
           ${
             name &&
+            hasRuns &&
             html`<${Weights} model=${sheet.model} step=${sheet.step} against=${against} name=${name}
             shape=${part.tensors.find((one) => one.name === name).shape} />`
           }
