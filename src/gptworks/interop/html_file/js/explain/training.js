@@ -51,6 +51,7 @@ export function TrainingStep({ how, model, reading, at, choose }) {
       how.steps > how.step &&
         `Its training went on to step ${count(how.steps)}; this file has step ${count(how.step)}.`,
       how.loss != null &&
+        PREDICTS.includes(how.objective) &&
         `On text that was kept from it, its loss is ${figure(how.loss)}: as if it guessed among ` +
           `${rate(Math.exp(how.loss))} tokens.`,
       OBJECTIVES[how.objective],
@@ -60,6 +61,7 @@ export function TrainingStep({ how, model, reading, at, choose }) {
       make the hard one easy?<//>`;
 }
 
+const PREDICTS = ["next_token", "instruction"]; // objectives whose loss is that of the next token
 const OBJECTIVES = {
   instruction: "It was tuned on conversations: only the answers counted.",
   distillation: "It learned from a larger model: it had to give the same chances as that one.",
