@@ -30,7 +30,7 @@ export function AttentionStep({ how, model, reading, at, choose }) {
       <b>head</b> looks in its own way.</p>
     <div class="ex-picture">
       <${Layer} n=${n_layers} value=${layer} set=${setLayer} />
-      <div class="ex-beside"><div>
+      <div class="ex-beside ex-lines-beside"><div>
         <${Lines} ...${{ reading, layer, head, at, choose }} />
         <p class="ex-answer" role="status">Layer ${layer + 1}, head ${head + 1}: ${""}
           <${Name}>${reading.names[at]}<//> looks most at ${

@@ -87,7 +87,7 @@ export async function firstText(model, prompts, sampling, signal) {
 
 /** What the tokens of this model are: characters, words or pieces. */
 export function kindOf({ words }) {
-  if (words.merges.length) return "pieces";
+  if (words.kind !== "WordLevel") return "pieces";
   const special = new Set(words.added.map((one) => one.id));
   return words.known.every((id) => special.has(id) || [...words.names[id]].length <= 1) ? "characters" : "words";
 }
