@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from browser import HOSTILE, WATCH, axe, generate, screenshot, tokens
+from browser import HOSTILE, WATCH, answer, axe, generate, screenshot, tokens
 from gptworks.interop.html_file import export_html
 from test_html_file import hostile, run  # noqa: F401 (fixtures)
 
@@ -133,12 +134,55 @@ def host(run: Path, tmp_path: Path) -> Iterator[tuple[Path, str]]:  # noqa: F811
     """A split page in a folder, and its address on a plain web server."""
     folder = tmp_path / "host"
     export_html(run, folder, split=True, verify=False)
-    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
-    handler.log_message = lambda *_: None  # type: ignore[attr-defined]
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    with served(folder) as address:
+        yield folder, address
+
+
+@contextmanager
+def served(folder: Path, **headers: str) -> Iterator[str]:
+    """Serve a folder with further headers (_ for -) inside the `with`; yield its address."""
+
+    class Handler(SimpleHTTPRequestHandler):
+        def end_headers(self) -> None:
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            super().end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield folder, f"http://127.0.0.1:{server.server_port}/"
+    yield f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()
+
+
+def test_an_isolated_page_computes_the_same_text_on_several_threads(
+    run: Path,  # noqa: F811
+    tmp_path: Path,
+    opened: Callable[..., Any],
+    new_page: Callable[..., Any],
+) -> None:
+    file = tmp_path / "model.html"
+    export_html(run, file, verify=False)
+    alone, faults = opened(file)
+    page = new_page(signs_in=False)
+    logged: list[str] = []
+    for one in (alone, page):
+        one.on("console", lambda message: logged.append(message.text))
+    with served(tmp_path, Cross_Origin_Opener_Policy="same-origin", Cross_Origin_Embedder_Policy="require-corp") as at:
+        page.goto(f"{at}model.html")
+        page.wait_for_function(
+            "async () => (await gptworks.model).engine.threads === Math.min(navigator.hardwareConcurrency, 4)"
+        )
+        for one in (alone, page):
+            generate(one, "line 1: the quick brown fox jumps over the lazy dog", max_tokens=60, seed=3)
+    assert answer(page) == answer(alone)
+    n_threads = page.evaluate("Math.min(navigator.hardwareConcurrency, 4)")
+    for one, said in ((alone, "one thread"), (page, f"{n_threads} threads" if n_threads > 1 else "one thread")):
+        one.click("nav >> text=About")
+        one.wait_for_selector(f".about-file >> text={said}")
+    assert (faults, logged) == ([], [])
 
 
 def test_a_folder_is_served_from_a_plain_host(host: tuple[Path, str], new_page: Callable[..., Any]) -> None:

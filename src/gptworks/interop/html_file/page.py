@@ -73,7 +73,7 @@ def _policy(scripts: Iterable[str], style: str, fetches: bool) -> str:
     connect = "connect-src 'self'; " if fetches else ""
     return (
         f"default-src 'none'; script-src {allowed} 'wasm-unsafe-eval'; style-src {digest(style)}; img-src data:; "
-        f"{connect}base-uri 'none'; form-action 'none'"
+        f"worker-src blob:; {connect}base-uri 'none'; form-action 'none'"
     )
 
 

@@ -9,5 +9,5 @@ WIDEST_PANEL = 16
 
 
 def module() -> bytes:
-    """Return the WebAssembly module. It has one thread and imports nothing."""
+    """Return the WebAssembly module. It imports its memory, which threads may share; js/kernels.js says how."""
     return MODULE.read_bytes()

@@ -22,9 +22,12 @@ _SOURCES = (
 )
 _FLAGS = (
     "--target=wasm32", "-msimd128", "-O3", "-std=c++17", "-nostdlib", "-nostdlibinc", "-fno-exceptions", "-fno-rtti",
-    "-fno-threadsafe-statics", "-fvisibility=hidden", "-Wall", "-Werror",
+    "-fno-threadsafe-statics", "-fvisibility=hidden", "-Wall", "-Werror", "-matomics", "-mbulk-memory",
+    "-mmutable-globals", "-ftls-model=local-exec",
 )  # fmt: skip
 EXPORTS = tuple(f"gptworks_{name}" for name in ("step", "watch", "lens", "parts", "room", "error", "widest_panel"))
+OF_THREADS = ("gptworks_help", "gptworks_lost", "gptworks_threads", "__stack_pointer", "__tls_size", "__wasm_init_tls")
+_MEMORY = ("--import-memory", "--shared-memory", "--max-memory=4294967296")
 STACK_BYTES = 1 << 18
 
 
@@ -39,7 +42,7 @@ def sources() -> list[Path]:
 
 def sum_of_sources() -> str:
     """Return the SHA-256, in hex, of the sources and the compiler's options."""
-    total = hashlib.sha256(repr((_FLAGS, EXPORTS, STACK_BYTES)).encode())
+    total = hashlib.sha256(repr((_FLAGS, EXPORTS, OF_THREADS, _MEMORY, STACK_BYTES)).encode())
     for file in sources():
         total.update(f"\0{file.name}\0".encode() + file.read_bytes())
     return total.hexdigest()
@@ -62,11 +65,10 @@ def build() -> bytes:
         objects = [folder / f"{source.stem}.o" for source in _SOURCES]
         for source, to in zip(_SOURCES, objects, strict=True):
             _run("clang", *_FLAGS, "-isystem", folder, "-c", source, "-o", to)
-        exports = [f"--export={name}" for name in EXPORTS]
+        exports = [f"--export={name}" for name in (*EXPORTS, *OF_THREADS)]
         linked = folder / "step.wasm"
-        _run(
-            "wasm-ld", "--no-entry", *exports, "--strip-all", "-z", f"stack-size={STACK_BYTES}", *objects, "-o", linked
-        )
+        stack = f"stack-size={STACK_BYTES}"
+        _run("wasm-ld", "--no-entry", *_MEMORY, *exports, "--strip-all", "-z", stack, *objects, "-o", linked)
         return linked.read_bytes()
 
 

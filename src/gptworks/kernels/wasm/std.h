@@ -165,15 +165,16 @@ public:
     T *get() const { return at; }
 };
 
-// ------------------------------------------------------------------------------- one thread: nothing happens at once
+// ------------------------------------------------------------------------------------------------------------ threads
 
 enum memory_order { memory_order_relaxed, memory_order_acquire, memory_order_release, memory_order_acq_rel };
-template<class T> struct atomic {
+template<class T> struct atomic { // WebAssembly orders all
     T x;
     atomic(T x = T()) : x(x) {}
-    T load(memory_order = memory_order_relaxed) const { return x; }
-    void store(T to, memory_order = memory_order_relaxed) { x = to; }
-    T exchange(T to) { return std::exchange(x, to); }
+    T load(memory_order = memory_order_relaxed) const { return __atomic_load_n(&x, __ATOMIC_SEQ_CST); }
+    void store(T to, memory_order = memory_order_relaxed) { __atomic_store_n(&x, to, __ATOMIC_SEQ_CST); }
+    T exchange(T to) { return __atomic_exchange_n(&x, to, __ATOMIC_SEQ_CST); }
+    T fetch_add(T more, memory_order = memory_order_relaxed) { return __atomic_fetch_add(&x, more, __ATOMIC_SEQ_CST); }
 };
 
 int vsnprintf(char *to, size_t room, const char *format, va_list values);

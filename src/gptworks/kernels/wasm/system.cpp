@@ -1,4 +1,4 @@
-// What the kernels need of a system, for WebAssembly: memory, text, and the one thread.
+// What the kernels need of a system, for WebAssembly: memory, text, and threads.
 
 #include "../entry.h"
 #include "../threads.h"
@@ -22,6 +22,17 @@ struct Block {
 char *top = nullptr;
 Block *waiting[SIZES];
 
+// Held while memory is given or taken: no thread waits long for it.
+struct Held {
+    static std::atomic<int32_t> taken;
+    Held() {
+        while (taken.exchange(1)) {
+        }
+    }
+    ~Held() { taken.store(0); }
+};
+std::atomic<int32_t> Held::taken{0};
+
 // New memory, from a line on.
 char *more(size_t n) {
     if (!top) top = &__heap_base + (LINE - (uintptr_t)&__heap_base % LINE) % LINE;
@@ -35,6 +46,7 @@ char *more(size_t n) {
 }
 
 void *take(size_t n) {
+    const Held held;
     size_t size_class = 0;
     while (size_class < SIZES && (LINE << size_class) < n) size_class++;
     if (size_class == SIZES) fail(NO_MEMORY, "a block of memory is too large");
@@ -51,6 +63,7 @@ void *take(size_t n) {
 void give_back(void *at) {
     if (!at) return;
     Block *const block = (Block *)((char *)at - HEADER);
+    const Held held;
     block->next = waiting[block->size_class];
     waiting[block->size_class] = block;
 }
@@ -75,16 +88,6 @@ void operator delete[](void *at) noexcept { give_back(at); }
 void operator delete(void *at, size_t) noexcept { give_back(at); }
 void operator delete[](void *at, size_t) noexcept { give_back(at); }
 
-extern "C" void *memset(void *to, int value, size_t n) {
-    for (size_t i = 0; i < n; i++) ((volatile char *)to)[i] = (char)value;
-    return to;
-}
-
-extern "C" void *memcpy(void *to, const void *from, size_t n) {
-    for (size_t i = 0; i < n; i++) ((volatile char *)to)[i] = ((const char *)from)[i];
-    return to;
-}
-
 // What the compiler calls for checked products of 64 bits.
 extern "C" __int128 __multi3(__int128 a, __int128 b) {
     const auto parts = [](uint64_t x) { return std::pair<uint64_t, uint64_t>(x & 0xffffffff, x >> 32); };
@@ -96,7 +99,7 @@ extern "C" __int128 __multi3(__int128 a, __int128 b) {
     return (__int128)((unsigned __int128)high << 64 | (other << 32) | (low & 0xffffffff));
 }
 
-extern "C" int __cxa_thread_atexit(void (*)(void *), void *, void *) { return 0; } // the thread does not end
+extern "C" int __cxa_thread_atexit(void (*)(void *), void *, void *) { return 0; } // no thread ends
 
 // %s, %lld and %zu: all that the kernels write.
 int std::vsnprintf(char *to, size_t room, const char *format, va_list values) {
@@ -131,8 +134,77 @@ int std::snprintf(char *to, size_t room, const char *format, ...) {
     return n;
 }
 
-void kernels::parallel(int64_t, const Work &work) { work.function(work.with, {0, 1, nullptr, nullptr}); }
-void Barrier::wait(int64_t, const Alarm &) {}
+// ------------------------------------------------------------------------------------------------------------ threads
+
+// The page's thread, which may not sleep, and helpers: workers with an instance each over the same memory. A helper
+// looks for work a while, then sleeps.
+namespace {
+
+constexpr int64_t AWAKE = 1 << 16, PATIENT = 1 << 12; // looks at memory, of a nanosecond or two
+constexpr int64_t NAP_NANOSECONDS = 50'000;
+
+struct {
+    std::atomic<int32_t> n_helpers{0}, turn{0}; // turn: number of the work
+    std::atomic<int32_t> n_busy{0};             // helpers that are not done with it
+    std::atomic<int32_t> lost{0};               // a thread failed amid it: nobody waits any more
+    Work work;
+    int64_t n_threads;
+    Barrier *barrier;
+    Alarm *alarm;
+} job;
+
+thread_local bool helps = false;
+
+} // namespace
+
+void kernels::parallel(int64_t n_threads, const Work &work) {
+    Barrier barrier;
+    Alarm alarm;
+    const int32_t n_helpers = job.lost.load() ? 0 : std::min<int64_t>(n_threads - 1, job.n_helpers.load());
+    if (n_helpers) {
+        job.work = work, job.n_threads = 1 + n_helpers, job.barrier = &barrier, job.alarm = &alarm;
+        job.n_busy.store(n_helpers);
+        job.turn.fetch_add(1);
+        __builtin_wasm_memory_atomic_notify((int *)&job.turn.x, n_helpers);
+    }
+    work.function(work.with, {0, 1 + n_helpers, &barrier, &alarm});
+    while (job.n_busy.load())
+        if (job.lost.load()) fail(FAILED, "a thread of this page failed; it goes on with one");
+}
+
+void Barrier::wait(int64_t n_threads, const Alarm &) {
+    const int64_t mine = turn.load();
+    if (arrived.fetch_add(1) == n_threads - 1) {
+        arrived.store(0);
+        turn.store(mine + 1);
+        return;
+    }
+    for (int64_t looks = 0; turn.load() == mine; looks++) {
+        if (job.lost.load()) fail(FAILED, "a thread of this page failed; it goes on with one");
+        if (helps && looks > PATIENT) __builtin_wasm_memory_atomic_wait64((long long *)&turn.x, mine, NAP_NANOSECONDS);
+    }
+}
+
+// Makes a worker a helper; it does not return.
+extern "C" void gptworks_help() {
+    helps = true;
+    int32_t seen = job.turn.load();
+    const int64_t thread = 1 + job.n_helpers.fetch_add(1);
+    while (true) {
+        for (int64_t looks = 0; job.turn.load() == seen; looks++)
+            if (looks > AWAKE) __builtin_wasm_memory_atomic_wait32((int *)&job.turn.x, seen, -1);
+        seen = job.turn.load();
+        job.work.function(job.work.with, {thread, job.n_threads, job.barrier, job.alarm});
+        job.n_busy.fetch_add(-1);
+    }
+}
+
+// Called where a thread ended by a trap.
+extern "C" void gptworks_lost() {
+    if (job.n_busy.load()) job.lost.store(1), job.n_busy.store(0);
+}
+
+extern "C" int32_t gptworks_threads() { return job.lost.load() ? 1 : 1 + job.n_helpers.load(); }
 
 // Memory for the page to fill: a model's image, and the arguments of a step. Never given back.
 extern "C" void *gptworks_room(size_t n) { return more(n); }

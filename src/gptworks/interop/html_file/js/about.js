@@ -1,9 +1,10 @@
 // The part About: the model's figures, how it was made, its card and its recipe, as the run states them.
 
 import { bytes, count } from "../../../studio/static/js/format.js";
-import { html } from "../../../studio/static/js/ui.js";
+import { html, useEffect, useState } from "../../../studio/static/js/ui.js";
 
-export function about({ facts, card, recipe, how }) {
+/** page: html_file/exporting.py. model: a promise. */
+export function about({ facts, card, recipe, how }, model) {
   const figures = [
     ["Parameters", count(facts.parameters)],
     ["Weights", `${facts.weights}, ${bytes(facts.bytes)}`],
@@ -15,9 +16,19 @@ export function about({ facts, card, recipe, how }) {
     ["Step", count(facts.step)],
   ];
   return function Part() {
+    const [threads, setThreads] = useState(null);
+    useEffect(
+      () =>
+        void model.then(
+          ({ engine }) => setThreads(engine.threads),
+          () => {},
+        ),
+      [],
+    );
+    const rows = threads ? [...figures, ["Computes on", threads > 1 ? `${threads} threads` : "one thread"]] : figures;
     return html`<div class="about-file"><h1><bdi>${facts.name}</bdi></h1>
       <p>The whole model is in this page and computes here; nothing is sent anywhere.</p>
-      <${Figures} name="The model" rows=${figures} />
+      <${Figures} name="The model" rows=${rows} />
       <${Figures} name="How it was made" rows=${made(how)} wide />
       <${Text} name="Model card" text=${card} />
       <${Text} name="Recipe" text=${recipe} />

@@ -1,22 +1,26 @@
 // The kernels in WebAssembly over one model's image: logits of tokens, with a cache of one text.
 
+import { MOST_THREADS, instantiate } from "./kernels.js";
+
 export const AT_ONCE = 16; // tokens of a step
 const INT64 = 5; // a dtype's number in entries.py
 export const FLOAT32 = 0;
+export const THREADS = BigInt(MOST_THREADS);
 const TENSOR_BYTES = 104; // entries.py: a pointer, two numbers, 5 sizes, 5 strides
 
 export class Engine {
   /** module: bytes. model: what html_file/image.py states. fill(memory, at): copies the image into memory. */
   static async load(module, model, fill) {
-    const { instance } = await WebAssembly.instantiate(module, {});
-    const engine = new Engine(instance.exports, model);
+    const { kernels, memory } = await instantiate(module);
+    const engine = new Engine(kernels, memory, model);
     await fill(engine.memory, engine.base);
     engine.relocate(model);
     return engine;
   }
 
-  constructor(kernels, model) {
+  constructor(kernels, memory, model) {
     this.kernels = kernels;
+    this.memory = memory;
     this.vocabulary = model.vocabulary;
     this.capacity = model.capacity;
     this.shape = model.shape;
@@ -33,8 +37,9 @@ export class Engine {
     for (const at of pointers) view.setUint32(this.base + at, view.getUint32(this.base + at, true) + this.base, true);
   }
 
-  get memory() {
-    return this.kernels.memory;
+  /** How many threads compute. */
+  get threads() {
+    return this.kernels.gptworks_threads();
   }
 
   room(bytes) {
@@ -50,6 +55,7 @@ export class Engine {
     try {
       return work();
     } catch (error) {
+      this.kernels.gptworks_lost();
       const bytes = new Uint8Array(this.memory.buffer, this.kernels.gptworks_error());
       const said = new TextDecoder().decode(bytes.slice(0, bytes.indexOf(0)));
       throw said ? new Error(said) : error;
@@ -92,7 +98,7 @@ export class Engine {
     const rows = tokens.map((_, i) => i);
     const places = this.inputs(tokens, rows.slice(rows.length - n_wanted));
     const out = n_wanted ? this.describe(this.logits, n_wanted, this.vocabulary) : 0;
-    this.guarded(() => this.kernels.gptworks_step(this.model, ...places, out, 0, 1n));
+    this.guarded(() => this.kernels.gptworks_step(this.model, ...places, out, 0, THREADS));
     this.held.push(...tokens);
     return rows
       .slice(0, n_wanted)

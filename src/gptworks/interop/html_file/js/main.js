@@ -63,6 +63,6 @@ else {
   part("read", "Read", () => Promise.resolve(read));
   part("explain", "Explain", () => Promise.resolve({ Part: explain(page, state, model) }));
   part("model", "Model", () => Promise.resolve(modelPart));
-  part("about", "About", () => Promise.resolve({ Part: aboutPart(page) }));
+  part("about", "About", () => Promise.resolve({ Part: aboutPart(page, model) }));
   start(document.getElementById("app"));
 }

@@ -1,6 +1,6 @@
 // What the model computes on the way to its logits, for a text of a few tokens: the kernels write it down.
 
-import { AT_ONCE, FLOAT32 } from "./engine.js";
+import { AT_ONCE, FLOAT32, THREADS } from "./engine.js";
 
 const MOST_TOKENS = 256; // of a text that is traced whole
 const MOST_PAIRS = MOST_TOKENS ** 2; // of a traced token and one before it
@@ -47,7 +47,7 @@ class Watcher {
     const all = Object.entries(this.tensors).map(([name, tensor]) => [name, tensor, this.sizes[name](n, n_keys)]);
     const places = all.map(([, tensor, sizes]) => engine.describe(tensor, ...sizes));
     const [rows, slots, positions] = engine.inputs(tokens);
-    engine.guarded(() => engine.kernels.gptworks_watch(engine.model, rows, slots, positions, ...places, 1n));
+    engine.guarded(() => engine.kernels.gptworks_watch(engine.model, rows, slots, positions, ...places, THREADS));
     engine.held.push(...tokens);
     const written = all.map(([name, tensor, sizes]) => [name, this.numbers(tensor, sizes)]);
     return { n, n_keys, ...Object.fromEntries(written) };
@@ -60,7 +60,7 @@ class Watcher {
     const [n, width] = [rows.length, rows[0].length];
     const [from, to] = [engine.describe(stream, n, width), engine.describe(engine.logits, n, engine.vocabulary)];
     rows.forEach((row, i) => this.numbers(stream, [n, width]).set(row, i * width));
-    engine.guarded(() => engine.kernels.gptworks_lens(engine.model, from, to, 1n));
+    engine.guarded(() => engine.kernels.gptworks_lens(engine.model, from, to, THREADS));
     const found = this.numbers(engine.logits, [n, engine.vocabulary]);
     return rows.map((_, i) => found.slice(i * engine.vocabulary, (i + 1) * engine.vocabulary));
   }
