@@ -88,7 +88,7 @@ export function sizeOf(id, { names, decoder }, special) {
   return sizes[decoder[0].type]?.(names[id]) ?? 0;
 }
 
-/** Decodes tokens as they come; bytes of an incomplete character are held back. The joined texts are those of all ids. */
+/** Decodes tokens as they come, and holds back the bytes of an incomplete character. Joined, it is the text of all. */
 export class Decoder {
   /** before: the ids that precede; the text of the next one may depend on them. */
   constructor(tokenizer, before = []) {

@@ -69,7 +69,7 @@ export class Tokenizer {
   }
 }
 
-/** A function that divides a text into texts and the added tokens between them: the longest of those that begin first. */
+/** A function that divides a text at the added tokens in it: of those that begin first, the longest is one. */
 function finder(added) {
   const tokens = new Map(added.map((one) => [one.matched, one]));
   const longest_first = [...tokens.keys()].sort((a, b) => b.length - a.length);
