@@ -1,5 +1,6 @@
 """Explain: the walk through a model in eight steps, in the page of a model."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +100,7 @@ def test_tab_reaches_everything_that_reacts(file: Path, opened: Callable[..., An
     wanted = {
         1: ["ex-token"], 2: ["ex-token"], 3: ["Layer", "ex-token", "Head"], 4: ["Layer", "ex-token", "Neuron"],
         5: ["ex-token", "Next token"], 6: ["Temperature", "Top-k", "Draw one", "Draw 50", "Add it to the text"],
-        7: ["ex-token"], 8: [],
+        7: ["ex-token", "Step"], 8: [],
     }  # fmt: skip
     assert reached == [*wanted[step], "← Back", "Next →"]
 
@@ -211,6 +212,38 @@ def test_each_kind_of_tokenizer_is_described(
     page.wait_for_selector(".ex-homes[aria-busy=false]")
     assert ("It has no tokens for some of this." in page.inner_text(".ex-homes")) == (tokenizer["type"] != "bpe")
     assert faults == []
+
+
+def test_the_training_and_the_data_are_those_of_the_run(
+    run: Path,  # noqa: F811
+    file: Path,
+    opened: Callable[..., Any],  # noqa: F811
+) -> None:
+    log = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    held = [record["loss"] for record in log if record["kind"] == "validation"][-1]
+    tokens = json.loads((run / "outcome.json").read_text(encoding="utf-8"))["tokens"]
+    page, faults = opened(file)
+    walk(page, 7)
+    said = page.inner_text(".ex-step")
+    assert f"It read {tokens:,} tokens in 4 steps" in said
+    assert f"On text that was kept from it, its loss is {held:.4g}:" in said
+    page.get_by_role("slider", name="Step:").fill("0")
+    assert "At step 1: loss" in page.inner_text(".ex-curve")
+    walk(page, 8)
+    assert "1 document · " in page.inner_text(".ex-source")
+    assert "licence: not stated" in page.inner_text(".ex-source")
+    assert faults == []
+
+
+def test_a_tuned_model_tells_what_it_began_from(hostile: Path, tmp_path: Path, opened: Callable[..., Any]) -> None:  # noqa: F811
+    export_html(hostile, tmp_path / "model.html", verify=False)
+    page, _ = opened(tmp_path / "model.html")
+    page.click("nav >> text=Explain")
+    walk(page, 7)
+    for one in ("It did not begin at random", "only the answers counted", "It is made for conversations"):
+        assert one in page.inner_text(".ex-step")
+    walk(page, 8)
+    assert "These are the texts of its last training." in page.inner_text(".ex-step")
 
 
 def test_a_changed_text_changes_what_is_shown(file: Path, opened: Callable[..., Any]) -> None:  # noqa: F811

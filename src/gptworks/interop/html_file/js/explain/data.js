@@ -29,6 +29,11 @@ export function DataStep({ how, model, reading, prompts }) {
     <div class="ex-picture">
       ${sources.map((one) => html`<${Source} key=${one.name} data=${one} tokens=${only ? how.tokens : null} />`)}
       ${!sources.length && html`<p>This file does not say what the model has read.</p>`}
+      ${
+        how.began &&
+        html`<p>These are the texts of its last training. What <bdi>${how.began}</bdi>, from which it began, had read
+          before is not listed here.</p>`
+      }
       <h3>Where is it at home?</h3>
       <ul class="ex-homes" aria-busy=${String(measured.length < texts.length)}>${texts.map(
         ([name, text], i) => html`<li key=${name} class=${cx(i === 0 && "chosen")}><b>${name}</b>
