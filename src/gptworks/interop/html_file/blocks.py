@@ -11,6 +11,7 @@ import numpy as np
 
 BLOCK_BYTES = 7 << 21
 """Bytes of a block: browsers limit the length of a string, and static hosts the size of a file (the least: 25 MiB)."""
+_AT_ONCE = 7 << 15
 _MASK = 0x55
 _REPLACED = (0x00, 0x0D, 0x3C)
 _CHARACTERS = np.arange(128, dtype=np.uint8) ^ _MASK
@@ -19,8 +20,12 @@ for _i, _code in enumerate(_REPLACED):
     _CHARACTERS[_code ^ _MASK] = 0xC0 + _i
 
 
-def as_text(content: bytes | bytearray) -> str:
+def as_text(content: bytes) -> str:
     """Return the text of some bytes (js/blocks.js reads it)."""
+    return "".join(_as_text(content[at : at + _AT_ONCE]) for at in range(0, len(content), _AT_ONCE))
+
+
+def _as_text(content: bytes) -> str:
     n_rows = -(-len(content) // 7)
     padded, rows = np.zeros(7 * n_rows, np.uint8), np.zeros((n_rows, 8), np.uint8)
     padded[: len(content)] = np.frombuffer(content, np.uint8)
