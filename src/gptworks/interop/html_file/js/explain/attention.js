@@ -10,8 +10,9 @@ const LONG = 24; // tokens, beyond which lines stand closer
 
 export function AttentionStep({ how, model, reading, at, choose }) {
   const { n_layers, n_heads, n_kv_heads, window, window_pattern, position, rope_pattern } = how.model;
-  const [layer, setLayer] = useState(0);
-  const [head, setHead] = useState(0);
+  const striking = useMemo(() => mostStriking(reading, at, n_layers, n_heads), []);
+  const [layer, setLayer] = useState(striking.layer);
+  const [head, setHead] = useState(striking.head);
   const heads = useMemo(
     () =>
       Array.from({ length: n_heads }, (_, h) => ({
@@ -105,6 +106,18 @@ function Lines({ reading, layer, head, at, choose }) {
       ) => html`<li key=${s} class=${cx("ex-line", s > at && "off")} style=${{ "--strength": `${100 * weights[s]}%` }}>
         <bdi class="spelling">${name}</bdi><span class="number">${s > at ? "" : percent(weights[s])}</span></li>`,
     )}</ol></div>`;
+}
+
+/** The head that looks most at one other token, apart from the first; it is shown to begin with. */
+function mostStriking(reading, at, n_layers, n_heads) {
+  let found = { layer: 0, head: 0, weight: 0 };
+  for (let layer = 0; layer < n_layers; layer++) {
+    for (let head = 0; head < n_heads; head++) {
+      const weight = Math.max(0, ...reading.attention(layer, head, at).subarray(1, at));
+      if (weight > found.weight) found = { layer, head, weight };
+    }
+  }
+  return found;
 }
 
 /** What a head mostly looks at in this text. */

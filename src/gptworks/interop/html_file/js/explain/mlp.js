@@ -34,6 +34,7 @@ export function MlpStep({ how, model, reading, at, choose }) {
   const neuron = picked ?? strongest[0];
   const most = Math.max(...reading.names.map((_, t) => Math.abs(reading.row(neurons, t)[neuron]))) || 1;
   const silent = row.filter((value) => value === 0).length;
+  const lowest = Math.min(...row);
   const [before, after] = [2 * layer + 1, 2 * layer + 2].map((i) => best(model, reading.trace.lens(i, at)));
   const columns = Math.ceil(Math.sqrt(3 * row.length));
   return html`<p>${parallel ? "At the same time" : "Next"}, each token is worked on alone, by ${""}
@@ -49,8 +50,9 @@ export function MlpStep({ how, model, reading, at, choose }) {
         <${Heat} class="ex-neurons" values=${row} columns=${columns} most=${largestOf(row)} pick=${pick}
           label=${`The ${row.length} neurons of layer ${layer + 1} for this token`} />
         <p class="ex-caption">All ${count(row.length)} neurons for <${Name}>${reading.names[at]}<//>: ${""}
-          <span class="ex-above">above 0</span>, <span class="ex-below">below 0</span>, which pushes the other way.
-          Click one.${silent > 0 && ` ${percent(silent / row.length)} of them are silent: exactly 0.`}</p></div>
+          <span class="ex-above">above 0</span>${
+            lowest < 0 && html`, <span class="ex-below">below 0</span>, which pushes the other way`
+          }. Click one.${silent > 0 && ` ${percent(silent / row.length)} of them are silent: exactly 0.`}</p></div>
         <div><h3>The neurons that fire most</h3>
           <${Choice} class="ex-list" name="Neuron" value=${neuron} choose=${pick} options=${strongest.map((one) => [
             one,

@@ -45,9 +45,10 @@ export function TrainingStep({ how, model, reading, at, choose }) {
       !how.imported && how.began && `It did not begin at random, but with the numbers of ${how.began}.`,
       !how.imported &&
         how.tokens > 0 &&
-        `${how.began ? "Since then it has read" : "It read"} ${count(how.tokens)} tokens${how.step ? ` in ${count(how.step)} steps` : ""}${
-          how.seconds > 0 ? `, which took ${duration(how.seconds)}${how.device ? ` (${how.device})` : ""}` : ""
-        }.`,
+        `${how.began ? "Since then it has read" : "It read"} ${count(how.tokens)} tokens` +
+          (how.step ? ` in ${count(how.step)} steps` : "") +
+          (how.seconds > 0 ? `, which took ${duration(how.seconds)}${how.device ? ` (${how.device})` : ""}` : "") +
+          ".",
       how.steps > how.step &&
         `Its training went on to step ${count(how.steps)}; this file has step ${count(how.step)}.`,
       how.loss != null &&
