@@ -157,6 +157,14 @@ def served(folder: Path, **headers: str) -> Iterator[str]:
     server.shutdown()
 
 
+TRACED = """async () => {
+  const model = await gptworks.model;
+  const trace = await model.trace([...Array(40).keys()]);
+  const layers = [0, 1].flatMap((layer) => [trace.stream(2 * layer + 1), trace.attention(layer), trace.neurons(layer)]);
+  return [...layers, trace.lens(2, 7), trace.logits(39)].map((numbers) => Array.from(numbers));
+}"""
+
+
 def test_an_isolated_page_computes_the_same_text_on_several_threads(
     run: Path,  # noqa: F811
     tmp_path: Path,
@@ -178,6 +186,7 @@ def test_an_isolated_page_computes_the_same_text_on_several_threads(
         for one in (alone, page):
             generate(one, "line 1: the quick brown fox jumps over the lazy dog", max_tokens=60, seed=3)
     assert answer(page) == answer(alone)
+    assert page.evaluate(TRACED) == alone.evaluate(TRACED)
     n_threads = page.evaluate("Math.min(navigator.hardwareConcurrency, 4)")
     for one, said in ((alone, "one thread"), (page, f"{n_threads} threads" if n_threads > 1 else "one thread")):
         one.click("nav >> text=About")

@@ -11,27 +11,28 @@ using namespace kernels;
 
 namespace {
 
-float *data(Buffer &buffer) { return (float *)buffer.data(); }
-
-// Rows [n, k] for a product, whose stride is padded.
+// Rows [n, k] for products, whose stride is padded.
 struct Padded {
+    int64_t n, stride;
     Buffer x;
     Rounded common;
-    Rows rows;
 
-    Padded(int64_t n, int64_t k)
-        : x(n * padded(k) / LANES), rows(n, padded(k), data(x), n >= MANY ? &common : nullptr) {
-        if (n >= MANY) common.make_room(n, padded(k));
+    Padded(int64_t n, int64_t k) : n(n), stride(padded(k)), x(n * stride / LANES) {
+        if (n >= MANY) common.make_room(n, stride);
     }
-    float *row(int64_t i) { return rows.x + i * rows.stride; }
+    float *row(int64_t i) { return (float *)x.data() + i * stride; }
+    Rows rows() { return {n, stride, row(0), n >= MANY ? &common : nullptr}; } // of one thread
 };
 
 // Logits of n rows of the residual stream.
-void lens(const Model &m, const float *stream, int64_t n, float *out, const Team &team) {
+void lens(const Model &m, const float *stream, int64_t n, float *out, int64_t n_threads) {
     Padded features(n, m.d_model);
     for (int64_t i = 0; i < n; i++)
         normalize(m.norm, m.layer_norm, m.eps, m.d_model, stream + i * m.d_model, features.row(i));
-    product(m.head, features.rows, {out, m.head.n, m.logit_scale}, team);
+    parallel(n_threads, [&](const Team &team) {
+        Rows rows = features.rows();
+        product(m.head, rows, {out, m.head.n, m.logit_scale}, team);
+    });
 }
 
 double dot(const float *a, const double *b, int64_t n) {
@@ -76,8 +77,8 @@ void parts(const Model &m, int64_t token, int64_t position, int64_t of, const fl
     for (const Layer *layer = m.layers; layer < m.layers + m.n_layers; layer++, stream += 2 * width, mixed += d_query) {
         for (int64_t i = 0; i < m.n_heads; i++)
             std::copy_n(mixed + i * m.d_head, m.d_head, alone.row(i) + i * m.d_head);
-        alone.rows.made = Rows::NOTHING;
-        product(layer->out, alone.rows, {given.row(0), given.rows.stride, m.residual_scale}, team);
+        Rows rows = alone.rows();
+        product(layer->out, rows, {given.row(0), given.stride, m.residual_scale}, team);
         const float bias = reads.of(given.row(m.n_heads));
         for (int64_t i = 0; i < m.n_heads; i++) *out++ = reads.of(given.row(i)) - bias;
         *out++ = layer->out.bias ? bias : NAN;
@@ -125,8 +126,7 @@ extern "C" int gptworks_lens(const Model *model, const Tensor *stream, const Ten
         const Model &m = checked(model);
         const int64_t n = sound("stream", stream).n_dimensions ? stream->sizes[0] : 0;
         laid_out("stream", stream, FP32, {n, m.d_model}), laid_out("logits", out, FP32, {n, m.head.n});
-        parallel(threads(n_threads),
-                 [&](const Team &team) { lens(m, stream->as<const float>(), n, out->as<float>(), team); });
+        lens(m, stream->as<const float>(), n, out->as<float>(), threads(n_threads));
     });
 }
 
