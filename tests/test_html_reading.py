@@ -3,18 +3,26 @@
 import base64
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import numpy as np
 import pytest
+import torch
+from tokenizers import Tokenizer
 
+import hf
 import tiny
+from gptworks.config import CharTokenizer
 from gptworks.interop.html_file import export_html
+from gptworks.model.gpt import GPT
+from gptworks.tokenizer import train_tokenizer, vocabulary_size
 from serving import posted, running_studio
-from test_html_file import JS, in_node, make_run, needs_node
+from test_html_file import JS, in_node, needs_node
+from test_html_models import framed
+from test_html_words import in_bytes, like_gemma, like_llama
 
 pytestmark = needs_node
 
@@ -46,20 +54,33 @@ console.log(JSON.stringify(answers));
 """
 
 
+def characters() -> Tokenizer:
+    return train_tokenizer(CharTokenizer(type="char"), [tiny.TEXT])
+
+
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+    "bytes": in_bytes, "characters": characters, "llama": lambda: framed(like_llama()),
+    "gemma": lambda: framed(like_gemma()),
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with tokens of bytes, and one with characters."""
+    """Runs of random models, one for each kind of tokenizer."""
     folder = tmp_path_factory.mktemp("reading")
-    for name, tokenizer in (("bytes", None), ("characters", {"type": "char"})):
-        make_run(folder / name, tokenizer).rename(folder / name / name)
+    for name, make in TOKENIZERS.items():
+        tokenizer = make()
+        settings = {"vocab_size": vocabulary_size(tokenizer), "context_length": 128, "d_model": 32, "n_heads": 2}
+        torch.manual_seed(3)
+        hf.make_run(folder / name, GPT(tiny.plain_model(**settings, n_layers=2)), tokenizer)
     return folder
 
 
-@pytest.fixture(scope="module", params=["bytes", "characters"])
-def http(request: pytest.FixtureRequest, runs: Path) -> Iterator[tuple[httpx.Client, Path]]:
-    """A studio's client, and the run that is read."""
-    with running_studio(runs / request.param) as server, server.http() as client:
-        yield client, runs / request.param / request.param
+@pytest.fixture(scope="module")
+def client(runs: Path) -> Iterator[httpx.Client]:
+    """A client of a studio with these runs."""
+    with running_studio(runs) as server, server.http() as one:
+        yield one
 
 
 def ids_of(answer: Any) -> list[int]:
@@ -70,7 +91,7 @@ def close(mine: Any, theirs: Any, at: str = "") -> None:
     """Fail unless two answers are equal within the rounding of fp32."""
     if isinstance(theirs, dict):
         assert mine.keys() == theirs.keys(), at
-        for key in theirs.keys() - {"model"}:
+        for key in theirs:
             close(mine[key], theirs[key], f"{at}.{key}")
     elif isinstance(theirs, list):
         assert len(mine) == len(theirs), at
@@ -85,12 +106,12 @@ def close(mine: Any, theirs: Any, at: str = "") -> None:
         assert mine == theirs, at
 
 
-def test_answers_are_the_studio_s(http: tuple[httpx.Client, Path], tmp_path: Path) -> None:
-    client, run = http
-    export_html(run, tmp_path / "model.html", weights="fp32", verify=False)
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_answers_are_the_studio_s(name: str, runs: Path, client: httpx.Client, tmp_path: Path) -> None:
+    export_html(runs / name, tmp_path / "model.html", weights="fp32", verify=False)
 
     def studio(what: str, status: int = 200, **body: Any) -> Any:
-        return posted(client, f"/studio/read/{what}", status, model=run.name, **body)
+        return posted(client, f"/studio/read/{what}", status, model=name, **body)
 
     written = ids_of(studio("text", text=STRANGE))[::-1]
     asked: list[tuple[str, dict[str, Any]]] = [

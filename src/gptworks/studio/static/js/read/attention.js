@@ -75,8 +75,9 @@ export function Attention({ heads, tokens, look }) {
   return html`<section class="card" aria-labelledby="attention-title">
     <h3 id="attention-title">Where each head looks</h3>
     <p class="quiet">
-      One line for each head, the first block at the top; one column for each of the ${count(n_keys)} tokens before.
-      Click a line to underline in the text what its head looks at.</p>
+      One line for each head, the first block at the top; one column for ${
+        n_keys === 1 ? "the token" : `each of the ${count(n_keys)} tokens`
+      } before. Click a line to underline in the text what its head looks at.</p>
     <div class="map" tabindex="0" role="group"
       aria-label="Attention by head and token; the arrow keys move, Enter underlines"
         onKeyDown=${keys} onPointerMove=${(event) => event.target === canvas.current && setAt(cellOf(event))}
