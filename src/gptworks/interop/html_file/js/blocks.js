@@ -4,25 +4,23 @@ const MASK = 0x55;
 const REPLACED = [0x00, 0x0d, 0x3c]; // characters that a page cannot hold; U+00C0 and the next ones are in their place
 const FIRST_REPLACING = 0xc0;
 
-function decode(text, n, to, at) {
-  const end = at + n;
-  let [held, bits] = [0, 0];
-  for (let i = 0; at < end; i++) {
-    let code = text.charCodeAt(i);
-    if (code >= FIRST_REPLACING) code = REPLACED[code - FIRST_REPLACING];
-    held = ((held << 7) | (code ^ MASK)) & 0x3fff;
-    bits += 7;
-    if (bits >= 8) {
-      bits -= 8;
-      to[at++] = held >> bits;
-    }
-  }
-  return at;
-}
+const BITS = Uint8Array.from({ length: 0xc3 }, (_, code) => (REPLACED[code - FIRST_REPLACING] ?? code) ^ MASK);
 
+/** The n bytes of a text: eight characters for seven bytes, the last of which may be missing. */
 export function bytesOf(text, n) {
   const made = new Uint8Array(n);
-  decode(text, n, made, 0);
+  const bits = (i) => BITS[text.charCodeAt(i)];
+  for (let at = 0, i = 0; at < n; at += 7, i += 8) {
+    const first = (bits(i) << 21) | (bits(i + 1) << 14) | (bits(i + 2) << 7) | bits(i + 3);
+    const second = (bits(i + 4) << 21) | (bits(i + 5) << 14) | (bits(i + 6) << 7) | bits(i + 7);
+    made[at] = first >> 20; // what lies beyond the end is not kept
+    made[at + 1] = first >> 12;
+    made[at + 2] = first >> 4;
+    made[at + 3] = (first << 4) | (second >> 24);
+    made[at + 4] = second >> 16;
+    made[at + 5] = second >> 8;
+    made[at + 6] = second;
+  }
   return made;
 }
 

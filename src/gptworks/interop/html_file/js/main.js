@@ -31,6 +31,8 @@ export async function load(textOf, fileOf = fetched, progress = () => {}) {
   });
 }
 
+const SOON_MS = 400; // a model that is there by then needs no line that says so
+
 if (typeof document === "undefined") globalThis.gptworks = { load };
 else {
   const textOf = (id) => {
@@ -45,18 +47,17 @@ else {
   );
   const line = document.getElementById("loading");
   const [said, bar] = line.children;
-  const model = whole.then(() =>
-    load(textOf, fetched, (share) => {
-      [line.hidden, bar.value, said.textContent] = [false, share, "Loading the model"];
-    }),
-  );
-  model.then(
-    () => line.remove(),
-    (error) => {
-      bar.remove();
-      [line.hidden, said.textContent] = [false, error.message];
-    },
-  );
+  const slow = setTimeout(() => (line.hidden = false), SOON_MS);
+  const model = whole.then(() => load(textOf, fetched, (share) => (bar.value = share)));
+  model
+    .then(
+      () => line.remove(),
+      (error) => {
+        bar.remove();
+        [line.hidden, said.textContent] = [false, error.message];
+      },
+    )
+    .finally(() => clearTimeout(slow));
   answerBy(model, state, page.sheets);
   globalThis.gptworks = { model }; // the export checks it (html_file/checking.py)
   part("play", "Play", () => Promise.resolve(play));
