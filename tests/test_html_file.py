@@ -138,7 +138,7 @@ def test_a_file_computes_what_the_engine_computes(run: Path, tmp_path: Path, wei
         {"position": "learned", "norm": "layernorm", "norm_bias": True, "attention_bias": True, "mlp_bias": True,
          "mlp": "gelu", "qk_norm": False},
         {"n_heads": 4, "n_kv_heads": 2, "d_head": 16, "window": 16, "window_pattern": ["window", "full"]},
-        {"parallel_residual": True, "mlp": "geglu", "tie_embeddings": False, "position": "none"},
+        {"n_future_tokens": 2, "parallel_residual": True, "mlp": "geglu", "tie_embeddings": False, "position": "none"},
         {"rope_fraction": 0.5, "logit_divisor": 2.0, "embedding_scale": 3.0, "residual_scale": 0.5},
     ],
     ids=["like-gpt2", "groups-and-windows", "parallel", "scales"],

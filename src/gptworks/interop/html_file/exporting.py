@@ -2,36 +2,31 @@
 
 import base64
 import hashlib
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-import yaml
 
-from gptworks import __version__
 from gptworks.chat_template import ChatTemplate, load_chat_template
-from gptworks.checkpoint import LoadedRun, Report, choose_checkpoint, load_run
-from gptworks.choices import SAMPLING, HTMLWeights
+from gptworks.checkpoint import Report, choose_checkpoint, load_run
+from gptworks.choices import HTMLWeights
 from gptworks.config import Recipe
-from gptworks.describe.model_sheet import ModelSheet, tensor_facts
 from gptworks.errors import UserError
-from gptworks.files import new_folder, open_new, read_text, replacing_by_name, write_whole
+from gptworks.files import new_folder, open_new, replacing_by_name, write_whole
 from gptworks.infer.backends.native import refused_architecture
-from gptworks.infer.defaults import sampling_of
 from gptworks.interop.exports import leave_out_heads
 from gptworks.interop.html_file.blocks import blocks
 from gptworks.interop.html_file.checking import Check, check_file
-from gptworks.interop.html_file.how import how_made, public
+from gptworks.interop.html_file.how import public
 from gptworks.interop.html_file.image import Image, make_image
 from gptworks.interop.html_file.page import model_page
+from gptworks.interop.html_file.shown import shown
 from gptworks.interop.html_file.words import words_of
 from gptworks.kernels.wasm import module
 from gptworks.model.gpt import GPT
 from gptworks.planning.params import count_parameters
-from gptworks.quantize.formats import KINDS
 from gptworks.quantize.linear import weights_of
 from gptworks.recipe import load_recipe
 from gptworks.special_tokens import special_tokens
@@ -43,9 +38,6 @@ MOST_CACHE_BYTES = 1 << 28
 """Maximum size of keys and values; a longer context is cut to fit."""
 FP32_CACHE_BYTES = 1 << 26
 """Up to this size, keys and values are kept in fp32, otherwise in bf16."""
-MOST_CARD_BYTES = 1 << 20
-MOST_PROMPTS, MOST_PROMPT = 4, 2000
-"""Maximum number of the run's sample prompts that the page offers, and of their characters."""
 BYTES_PER_SECOND = {"fp32": 1.5e9, "bf16": 1.3e9, "int8": 2.5e9, "int4": 1.3e9}
 """Weights that one core reads in a browser, measured on a server's core (2026); a phone's reads a third."""
 
@@ -133,7 +125,7 @@ def export_html(
         "module_bytes": len(module()), "words": words, "chat": _chat(template, words),
         "model": _model(image, model, capacity),
     }  # fmt: skip
-    page = public(_page(loaded, image, kind, capacity, template is not None))
+    page = shown(loaded, image, kind, capacity, template is not None)
     found: Check | str = "--no-verify"
     with new_folder(out, image.n_bytes) if split else replacing_by_name(out) as aside:
         file = aside / "index.html" if split else aside
@@ -221,69 +213,3 @@ def _chat(template: ChatTemplate | None, words: dict[str, Any]) -> dict[str, Any
         return None
     names = dict(special_tokens(template.tokenizer).names)
     return {"source": template.source, "names": names, "ends": template.end_token_ids}
-
-
-def _page(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool) -> dict[str, Any]:
-    """Return what the page shows at once."""
-    recipe, config = loaded.recipe, loaded.model.config
-    parameters = count_parameters(config).total
-    card = loaded.checkpoint.run_dir / "model-card.md"
-    heads = f"{config.n_heads}, {config.n_kv_heads} of keys and values, of width {config.d_head}"
-    model: dict[str, Any] = {
-        "id": recipe.name, "run": None, "chat": chats, "context": capacity, "parameters": parameters,
-        "vocab_size": config.vocab_size, "state": "served", "checkpoints": [], "problem": None,
-        "prompts": [prompt for prompt in recipe.train.sample_prompts if 0 < len(prompt) <= MOST_PROMPT][:MOST_PROMPTS],
-        "sampling": sampling_of(loaded.checkpoint.run_dir / "tokenizer")._asdict(),
-    }  # fmt: skip
-    return {
-        "state": {
-            "version": __version__, "parts": ["play", "read", "explain", "model", "about"], "read_only": True,
-            "models": [model], "notice": None, "sampling": SAMPLING._asdict(), "place": "In this page",
-            "title": recipe.name,
-        },
-        "page": {
-            "facts": {
-                "name": recipe.name, "parameters": parameters, "weights": kind, "bytes": image.n_bytes,
-                "layers": config.n_layers, "width": config.d_model, "heads": heads, "vocabulary": config.vocab_size,
-                "context": capacity, "step": loaded.checkpoint.step,
-            },
-            "card": read_text(card, MOST_CARD_BYTES, inside=card.parent) if card.exists() else None,
-            "recipe": _shown_recipe(recipe), "how": how_made(loaded), "sheets": _sheets(loaded),
-        },
-    }  # fmt: skip
-
-
-def _sheets(loaded: LoadedRun) -> dict[str, Any]:
-    """Return the sheet of each layer that differs from others by more than the names of tensors, and of each layer the
-    number of its sheet."""
-    tensors = loaded.model.state_dict()
-    shapes = count_parameters(loaded.recipe.model).shapes
-
-    def stored(names: Sequence[str]) -> list[dict[str, Any]]:
-        held = [(tensors[name], tensors.get(f"{name.removesuffix('.weight')}.scale")) for name in names]
-        return [
-            tensor_facts(
-                name,
-                shapes[name],
-                KINDS.get(one.dtype, "fp32"),
-                one.nbytes + (scale.nbytes if scale is not None else 0),
-            )
-            for name, (one, scale) in zip(names, held, strict=True)
-        ]
-
-    sheet = ModelSheet(loaded.recipe, shapes)
-    place = {"model": loaded.recipe.name, "step": loaded.checkpoint.step}
-    made: dict[str, dict[str, Any]] = {}
-    of = []
-    for layer in range(loaded.recipe.model.n_layers):
-        tree = place | sheet.at(layer, stored)
-        key = json.dumps(tree | {"layer": 0}).replace(f'"blocks.{layer}.', '"blocks.')
-        made.setdefault(key, tree)
-        of.append(list(made).index(key))
-    return {"made": list(made.values()), "of": of}
-
-
-def _shown_recipe(recipe: Recipe) -> str:
-    """Return the recipe's sections on the model and its training, without paths of the machine."""
-    tree = recipe.model_dump(mode="json")
-    return yaml.safe_dump({name: tree[name] for name in ("model", "train") if name in tree}, sort_keys=False)

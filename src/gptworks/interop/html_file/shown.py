@@ -1,0 +1,87 @@
+"""What the page of a model shows at once: figures, the card, the recipe, how it was made, and the architecture."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from gptworks import __version__
+from gptworks.checkpoint import LoadedRun
+from gptworks.choices import SAMPLING
+from gptworks.config import Recipe
+from gptworks.describe.model_sheet import ModelSheet, tensor_facts
+from gptworks.files import read_text
+from gptworks.infer.defaults import sampling_of
+from gptworks.interop.html_file.how import how_made, public
+from gptworks.interop.html_file.image import Image
+from gptworks.planning.params import count_parameters
+from gptworks.quantize.formats import KINDS
+
+MOST_CARD_BYTES = 1 << 20
+MOST_PROMPTS, MOST_PROMPT = 4, 2000
+"""Maximum number of the run's sample prompts that the page offers, and of their characters."""
+
+
+def shown(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool) -> dict[str, Any]:
+    """Return the state and the page for main.js, without private words (`public`)."""
+    recipe, config = loaded.recipe, loaded.model.config
+    parameters = count_parameters(config).total
+    card = loaded.checkpoint.run_dir / "model-card.md"
+    heads = f"{config.n_heads}, {config.n_kv_heads} of keys and values, of width {config.d_head}"
+    model: dict[str, Any] = {
+        "id": recipe.name, "run": None, "chat": chats, "context": capacity, "parameters": parameters,
+        "vocab_size": config.vocab_size, "state": "served", "checkpoints": [], "problem": None,
+        "prompts": [prompt for prompt in recipe.train.sample_prompts if 0 < len(prompt) <= MOST_PROMPT][:MOST_PROMPTS],
+        "sampling": sampling_of(loaded.checkpoint.run_dir / "tokenizer")._asdict(),
+    }  # fmt: skip
+    tree = {
+        "state": {
+            "version": __version__, "parts": ["play", "read", "explain", "model", "about"], "read_only": True,
+            "models": [model], "notice": None, "sampling": SAMPLING._asdict(), "place": "In this page",
+            "title": recipe.name,
+        },
+        "page": {
+            "facts": {
+                "name": recipe.name, "parameters": parameters, "weights": kind, "bytes": image.n_bytes,
+                "layers": config.n_layers, "width": config.d_model, "heads": heads, "vocabulary": config.vocab_size,
+                "context": capacity, "step": loaded.checkpoint.step,
+            },
+            "card": read_text(card, MOST_CARD_BYTES, inside=card.parent) if card.exists() else None,
+            "recipe": _shown_recipe(recipe), "how": how_made(loaded), "sheets": _sheets(loaded),
+        },
+    }  # fmt: skip
+    shown: dict[str, Any] = public(tree)
+    return shown
+
+
+def _sheets(loaded: LoadedRun) -> dict[str, Any]:
+    """Return the sheet of each layer that differs from others by more than the names of tensors, and of each layer the
+    number of its sheet."""
+    recipe = loaded.recipe.model_copy(update={"model": loaded.model.config})  # without heads that are left out
+    tensors, shapes = loaded.model.state_dict(), count_parameters(recipe.model).shapes
+
+    def stored(names: Sequence[str]) -> list[dict[str, Any]]:
+        facts = []
+        for name in names:
+            held = [tensors[one] for one in (name, f"{name.removesuffix('.weight')}.scale") if one in tensors]
+            kind = KINDS.get(held[0].dtype, "fp32")
+            facts.append(tensor_facts(name, shapes[name], kind, sum(one.nbytes for one in held)))
+        return facts
+
+    sheet = ModelSheet(recipe, shapes)
+    place = {"model": recipe.name, "step": loaded.checkpoint.step}
+    made: dict[str, dict[str, Any]] = {}
+    of = []
+    for layer in range(recipe.model.n_layers):
+        tree = place | sheet.at(layer, stored)
+        key = json.dumps(tree | {"layer": 0}).replace(f'"blocks.{layer}.', '"blocks.')
+        made.setdefault(key, tree)
+        of.append(list(made).index(key))
+    return {"made": list(made.values()), "of": of}
+
+
+def _shown_recipe(recipe: Recipe) -> str:
+    """Return the recipe's sections on the model and its training, without paths of the machine."""
+    tree = recipe.model_dump(mode="json")
+    return yaml.safe_dump({name: tree[name] for name in ("model", "train") if name in tree}, sort_keys=False)
