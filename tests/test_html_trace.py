@@ -52,7 +52,12 @@ for (const {{ name, model, module, image }} of given.models) {{
   put("lens", layers.flatMap((l) => given.rows.map((t) => trace.lens(2 * l + 2, t))));
   const logits = trace.logits(T - 1);
   const again = await engine.read(given.ids);
+  const tail = await Trace.read(engine, given.ids, () => {{}}, 20);
+  const equal = (a, b) => a.length === b.length && a.every((x, i) => x === b[i]);
   found[name] = {{
+    tail: equal(tail.stream(3), trace.stream(3).subarray(20 * model.shape.d_model))
+      && layers.every((l) => equal(tail.weightsOf(l, 1, 30), trace.weightsOf(l, 1, 30)))
+      && equal(tail.logits(25), trace.logits(25)),
     same: logits.every((x, i) => x === again[i]), logit: logits[given.of],
     byHead: trace.byHead(T - 1, given.of), parts: trace.parts(T - 1, given.of),
   }};
@@ -113,6 +118,7 @@ def test_a_trace_has_what_the_model_computes(traced: Any, name: str) -> None:
         logits = model.logits(model.feature_scale(model.norm(said.residual[1:, ROWS])))
     np.testing.assert_allclose(found["lens"].reshape(logits.shape), logits.numpy(), **NEAR)
     assert answer["same"], "the logits of a text that is read without a trace"
+    assert answer["tail"], "the last tokens alone are traced the same"
 
 
 @needs_node

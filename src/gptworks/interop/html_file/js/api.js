@@ -9,7 +9,7 @@ let answers = null;
 
 export class ApiError extends Error {}
 
-/** model: a promise of the model. state, sheets: what the server of the studio answers to studio/state, studio/model/sheet. */
+/** model: a promise of the model. state, sheets: the studio's answers to studio/state and studio/model/sheet. */
 export function answerBy(model, state, sheets) {
   answers = { model, state, sheets };
 }

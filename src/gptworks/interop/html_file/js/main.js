@@ -1,4 +1,4 @@
-// The page of a model in one file: Play, Read, Explain, Model and About in the studio's frame, and the model behind them.
+// The page of a model: Play, Read, Explain, Model and About in the studio's frame, and the model behind them.
 
 import * as modelPart from "../../../studio/static/js/model.js";
 import * as play from "../../../studio/static/js/play.js";
