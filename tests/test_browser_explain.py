@@ -100,7 +100,8 @@ def test_tab_reaches_everything_that_reacts(file: Path, opened: Callable[..., An
     wanted = {
         1: ["ex-token"], 2: ["ex-token"], 3: ["Layer", "ex-token", "Head"], 4: ["Layer", "ex-token", "Neuron"],
         5: ["ex-token", "Next token"], 6: ["Temperature", "Top-k", "Draw one", "Draw 50", "Add it to the text"],
-        7: ["ex-token", "Step"], 8: [],
+        7: ["ex-token", "Step"],
+        8: ["The model's card, which its maker may have completed"],
     }  # fmt: skip
     assert reached == [*wanted[step], "← Back", "Next →"]
 
@@ -231,7 +232,9 @@ def test_the_training_and_the_data_are_those_of_the_run(
     assert "At step 1: loss" in page.inner_text(".ex-curve")
     walk(page, 8)
     assert "1 document · " in page.inner_text(".ex-source")
-    assert "licence: not stated" in page.inner_text(".ex-source")
+    assert "licence: not stated by the run" in page.inner_text(".ex-source")
+    page.click("text=The model's card")
+    assert "Every figure here was counted or measured." in page.inner_text(".ex-card")
     assert faults == []
 
 

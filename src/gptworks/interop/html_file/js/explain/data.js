@@ -14,7 +14,7 @@ const TEXTS = [
   ["Random", "xq7 zzv kpw# jj0 wq&y mmx 9vtb"],
 ];
 
-export function DataStep({ how, model, reading, prompts }) {
+export function DataStep({ how, card, model, reading, prompts }) {
   const sources = [how.data ?? []].flat();
   const texts = [
     ["Your text", reading.text],
@@ -33,6 +33,11 @@ export function DataStep({ how, model, reading, prompts }) {
         how.began &&
         html`<p>These are the texts of its last training. What <bdi>${how.began}</bdi>, from which it began, had read
           before is not listed here.</p>`
+      }
+      ${
+        card &&
+        html`<details class="ex-card"><summary>The model's card, which its maker may have completed</summary>
+          <pre tabindex="0" aria-label="Model card">${card}</pre></details>`
       }
       <h3>Where is it at home?</h3>
       <ul class="ex-homes" aria-busy=${String(measured.length < texts.length)}>${texts.map(
@@ -64,7 +69,7 @@ function Source({ data, tokens }) {
     data.tokens > 0 && `${count(data.tokens)} tokens`,
     data.bytes > 0 && `${bytes(data.bytes)}, ${novels(data.bytes)}`,
     data.tokens > 0 && tokens > 0 && read(tokens / data.tokens),
-    `licence: ${data.licence || "not stated"}`,
+    `licence: ${data.licence || "not stated by the run"}`,
   ].filter(Boolean);
   const shelf = data.bytes > 0 ? Math.max(1, Math.min(300, Math.round(data.bytes / NOVEL_BYTES))) : 0;
   return html`<section class="ex-source"><h3><bdi>${data.name ?? "Its texts"}</bdi></h3>

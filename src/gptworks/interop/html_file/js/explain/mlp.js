@@ -35,7 +35,10 @@ export function MlpStep({ how, model, reading, at, choose }) {
   const most = Math.max(...reading.names.map((_, t) => Math.abs(reading.row(neurons, t)[neuron]))) || 1;
   const silent = row.filter((value) => value === 0).length;
   const lowest = Math.min(...row);
-  const [before, after] = [2 * layer + 1, 2 * layer + 2].map((i) => best(model, reading.trace.lens(i, at)));
+  const [before, after] = useMemo(
+    () => [2 * layer + 1, 2 * layer + 2].map((i) => best(model, reading.trace.lens(i, at))),
+    [reading, layer, at],
+  );
   const columns = Math.ceil(Math.sqrt(3 * row.length));
   return html`<p>${parallel ? "At the same time" : "Next"}, each token is worked on alone, by ${""}
       <b>${count(row.length)} neurons</b>. A neuron <b>fires</b> when it finds what it has learned to look for. Then it

@@ -26,10 +26,11 @@ const PAUSE_MS = 500; // of typing, before the text is read
 const TYPES = "input, textarea, select, [role=region]"; // where arrow keys have their own use
 
 /** The part. page: what the file states; model: the model, or a promise of it. */
-export function explain({ how, facts }, { models: [stated], sampling }, model) {
+export function explain({ how, facts, card }, { models: [stated], sampling }, model) {
   const known = Object.entries(stated.sampling ?? {}).filter(([, value]) => value != null);
   const given = {
     how,
+    card,
     name: facts.name,
     prompts: stated.prompts,
     defaults: { ...sampling, ...Object.fromEntries(known) },
@@ -41,7 +42,7 @@ export function explain({ how, facts }, { models: [stated], sampling }, model) {
   };
 }
 
-function Walk({ how, name, prompts, defaults, loading, shown, route }) {
+function Walk({ how, card, name, prompts, defaults, loading, shown, route }) {
   const [step, setStep] = useStep(route);
   const [at, setAt] = useState(null); // the chosen token; null: the last one
   const { model, text, setText, reading, problem, busy } = useReading(loading, prompts, defaults);
@@ -80,7 +81,7 @@ function Walk({ how, name, prompts, defaults, loading, shown, route }) {
       <h2 id="ex-title"><span class="ex-number" aria-hidden="true">${step + 1}</span>${title}</h2>
       ${
         reading
-          ? html`<${Step} key=${step} ...${{ how, model, reading, prompts, defaults, busy, setText }}
+          ? html`<${Step} key=${step} ...${{ how, card, model, reading, prompts, defaults, busy, setText }}
               at=${place} choose=${setAt} />`
           : !problem && html`<p class="quiet" role="status">The model is being loaded …</p>`
       }
