@@ -34,6 +34,9 @@ READ_WHEN_LOADED = (
 SET_BY_LIBRARIES = {"CUDA_MODULE_LOADING", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
 """Such variables that libraries set in the tests' own process, when they are loaded there."""
 
+OBEYED = {"PYTHONIOENCODING"}
+"""Such variables that a forked process obeys as well."""
+
 
 class Forked:
     """A process that the server forked, with the attributes of `subprocess.Popen`."""
@@ -49,7 +52,8 @@ class Forked:
             if wanted == subprocess.PIPE:
                 ends = os.pipe()
                 given.append(ends[mode == "r"])
-                setattr(self, name, open(ends[mode == "w"], mode))  # noqa: PTH123, SIM115
+                end = open(ends[mode == "w"], mode, encoding=options.get("encoding"))  # noqa: PTH123, SIM115
+                setattr(self, name, end)
             elif wanted == subprocess.STDOUT:
                 given.append(os.dup(given[1]))
             elif wanted == subprocess.DEVNULL:
@@ -155,7 +159,7 @@ def _obeyed(environment: dict[str, str], began: dict[str, str]) -> bool:
     """Whether a process forked by a server that started with another environment behaves as in the wanted
     environment."""
     changed = {name for name in environment.keys() | began.keys() if environment.get(name) != began.get(name)}
-    return not any(name.startswith(READ_WHEN_LOADED) for name in changed - SET_BY_LIBRARIES)
+    return not any(name.startswith(READ_WHEN_LOADED) for name in changed - SET_BY_LIBRARIES - OBEYED)
 
 
 def start(

@@ -1,7 +1,9 @@
 """Runs gptworks in a Linux process that lacks what Windows or macOS lack; tests/test_systems.py starts it.
 
-    python foreign_system.py windows|macos COMMAND...     run `gptworks COMMAND`, one after the other, until one fails
-    python foreign_system.py windows|macos                import all modules; print the errors of those that fail
+    python foreign_system.py windows|macos COMMAND...
+
+runs `gptworks COMMAND`, one after the other, until one fails; then it imports all modules, and its last line has the
+errors of those that fail.
 
 Only gptworks sees another system: other packages have their own ways for each. What stays Linux's: how paths look, how
 processes start, what a child process sees, and what torch computes.
@@ -160,8 +162,7 @@ if __name__ == "__main__":
     become(sys.argv[1])
     warnings.filterwarnings("ignore", category=EncodingWarning)
     warnings.filterwarnings("error", category=EncodingWarning, module=r"gptworks")
-    commands = sys.argv[2:]
-    for command in commands:
+    for command in sys.argv[2:]:
         sys.argv = ["gptworks", *shlex.split(command)]
         from gptworks.cli import main
 
@@ -170,5 +171,4 @@ if __name__ == "__main__":
         except SystemExit as end:
             if end.code:
                 raise
-    if not commands:
-        print(json.dumps(failing_modules()))
+    print(json.dumps(failing_modules()))

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 IMPORTED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")
 """What commands import when they run, beside gptworks' own modules."""
@@ -80,11 +81,13 @@ def become(asked: dict, streams: list[int]) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(asked["environment"])
+    encoding, _, errors = os.environ.get("PYTHONIOENCODING", "").partition(":")
+    as_asked: Any = {"encoding": encoding or None, "errors": errors or None, "closefd": False}
+    sys.stdin = sys.__stdin__ = open(0, **as_asked)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", **as_asked)  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, **as_asked | {"errors": "backslashreplace"})  # noqa: SIM115
     os.chdir(asked["folder"])
     tempfile.tempdir = None
     random.seed()

@@ -190,24 +190,34 @@ def test_a_prompt_may_contain_an_equals_sign(folder: Path) -> None:
         assert generated(folder, "-", 3, given="model.n=3").stdout.startswith("model.n=3")
 
 
-def test_a_prompt_from_standard_input(folder: Path) -> None:
-    assert run("generate", folder / "run", "-", "--max-tokens", "3", input="line 1", new=True).startswith("line 1")
+def test_a_prompt_from_standard_input_is_continued_without_torchs_compiler(folder: Path) -> None:
+    """Importing the compiler takes as long as importing torch."""
+    code = (
+        "import sys, gptworks.cli as cli\nsys.argv = ['gptworks', *sys.argv[1:]]\n"
+        "try: cli.main()\nexcept SystemExit: pass\nprint('torch._dynamo' in sys.modules)"
+    )
+    arguments = ("generate", folder / "run", "-", "--max-tokens", "3")
+    done = commands.run("-c", code, *arguments, input="line 1", new=True)
+    assert done.stdout.startswith("line 1") and done.stdout.endswith("False\n"), done.stderr
 
 
 @pytest.mark.parametrize(("encoding", "shown"), [("ascii", "l?ne ?"), ("cp1252", "l\xefne ?"), ("utf-8", "l\xefne 東")])
 def test_a_terminal_that_lacks_characters_shows_them_as_question_marks(folder: Path, encoding: str, shown: str) -> None:
     """gpt-2#52, aider#1408: UnicodeEncodeError in the middle of a text, on Windows and where the locale is C."""
-    command = [sys.executable, "-m", "gptworks", "generate", str(folder / "run"), "l\xefne 東", "--max-tokens", "2"]
-    environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    printed = subprocess.run(command, check=False, capture_output=True, env=environment)
-    assert printed.returncode == 0 and printed.stdout.decode(encoding).startswith(shown), printed.stderr
+
+    def generate(prompt: str, *more: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+        environment = {"PYTHONIOENCODING": encoding}
+        options = {"encoding": encoding, "env": environment} | options
+        return tiny.gptworks("generate", folder / "run", prompt, "--max-tokens", "2", *more, **options)
+
+    printed = generate("l\xefne 東")
+    assert printed.returncode == 0 and printed.stdout.startswith(shown), printed.stderr
     if encoding == "cp1252":
-        as_json = subprocess.run([*command, "--json"], check=False, capture_output=True, env=environment)
-        assert json.loads(as_json.stdout.decode(encoding))["prompt"] == "l\xefne 東", as_json.stderr
+        as_json = generate("l\xefne 東", "--json")
+        assert json.loads(as_json.stdout)["prompt"] == "l\xefne 東", as_json.stderr
     if encoding == "ascii":
-        command[command.index("l\xefne 東")] = "-"
-        given = subprocess.run(command, check=False, capture_output=True, env=environment, input="l\xefne".encode())
-        assert given.returncode == 2 and b"the input is not ascii text" in given.stderr
+        given = generate("-", input="l\xefne", encoding="utf-8")
+        assert given.returncode == 2 and "the input is not ascii text" in given.stderr
 
 
 def test_generate_continues_a_file_and_goes_on_where_it_stopped(folder: Path, tmp_path: Path) -> None:

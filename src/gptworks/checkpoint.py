@@ -42,6 +42,7 @@ from gptworks.files import (
 from gptworks.json_files import mapping_of
 from gptworks.model.gpt import GPT
 from gptworks.model.lora import add_lora, has_adapter, merge_lora
+from gptworks.model.shapes import ShapesOnly
 from gptworks.quantize.convert import packed_kinds, unpack_all
 from gptworks.quantize.linear import QuantizedGPT
 from gptworks.quantize.load import kinds_to_pack, read_packed
@@ -373,13 +374,13 @@ def load_model(
         UserError: names, shapes or dtypes of the weights do not fit `config`, a weight is not finite, or the checkpoint
             is already quantized in another format than `weights`.
     """
-    with torch.device("meta"):
+    with ShapesOnly():
         model, plain = GPT(config), GPT(config)
     kinds: dict[str, Weights] = {}
 
     def wanted(stored: Mapping[str, Stored]) -> dict[str, Expected]:
         nonlocal model, kinds
-        with torch.device("meta"):
+        with ShapesOnly():
             if kinds := packed_kinds(model, {name: tensor.dtype for name, tensor in stored.items()}):
                 model = QuantizedGPT(config, kinds)
             if adapter is not None and has_adapter(stored):
@@ -391,7 +392,7 @@ def load_model(
     adapted = has_adapter(file.stored)
     if asked := kinds_to_pack(plain, weights, {} if adapted else kinds, str(checkpoint.run_dir)):
         assert merge, "a separate adapter on packed weights is for training"
-        with torch.device("meta"):
+        with ShapesOnly():
             model = QuantizedGPT(config, asked)
         tensors = read_packed(file, asked, kinds if adapted else {}, adapter, device)
     else:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gptworks.config import ModelConfig
 from gptworks.model.gpt import GPT
+from gptworks.model.shapes import ShapesOnly
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def tensor_places(rules: Collection[Place], config: ModelConfig, names: Collecti
 
 def expected_tensors(config: ModelConfig) -> dict[str, Tensor]:
     """Return the tensors of a model by name, on the meta device."""
-    with torch.device("meta"):
+    with ShapesOnly():
         return GPT(config).state_dict()
 
 

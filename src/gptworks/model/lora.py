@@ -18,6 +18,7 @@ from gptworks.config import LoRAConfig
 from gptworks.kernels import dispatch
 from gptworks.model.gpt import GPT
 from gptworks.model.layers import Dropout, Linear
+from gptworks.model.shapes import ShapesOnly
 
 LORA_PARTS = ("lora_a", "lora_b")
 
@@ -46,7 +47,7 @@ class LoRALinear(LowRank, Linear):
 
     def __init__(self, base: nn.Linear, config: LoRAConfig) -> None:
         """Use the parameters of `base` itself, without copying them."""
-        with torch.device("meta"):
+        with ShapesOnly():
             super().__init__(base.in_features, base.out_features, bias=base.bias is not None)
         self.weight, self.bias = base.weight, base.bias
         self.attach(base.in_features, base.out_features, config, base.weight.device, base.weight.dtype)
@@ -56,7 +57,7 @@ class LoRALinear(LowRank, Linear):
     def plain(self, merge: bool) -> Linear:
         """Return a layer without an adapter; with `merge`, its matrix includes the adapter's product."""
         weight = merged_weight(self.weight, self.lora_a, self.lora_b, self.factor) if merge else self.weight
-        with torch.device("meta"):
+        with ShapesOnly():
             linear = Linear(self.in_features, self.out_features, bias=self.bias is not None)
         linear.weight, linear.bias = nn.Parameter(weight.detach()), self.bias
         return linear.train(self.training)

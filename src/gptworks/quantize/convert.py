@@ -16,6 +16,7 @@ from gptworks.choices import HeadWeights, Weights
 from gptworks.errors import UserError, did_you_mean
 from gptworks.kernels.dispatch import product
 from gptworks.model.gpt import GPT
+from gptworks.model.shapes import ShapesOnly
 from gptworks.quantize.formats import DTYPES, GROUP, KINDS, dequantize, empty, pack_int4, rows_at_once, unpacked
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
 from gptworks.quantize.rounding import Rounded, gptq, round_int4, round_int8
@@ -60,7 +61,7 @@ def quantize_model(
         tensors[f"{name}.weight"] = weight
         if scale is not None:
             tensors[f"{name}.scale"] = scale
-    with torch.device("meta"):
+    with ShapesOnly():
         quantized = QuantizedGPT(model.config, kinds)
     quantized.assign(tensors)
     quantized = quantized.to(model.device).eval()

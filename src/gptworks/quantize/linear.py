@@ -16,6 +16,7 @@ from gptworks.kernels import dispatch
 from gptworks.model.gpt import GPT
 from gptworks.model.layers import cap, product_dtype
 from gptworks.model.lora import LowRank, adapted
+from gptworks.model.shapes import ShapesOnly
 from gptworks.quantize.formats import KINDS, dequantize, empty, rows_at_once, unpacked
 from gptworks.quantize.panels import from_panels, rows_from_panels
 
@@ -112,7 +113,7 @@ class LoRAQuantizedLinear(LowRank, QuantizedLinear):
 
     def __init__(self, base: QuantizedLinear, config: LoRAConfig) -> None:
         """Add an adapter to `base`; the new layer shares the tensors of `base`."""
-        with torch.device("meta"):
+        with ShapesOnly():
             super().__init__(base.kind, base.rows, base.columns, base.bias is not None)
         (self.weight, self.scale), self.bias = base.row_by_row, base.bias
         self.attach(base.columns, base.rows, config, base.weight.device, base.dtype)

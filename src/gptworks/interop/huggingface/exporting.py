@@ -34,6 +34,7 @@ from gptworks.interop.huggingface.verify import Verification, logit_bound, requi
 from gptworks.interop.tensors import our_tensors, their_tensors
 from gptworks.model.gpt import GPT
 from gptworks.model.lora import remove_lora
+from gptworks.model.shapes import ShapesOnly
 from gptworks.special_tokens import Stated, our_config, special_tokens, stated_of
 from gptworks.tokenizer import encodings, load_tokenizer, prompt_ids, tokenizer_from_json
 
@@ -121,7 +122,7 @@ def export_huggingface(
 
 def model_of(config: ModelConfig, tensors: Mapping[str, Tensor]) -> GPT:
     """Return a model with these weights, in eval mode."""
-    with torch.device("meta"):
+    with ShapesOnly():
         model = GPT(config)
     model.assign(tensors, torch.device("cpu"))
     return model.eval()

@@ -8,6 +8,7 @@ from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, Recipe
 from gptworks.errors import UserError, did_you_mean
 from gptworks.model.gpt import GPT
 from gptworks.model.lora import add_lora
+from gptworks.model.shapes import ShapesOnly
 from gptworks.planning.params import count_parameters
 from gptworks.quantize.convert import base_kinds
 from gptworks.quantize.linear import hold_packed, weight_tensors
@@ -19,7 +20,7 @@ def trainable_model(config: ModelConfig, adapter: LoRAConfig | None, freeze: Fre
     if adapter is None or adapter.base == "full":
         return trained_part(GPT(config), adapter, freeze)
     here = torch.get_default_device()
-    with torch.device("meta"):
+    with ShapesOnly():
         model = GPT(config)
         model = hold_packed(model, base_kinds(model, adapter.base))
     zeros = {name: torch.zeros_like(tensor, device=here) for name, tensor in weight_tensors(model).items()}
