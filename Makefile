@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Where it is set, each of the tests' many processes would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo pipeline bands test test-random test-browser test-notebooks notebooks test-gguf test-harness test-trl test-places test-memory test-arrangements test-ranks test-slurm test-job-files test-kills test-tries test-crashes test-schema test-overload test-engine test-planted test-fake-cuda test-cuda test-guide test-processors test-sanitizers test-margins wheel lint format reference docs bench first-hour experiments league clean
 
 help:
