@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.model.gpt import GPT
+from gptworks.model.shapes import ShapesOnly
 from gptworks.planning.flops import forward_flops, visible_pairs
 from gptworks.planning.work import training_work
 from gptworks.presets import preset
@@ -24,7 +25,7 @@ from tiny import plain_model
 def counted_flops(config: ModelConfig, length: int, *, backward: bool = False) -> int:
     """Return torch's count on the meta device, which allocates nothing; attention is MATH, so that only products
     count."""
-    with torch.device("meta"):
+    with ShapesOnly():
         model = GPT(config).eval()
         tokens = torch.zeros(1, length, dtype=torch.long)
         with torch.set_grad_enabled(backward), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -91,16 +92,16 @@ def test_frozen_parts_and_adapters_cost_what_torch_counts(name: str, kind: str) 
     })  # fmt: skip
     work = training_work(recipe)
     counted: dict[bool, int] = {}
-    for backward in (False, True):
-        with torch.device("meta"):
-            built = trainable_model(recipe.model, recipe.adapter, recipe.freeze).eval()
-            tokens = torch.zeros(1, 32, dtype=torch.long)
+    with ShapesOnly():
+        built = trainable_model(recipe.model, recipe.adapter, recipe.freeze).eval()
+        tokens = torch.zeros(1, 32, dtype=torch.long)
+        for backward in (False, True):
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
                 with torch.set_grad_enabled(backward):
                     logits = built(tokens)
                 if backward:
                     logits.sum().backward()
-        counted[backward] = counter.get_total_flops()
+            counted[backward] = counter.get_total_flops()
     assert sum(work.forward.values()) * 32 == pytest.approx(counted[False])
     assert work.per_token * 32 == pytest.approx(counted[True])
 
@@ -128,7 +129,7 @@ def test_what_is_computed_again_is_what_torch_counts_beyond_the_step(
     })  # fmt: skip
     counted = []
     for setting in ("none", checkpointing):
-        with torch.device("meta"):
+        with ShapesOnly():
             built = GPT(recipe.model).train()
             built.activation_checkpointing = setting
             with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

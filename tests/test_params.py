@@ -9,13 +9,14 @@ import torch
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.model.gpt import GPT
+from gptworks.model.shapes import ShapesOnly
 from gptworks.planning.params import count_parameters
 from gptworks.presets import PRESETS, preset
 from tiny import plain_model
 
 
 def built_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
+    with ShapesOnly():
         model = GPT(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 

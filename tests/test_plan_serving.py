@@ -15,6 +15,7 @@ from gptworks.infer.backends.backend import TorchBackend
 from gptworks.infer.engine import load
 from gptworks.model import scores
 from gptworks.model.gpt import GPT
+from gptworks.model.shapes import ShapesOnly
 from gptworks.planning.device_table import find_device
 from gptworks.planning.devices import this_cpu
 from gptworks.planning.memory import generation_peak
@@ -65,7 +66,7 @@ def test_attention_on_accelerators_copies_what_is_planned(
     config = tiny.plain_model(**SIZES | {"n_kv_heads": n_kv_heads, "context_length": 600})
     parts = [(slot, 599, 1) for slot in range(24)]
     with torch.inference_mode(), LiveBytes(counts_meta=True) as live:
-        with torch.device("meta"):
+        with ShapesOnly():
             backend = TorchBackend(GPT(config).eval(), 24, 600, dtype=cache)
         held_bytes = live.now_bytes
         tokens = torch.zeros(1, 24, dtype=torch.int64, device="meta")
