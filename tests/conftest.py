@@ -11,11 +11,8 @@ import random
 from pathlib import Path
 
 import hypothesis
-import numpy as np
 import pytest
-import torch
 
-import tiny
 from browser import chromium, new_page, page, studio
 from in_process import command
 from stores import any_store, s3
@@ -23,7 +20,6 @@ from stores import any_store, s3
 __all__ = ["any_store", "chromium", "command", "new_page", "page", "s3", "studio"]
 
 os.fsync = lambda descriptor: None  # a disk's waits; test_crash_consistency.py holds what is flushed, unpatched
-torch.set_num_threads(1)  # at the sizes of tests, threads wait for one another more than they work
 
 DRAWN_SEED = os.environ.get("GPTWORKS_DRAWN_SEED")
 
@@ -37,11 +33,17 @@ gc.disable()
 
 def pytest_collection_finish() -> None:
     """Exclude the millions of imported objects, which stay, from garbage collection from now on."""
+    import torch  # only where tests run: xdist's first process needs none
+
+    torch.set_num_threads(1)  # at the sizes of tests, threads wait for one another more than they work
     gc.freeze()
     gc.enable()
 
 
 def seed_generators() -> None:
+    import numpy as np
+    import torch
+
     seed = int(DRAWN_SEED or 0)
     random.seed(seed)
     np.random.seed(seed)  # libraries draw from it
@@ -70,4 +72,6 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a run that has learned to write the lines of `tiny.TEXT`. Tests must not change it."""
+    import tiny
+
     return tiny.trained(tmp_path_factory.mktemp("trained"))
