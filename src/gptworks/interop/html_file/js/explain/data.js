@@ -1,7 +1,7 @@
 // Step 8: what the model read, and what it therefore cannot know.
 
 import { bytes, count, percent } from "../../../../studio/static/js/format.js";
-import { cx, html, useEffect, useState } from "../../../../studio/static/js/ui.js";
+import { cx, html, useEffect, useRef, useState } from "../../../../studio/static/js/ui.js";
 import { Reading } from "./reading.js";
 import { Bar, Try, decimal } from "./parts.js";
 
@@ -28,7 +28,7 @@ export function DataStep({ how, card, model, reading, prompts }) {
       So the most important question about a model is: <b>what was it trained on?</b></p>
     <div class="ex-picture">
       ${sources.map((one) => html`<${Source} key=${one.name} data=${one} tokens=${only ? how.tokens : null} />`)}
-      ${!sources.length && html`<p>This file does not say what the model has read.</p>`}
+      ${!sources.length && html`<p>This page does not say what the model has read.</p>`}
       ${
         how.began &&
         html`<p>These are the texts of its last training. What <bdi>${how.began}</bdi>, from which it began, had read
@@ -57,7 +57,7 @@ export function DataStep({ how, card, model, reading, prompts }) {
     <div class="ex-facts"><h3>What it cannot know</h3><ul>
       <li>Anything that was not in its texts, and all that happened after they were collected.</li>
       <li>Whether a sentence is true. It has learned what texts look like, with their mistakes and prejudices.</li>
-      <li>What you write here: the numbers in this file do not change any more.</li>
+      <li>What you write here: the numbers of the model do not change any more.</li>
       <li>What you wrote more than ${count(model.about.context)} tokens ago.</li></ul></div>
     <${Try}>Begin a sentence about something that cannot be in its texts, such as your own name. Then let it write in
       step 6. Does it say that it does not know?<//>`;
@@ -98,17 +98,21 @@ const read = (times) =>
 /** Loss per character of each text, one after the other. */
 function useMeasured(model, texts) {
   const [found, setFound] = useState([]);
+  const kept = useRef(new Map());
   const key = texts.map(([, text]) => text).join("\0");
   useEffect(() => {
     const asked = new AbortController();
     setFound([]);
     const measure = async () => {
       for (const [, text] of texts) {
-        const one = await perCharacter(model, text, asked.signal).catch((error) => {
-          if (error.name === "AbortError") throw error;
-          return { loss: null, why: error.message };
-        });
+        const one =
+          kept.current.get(text) ??
+          (await perCharacter(model, text, asked.signal).catch((error) => {
+            if (error.name === "AbortError") throw error;
+            return { loss: null, why: error.message };
+          }));
         if (asked.signal.aborted) return;
+        kept.current.set(text, one);
         setFound((was) => [...was, one]);
       }
     };

@@ -69,9 +69,7 @@ export function MlpStep({ how, model, reading, at, choose }) {
       d_ff && `${count(n_layers)} × ${count(d_ff)} = ${count(n_layers * d_ff)} neurons in all.`,
       parallel
         ? "In this model, attention and MLP of a layer work at the same time, on the same numbers."
-        : n_layers > 1 &&
-          `Attention, then MLP: this is one layer. There are ${count(n_layers)}, one after the
-          other.`,
+        : n_layers > 1 && `Attention, then MLP: this is one layer. There are ${count(n_layers)}, one after the other.`,
       NORMS[norm] && `Before each of these parts, the numbers are brought to a common size (${NORMS[norm]}).`,
     ]} />
     <${Try}>Choose the neuron that fires most. For which other tokens does it fire? Add a word to your text that

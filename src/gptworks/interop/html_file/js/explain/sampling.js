@@ -19,10 +19,8 @@ const PLAIN = {
   logit_bias: null,
 };
 
-const REASON = (piece) =>
-  piece && !piece.includes("\uFFFD")
-    ? "The text is as long as these pictures can hold: shorten it to go on."
-    : "This token has no letters of its own, so it cannot be added.";
+const LETTERLESS = "This token has no letters of its own, so it cannot be added.";
+const FULL = "The text is as long as these pictures can hold: shorten it to go on.";
 
 export function SamplingStep({ model, reading, defaults, setText, busy }) {
   const [temperature, setTemperature] = useState(Math.min(2, defaults.temperature));
@@ -47,19 +45,19 @@ export function SamplingStep({ model, reading, defaults, setText, busy }) {
   const elsewhere = drawn.length - rows.reduce((sum, { id }) => sum + times(id), 0);
   const said = model.tokenizer.decode(reading.ids);
   const piece = last == null ? "" : model.tokenizer.decode([...reading.ids, last]).slice(said.length);
-  const adds = piece && !piece.includes("\uFFFD") && !busy && reading.n_tokens === reading.length;
-  return html`<p>Now one token is drawn, as from a lottery drum: the likelier a token, the more tickets it has.
-      The ${""}
-      <b>temperature</b> makes the draw careful (low) or wild (high). <b>Top-k</b> leaves only the k likeliest tokens in
-      the drum.</p>
+  const refusal = !piece || piece.includes("\uFFFD") ? LETTERLESS : reading.n_tokens > reading.length ? FULL : null;
+  const adds = last != null && !refusal && !busy;
+  return html`<p>Now one token is drawn, as from a lottery drum: the likelier a token, the more tickets it has. ${""}
+      The <b>temperature</b> makes the draw careful (low) or wild (high). <b>Top-k</b> leaves only the k likeliest
+      tokens in the drum.</p>
     <div class="ex-picture">
-      <p class="ex-large">${"… "}<${Name}>${reading.names.slice(-3).join("")}<//> ${" "}
+      <p class="ex-large">${reading.length > 3 && "… "}<${Name}>${reading.names.slice(-3).join("")}<//> ${" "}
         <span class="ex-drawn" key=${drawn.length} role="status">${
           last == null ? "?" : html`<bdi class="spelling">${nameOf(model, last)}</bdi>`
         }</span></p>
       <div class="ex-sliders">
-        <${Slider} name="Temperature" value=${temperature} set=${setTemperature} max=${2} step=${0.1}
-          text=${(x) => (x === 0 ? "0, always the likeliest" : x.toFixed(1))} />
+        <${Slider} name="Temperature" value=${temperature} set=${setTemperature} max=${2} step=${0.05}
+          text=${(x) => (x === 0 ? "0, always the likeliest" : String(Number(x.toFixed(2))))} />
         <${Slider} name="Top-k" value=${top_k} set=${setTopK} max=${Math.min(MOST_KEPT, logits.length)}
           text=${(k) => (k === 1 ? "only the likeliest" : k ? `the ${k} likeliest` : "off, all tokens")} />
       </div>
@@ -81,14 +79,13 @@ export function SamplingStep({ model, reading, defaults, setText, busy }) {
               elsewhere ? `, ${elsewhere} of them other tokens` : ""
             }.`
           : ""
-      }${last != null && !adds && !busy && ` ${REASON(piece)}`}</p></div>
+      }${last != null && refusal && ` ${refusal}`}</p></div>
     <${Facts} of=${[
       `In Play, this model writes with temperature ${defaults.temperature}${
         defaults.top_k ? ` and top-k ${defaults.top_k}` : ""
       }, unless you change it.`,
       "Draw, add, read again, draw again: this is how a model writes a text, one token at a time.",
     ]} />
-    <${Try}>Set the temperature to 0 and draw ${MANY}. What happens? Then set it to 2. Which setting would you use
-      for a
-      poem, and which for a sum?<//>`;
+    <${Try}>Set the temperature to 0 and draw ${MANY}. What happens? Then set it to 2. Which setting would
+      you use for a poem, and which for a sum?<//>`;
 }

@@ -41,7 +41,7 @@ export function TrainingStep({ how, model, reading, at, choose }) {
       }
       ${how.losses?.length > 1 && html`<${Curve} rows=${how.losses} />`}</div>
     <${Facts} of=${[
-      how.imported && "It was trained elsewhere; this file does not know how.",
+      how.imported && "It was trained elsewhere; this page does not know how.",
       !how.imported && how.began && `It did not begin at random, but with the numbers of ${how.began}.`,
       !how.imported &&
         how.tokens > 0 &&
@@ -50,7 +50,7 @@ export function TrainingStep({ how, model, reading, at, choose }) {
           (how.seconds > 0 ? `, which took ${duration(how.seconds)}${how.device ? ` (${how.device})` : ""}` : "") +
           ".",
       how.steps > how.step &&
-        `Its training went on to step ${count(how.steps)}; this file has step ${count(how.step)}.`,
+        `Its training went on to step ${count(how.steps)}; this page has step ${count(how.step)}.`,
       how.loss != null &&
         PREDICTS.includes(how.objective) &&
         `On text that was kept from it, its loss is ${figure(how.loss)}: as if it guessed among ` +
@@ -91,6 +91,7 @@ function Curve({ rows }) {
   const y = (value) => 10 + ((most - value) / (most - least || 1)) * (HIGH - 20);
   const series = [1, 2].map((k) => rows.filter((row) => row[k] != null).map((row) => [row[0], row[k]]));
   const whole = series[1].length > 1 ? series[1] : series[0];
+  if (whole.length < 2) return null;
   const path = (points) =>
     points.map(([step, value], k) => `${k ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("");
   const [step, train, held] = rows[i];
@@ -111,7 +112,7 @@ function Curve({ rows }) {
         <span>step ${count(last)}</span></div></div>
     <${Slider} name="Step" value=${i} set=${setI} max=${rows.length - 1}
       text=${(k) => count(rows[k][0])} />
-    <p class="ex-caption" role="status"><span class="ex-above">on what it read</span> · <span class="ex-below">on
-      text kept from it</span>.
-      At step ${count(step)}: ${said.filter(Boolean).join(", ")}.</p></figure>`;
+    <p class="ex-caption" role="status"><span class="ex-above">on what it read</span> · ${""}
+      <span class="ex-below">on text kept from it</span>. At step ${count(step)}: ${""}
+      ${said.filter(Boolean).join(", ")}.</p></figure>`;
 }
