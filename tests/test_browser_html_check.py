@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gptworks.errors import RunError
-from gptworks.interop.html_file import browser, export_html, exporting
+from gptworks.interop.html_file import browser, export_html, page
 from test_html_file import run  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.browser
@@ -52,9 +52,9 @@ def test_a_page_that_reports_an_error_is_not_kept(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shown = exporting._page
-    monkeypatch.setattr(exporting, "_page", lambda *given: shown(*given) | {"page": None})
-    with pytest.raises(RunError, match="the page reports: TypeError"):
+    script = page.script() + "console.error('the page is odd');"
+    monkeypatch.setattr(page, "script", lambda: script)
+    with pytest.raises(RunError, match="the page reports: the page is odd"):
         export_html(run, tmp_path / "model.html")
     assert not (tmp_path / "model.html").exists()
 
@@ -68,27 +68,27 @@ def test_what_a_page_reports_and_what_its_policy_stops_are_faults(tmp_path: Path
         "<img src=x>": "img-src",
         "<style>b { color: red }</style>": "style-src",
     }
-    with browser.opened(written(tmp_path, "".join(bodies)), 60) as page:
-        page.evaluate("new Promise((resolve) => setTimeout(resolve, 50))")
-        found = page.faults()
+    with browser.opened(written(tmp_path, "".join(bodies)), 60) as opened:
+        opened.evaluate("new Promise((resolve) => setTimeout(resolve, 50))")
+        found = opened.faults()
     missing = [fault for fault in bodies.values() if not any(fault in one for one in found)]
     assert not missing, found
 
 
 def test_an_interrupt_and_a_long_work_end_the_browser(tmp_path: Path) -> None:
     file = written(tmp_path, "<script>console.log('quiet')</script>")
-    with pytest.raises(KeyboardInterrupt), browser.opened(file, 60) as page:
-        assert page.faults() == []
+    with pytest.raises(KeyboardInterrupt), browser.opened(file, 60) as opened:
+        assert opened.faults() == []
         raise KeyboardInterrupt
-    with pytest.raises(RunError, match="took more than 1 s"), browser.opened(file, 1) as page:
-        page.evaluate("new Promise(() => {})")
+    with pytest.raises(RunError, match="took more than 1 s"), browser.opened(file, 1) as opened:
+        opened.evaluate("new Promise(() => {})")
 
 
 def test_nothing_outside_is_reached(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     file.write_text("<script>answer = fetch('http://localhost:9').then(String, String)</script>")
-    with browser.opened(file, 60) as page:
-        assert "TypeError" in page.evaluate("answer")
+    with browser.opened(file, 60) as opened:
+        assert "TypeError" in opened.evaluate("answer")
 
 
 def test_a_browser_is_found_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

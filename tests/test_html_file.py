@@ -139,9 +139,10 @@ def test_a_file_computes_what_the_engine_computes(run: Path, tmp_path: Path, wei
          "mlp": "gelu", "qk_norm": False},
         {"n_heads": 4, "n_kv_heads": 2, "d_head": 16, "window": 16, "window_pattern": ["window", "full"]},
         {"n_future_tokens": 2, "parallel_residual": True, "mlp": "geglu", "tie_embeddings": False, "position": "none"},
+        {"bigram_vocab_size": 300},
         {"rope_fraction": 0.5, "logit_divisor": 2.0, "embedding_scale": 3.0, "residual_scale": 0.5},
     ],
-    ids=["like-gpt2", "groups-and-windows", "parallel", "scales"],
+    ids=["like-gpt2", "groups-and-windows", "parallel", "pairs", "scales"],
 )  # fmt: skip
 def test_architectures(tmp_path: Path, settings: dict[str, Any]) -> None:
     found = export_html(make_run(tmp_path, **settings), tmp_path / "model.html").check

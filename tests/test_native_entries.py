@@ -212,6 +212,7 @@ def fields(structure: Any, where: str = "") -> Iterator[tuple[str, Any, str, Any
 
 MAY_MISS = {
     "bias", "position", "query_norm.weight", "key_norm.weight", "embedding.bias_bytes", "head.bias_bytes",
+    "pairs.weight", "pairs.bias_bytes",
 }  # fmt: skip
 
 
@@ -241,7 +242,8 @@ def test_every_field_of_a_model_is_checked(calls: list[Call]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["weight_bytes", "scale_bytes", "bias_bytes", "position_bytes", "rotary_bytes", "cache_bytes"]
+    "name",
+    ["weight_bytes", "scale_bytes", "bias_bytes", "position_bytes", "rotary_bytes", "history_bytes", "cache_bytes"],
 )
 def test_memory_one_byte_too_short_is_refused(calls: list[Call], name: str) -> None:
     n_refused = 0

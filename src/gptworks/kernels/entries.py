@@ -69,10 +69,11 @@ class Model(Structure):
             "d_model", "n_heads", "n_groups", "d_head", "d_ff", "d_rotary", "n_slots", "capacity", "n_layers",
             "activation", "layer_norm", "parallel", "cache_kind",
         )),
-        *((name, REAL) for name in ("eps", "scale", "embedding_scale", "residual_scale", "logit_scale")),
-        ("embedding", Matrix), ("head", Matrix),
-        ("position", POINTER), ("cos", POINTER), ("sin", POINTER),
-        ("position_bytes", INTEGER), ("rotary_bytes", INTEGER), ("norm", Norm), ("layers", POINTER),
+        *((name, REAL) for name in ("eps", "scale", "embedding_scale", "residual_scale", "logit_scale", "pairs_scale")),
+        *((name, Matrix) for name in ("embedding", "head", "pairs")),
+        *((name, POINTER) for name in ("history", "position", "cos", "sin")),
+        *((name, INTEGER) for name in ("position_bytes", "rotary_bytes", "history_bytes")),
+        ("norm", Norm), ("layers", POINTER),
     )  # fmt: skip
 
 

@@ -67,11 +67,23 @@ namespace {
 
 // ------------------------------------------------------------------------------------------- between the products
 
-void embed(const Model &m, int64_t token, int64_t position, float *out) {
-    read_row(m.embedding, token, m.d_model, out);
+// The row of m.pairs for a token and the one before it, as in model/lab/embeddings.py. Keeps the token.
+int64_t pair(const Model &m, const Batch &b, int64_t row) {
+    const int64_t token = b.tokens[row], position = b.positions[row], n = m.pairs.n;
+    int32_t *history = m.history + b.slots[row] * m.capacity;
+    history[position] = token;
+    if (!position) return n - 1;
+    const bool here = row && b.slots[row - 1] == b.slots[row]; // then another thread may be keeping it
+    return ((36313 * token) ^ (27191 * (here ? b.tokens[row - 1] : history[position - 1]))) % (n - 1);
+}
+
+void embed(const Model &m, const Batch &b, int64_t row, float *of_pair, float *out) {
+    read_row(m.embedding, b.tokens[row], m.d_model, out);
+    if (m.pairs.weight) read_row(m.pairs, pair(m, b, row), m.d_model, of_pair);
     for (int64_t i = 0; i < m.d_model; i++) {
-        const float x = out[i] * m.embedding_scale;
-        out[i] = m.position ? x + m.position[position * m.d_model + i] : x;
+        float x = out[i] * m.embedding_scale;
+        if (m.pairs.weight) x += of_pair[i] * m.pairs_scale;
+        out[i] = m.position ? x + m.position[b.positions[row] * m.d_model + i] : x;
     }
 }
 
@@ -233,8 +245,9 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
         if (b.watched) write_down(b, what, i, from, stride, width, team);
     };
 
+    Buffer of_pair(m.pairs.weight ? m.d_model / LANES : 0);
     for (int64_t row = team.thread; row < s.n; row += team.n_threads)
-        embed(m, b.tokens[row], b.positions[row], x + row * s.d_model);
+        embed(m, b, row, data(of_pair), x + row * s.d_model);
     team.wait();
     watch(&Watched::stream, 0, x, s.d_model, m.d_model);
     for (const Layer *layer = m.layers; layer < m.layers + m.n_layers; layer++) {
@@ -351,6 +364,10 @@ void kernels::check_model(const Model &m) {
         fail(REFUSED, "cache_kind is %" PRId64 " and must be float32, bfloat16 or int8", m.cache_kind);
     check("embedding", m.embedding, m.embedding.n, m.d_model);
     if (m.position) expect_bytes("position", m.position, m.position_bytes, 4 * m.capacity * m.d_model);
+    if (m.pairs.weight) {
+        check("pairs", m.pairs, within("pairs", m.pairs.n, 2, MOST_WIDTH), m.d_model);
+        expect_bytes("history", m.history, m.history_bytes, 4 * m.n_slots * m.capacity);
+    }
     check("norm", m.norm, m.d_model, false);
     if (!m.layers) fail(REFUSED, "layers are missing");
     const int64_t d_query = m.n_heads * m.d_head, d_key = m.n_groups * m.d_head;

@@ -29,11 +29,12 @@ struct Layer {
 struct [[gnu::visibility("default")]] Model { // of exported functions: hidden, it would hide them
     int64_t d_model, n_heads, n_groups, d_head, d_ff, d_rotary, n_slots, capacity, n_layers;
     int64_t activation, layer_norm, parallel, cache_kind;
-    float eps, scale, embedding_scale, residual_scale, logit_scale;
-    Matrix embedding, head;
-    const float *position;  // [capacity, d_model], or null
-    const float *cos, *sin; // [capacity, d_rotary / 2], or null
-    int64_t position_bytes, rotary_bytes;
+    float eps, scale, embedding_scale, residual_scale, logit_scale, pairs_scale;
+    Matrix embedding, head, pairs; // pairs: what a token and the one before it add to its embedding; weight null: none
+    int32_t *history;              // [n_slots, capacity], the tokens of each slot; null where there are no pairs
+    const float *position;         // [capacity, d_model], or null
+    const float *cos, *sin;        // [capacity, d_rotary / 2], or null
+    int64_t position_bytes, rotary_bytes, history_bytes;
     Norm norm;
     const Layer *layers;
 

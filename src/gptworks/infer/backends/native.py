@@ -94,8 +94,8 @@ def refused_architecture(config: ModelConfig) -> str | None:
     """Return the reason why the kernels cannot compute an architecture; None if they can."""
     if config.n_experts:
         return "it has no mixture of experts."
-    if config.laboratory:
-        return f"it has no {config.laboratory[0]}."
+    if strange := [name for name in config.laboratory if name != "bigram_vocab_size"]:
+        return f"it has no {strange[0]}."
     if config.norms_behind:
         return "it has no norms behind attention and MLP."
     for name in ("attention_softcap", "logit_softcap"):
@@ -219,6 +219,11 @@ class _InProcess(ModelStructure):
     def place_layers(self, layers: Any) -> int:
         self.layers = layers
         return ctypes.addressof(layers)
+
+    def place_history(self) -> tuple[int, int]:
+        tokens = self.cache.tokens
+        assert tokens is not None
+        return self._address(tokens, torch.int32, self.n_slots, self.capacity), tokens.nbytes
 
     def place_cache(self, i: int) -> tuple[int, int, int, int, int, int]:
         config, (keys, values) = self.model.config, (self.cache.keys[i], self.cache.values[i])

@@ -53,6 +53,10 @@ class ModelStructure:
         scales."""
         raise NotImplementedError
 
+    def place_history(self) -> tuple[int, int]:
+        """Return the address and the bytes of the cached tokens, int32 [slots, capacity]."""
+        raise NotImplementedError
+
     def build(self) -> Any:
         """Return the `Model` structure, which refers to the placed tensors."""
         model, config, types = self.model, self.model.config, self.types
@@ -63,6 +67,9 @@ class ModelStructure:
         )
         embedding = self._matrix(model.token_embedding, vocabulary, width)
         head = embedding if model.untied_head is None else self._matrix(model.untied_head, vocabulary, width)
+        pairs, history = types.Matrix(), (0, 0)
+        if (bigrams := model.bigram_embedding) is not None:
+            pairs, history = self._matrix(bigrams.table, config.bigram_vocab_size, width), self.place_history()
         position = None if model.position_embedding is None else model.position_embedding.weight[: self.capacity]
         return types.Model(
             width, config.n_heads, config.n_kv_heads, config.d_head, config.d_ff,
@@ -70,11 +77,12 @@ class ModelStructure:
             FUNCTION_OF_MLP[config.mlp], config.norm == "layernorm", config.parallel_residual,
             NUMBERS[self.cache_dtype],
             config.norm_eps, config.score_scale, config.embedding_scale, config.residual_scale,
-            1 / config.logit_divisor,
-            embedding, head,
-            self._vector(position, self.capacity, width), self._vector(cos, self.capacity, half),
+            1 / config.logit_divisor, 0 if bigrams is None else float(bigrams.scale.detach()),
+            embedding, head, pairs,
+            history[0], self._vector(position, self.capacity, width), self._vector(cos, self.capacity, half),
             self._vector(sin, self.capacity, half),
             0 if position is None else 4 * self.capacity * width, 0 if cos is None else 4 * self.capacity * half,
+            history[1],
             self._norm(model.norm, width), self.place_layers(layers),
         )  # fmt: skip
 

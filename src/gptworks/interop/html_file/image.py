@@ -77,7 +77,11 @@ class _ForImage(ModelStructure):
         for layer in layers:  # the caches come behind the image
             for name in ("keys", "values"):
                 setattr(layer, name, start + getattr(layer, name) - 1)
-        return Image(tuple(self.parts), model, tuple(self.pointers), start, start + 2 * n_layers * self._each)
+        end = start + 2 * n_layers * self._each
+        if root.history:
+            root.history = end
+            end += -(-root.history_bytes // _LINE) * _LINE
+        return Image(tuple(self.parts), model, tuple(self.pointers), start, end)
 
     @property
     def _each(self) -> int:
@@ -90,6 +94,9 @@ class _ForImage(ModelStructure):
     def place_layers(self, layers: Any) -> int:
         self._layers = layers
         return self._put_structure(layers)
+
+    def place_history(self) -> tuple[int, int]:
+        return 1, 4 * self.capacity
 
     def place_cache(self, i: int) -> tuple[int, int, int, int, int, int]:
         return 1 + 2 * i * self._each, 0, 1 + (2 * i + 1) * self._each, 0, self.cache_bytes, 0
