@@ -33,7 +33,6 @@ def train(recipe: Recipe, stop_asked: Callable[[], Any], report: Callable[[str],
         raise RunError("the run failed: no space left on device.")
     place = recipe.run_dir
     place.mkdir(parents=True)
-    save_recipe(recipe, place.with_suffix(".yaml"))
     save_recipe(with_vocab_size(recipe, 43), place / "recipe.yaml")
     own = random.Random(f"{recipe.seed} {rate} {steps} {recipe.train.micro_batch_size}")
     end = 2 + random.Random(recipe.seed).gauss(0, 0.1) + rate + own.gauss(0, 1e-3) + 10 / steps

@@ -344,12 +344,16 @@ class Campaign:
             write_judge_page(self.folder, self.records)
             return final
 
+    def busy(self) -> UserError:
+        """Return the error that says what is running."""
+        number, pairs = self._now or (-1, 0)
+        what = "a try" if number < 0 else f"try {number}" if number else "the final comparison"
+        return UserError(f"{what} is running, with {pairs} pairs so far: one training at a time, wait for its end.")
+
     @contextmanager
     def _alone(self) -> Iterator[None]:
         if not self._training.acquire(blocking=False):
-            number, pairs = self._now or (0, 0)
-            what = f"try {number}" if number else "the final comparison"
-            raise UserError(f"{what} is running, with {pairs} pairs so far: one training at a time, wait for its end.")
+            raise self.busy()
         try:
             yield
         finally:

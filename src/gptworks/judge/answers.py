@@ -1,0 +1,211 @@
+"""The answers of the judge's tools. They hold no seed, no sealed text and no infinite number."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import to_jsonable_python
+
+from gptworks.judge.campaign import Campaign
+from gptworks.judge.changes import allowed_settings
+from gptworks.judge.records import Tried
+from gptworks.planning.params import count_parameters
+from gptworks.runs.settings import differences
+
+
+@dataclass(frozen=True)
+class TryAnswer:
+    """A try and its verdict."""
+
+    number: int
+    changes: list[str]
+    verdict: str
+    """gain (accepted), tie, harm, open, or failed."""
+    words: str
+    accepted: bool
+    may_continue: bool
+    """Whether the same change again trains more pairs."""
+    pairs: int
+    gain: float
+    """How much lower the loss is with the change, on average."""
+    low: float | None
+    high: float | None
+    """Confidence sequence of 95%, valid after every pair; None: unbounded."""
+    log_e: float
+    """Natural logarithm of the e-value, the evidence for a gain."""
+    needed_log_e: float
+    place: str
+    """Whether losses are compared at equal tokens or in equal time."""
+    step_time: float | None
+    """Time of a step with the change, divided by the time without it."""
+    parameters: int | None
+    champion: int
+    """The number of the try whose change the other runs have; 0: the base recipe."""
+    seconds: float
+
+
+def answer_of(campaign: Campaign, one: Tried) -> TryAnswer:
+    """Return the answer about a try."""
+    rules = campaign.records.rules
+    found = one.judgement(rules.worth)
+    verdict = (
+        "failed" if one.problem else "gain" if one.accepted else found.answer if one.decided(rules.worth) else "open"
+    )
+    return TryAnswer(
+        one.number, list(one.changes), verdict, one.words(rules.worth, rules.loss_unit), one.accepted, one.is_open,
+        found.pairs, found.gain, _finite(found.low), _finite(found.high), found.log_e, -math.log(one.level), one.place,
+        one.step_time, one.parameters, one.champion, one.seconds,
+    )  # fmt: skip
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where the campaign stands."""
+
+    running: str
+    """What trains now; empty: nothing does."""
+    tries: int
+    accepted: int
+    champion: int
+    used_seconds: float
+    budget_seconds: float
+    left_seconds: float
+    """Time left for tries, without what is set aside for the final comparison."""
+    pair_seconds: float
+    """Estimated time of a pair of runs."""
+    next_needed_log_e: float
+    """Natural logarithm of the e-value that the next new change needs."""
+    last: TryAnswer | None
+    """The try that the call was about, else the newest."""
+    last_error: str
+    finished: bool
+    final: str
+    """The last line of the campaign."""
+
+
+def status(campaign: Campaign, about: Tried | None = None, last_error: str = "") -> Status:
+    found, now = campaign.records, campaign.running
+    running = "" if now is None else f"try {now[0]}, {now[1]} pairs so far" if now[0] else "the final comparison"
+    last = about or (found.tries[-1] if found.tries else None)
+    return Status(
+        running, len(found.tries), len(found.accepted), found.champion, found.used_seconds, found.rules.budget_seconds,
+        campaign.left_seconds(found), campaign.pair_seconds(found), -math.log(campaign.next_level(found)),
+        None if last is None else answer_of(campaign, last), last_error, found.final is not None,
+        "" if found.final is None else str(found.final["line"]),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Start:
+    """The rules, and the settings that may be changed."""
+
+    rules: str
+    champion_changes: list[str]
+    parameters: int
+    settings: dict[str, Any]
+    """The champion's value of each setting that may be changed."""
+    fixed: dict[str, Any]
+    """Some settings that no change may touch, for information."""
+
+
+def start(campaign: Campaign) -> Start:
+    found, recipe = campaign.records, campaign.champion()
+    rules = found.rules
+    kind = "the probability of any false gain" if rules.control == "family" else "the expected share of false gains"
+    words = (
+        f"{rules.budget_seconds:g} s of machine time; {kind} is at most {rules.error:g}; {rules.steps:,} steps each; "
+        f"a gain counts from {rules.worth:g} {rules.loss_unit}, in equal time where step times differ"
+    )
+    fixed = {
+        "vocab_size": recipe.model.vocab_size, "objective": recipe.objective.type, "tokenizer": recipe.tokenizer.type,
+        "max_steps": rules.steps,
+    }  # fmt: skip
+    settings = to_jsonable_python(allowed_settings(recipe))
+    return Start(words, found.champion_changes, count_parameters(recipe.model).total, settings, fixed)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a change means and costs."""
+
+    differing: dict[str, Any]
+    """The settings that differ, also those that follow from the change: [champion's value, changed value]."""
+    parameters_before: int
+    parameters: int
+    work: float
+    """FLOPs of a step with the change, divided by those without it."""
+    pair_seconds: float
+    """Estimated time of a pair of runs."""
+    affordable_pairs: int
+
+
+def planned(campaign: Campaign, changes: dict[str, Any] | None, patch: str | None) -> Planned:
+    recipe, changed, work = campaign.plan(changes, patch)
+    found = campaign.records
+    seconds = campaign.pair_seconds(found) * (1 + work) / 2
+    return Planned(
+        to_jsonable_python(differences([recipe, changed])), count_parameters(recipe.model).total,
+        count_parameters(changed.model).total, work, seconds, int(campaign.left_seconds(found) / seconds),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What the runs of a try measured on the evaluation text."""
+
+    number: int
+    loss_unit: str
+    loss_champion: float | None
+    loss_changed: float | None
+    perplexity_changed: float | None
+    gains: list[float]
+    """Gain of each pair."""
+    deviation: float
+    step_time: float | None
+    words: str
+
+
+def evaluated(campaign: Campaign, one: Tried) -> Evaluated:
+    rules = campaign.records.rules
+    perplexity = None if one.loss_after is None or one.loss_after > 700 else math.exp(one.loss_after)
+    return Evaluated(
+        one.number, rules.loss_unit, one.loss_before, one.loss_after, perplexity, list(one.gains),
+        one.judgement(rules.worth).deviation, one.step_time, one.words(rules.worth, rules.loss_unit),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Two tries next to each other."""
+
+    first: TryAnswer
+    second: TryAnswer
+    note: str
+
+
+def compared(campaign: Campaign, first: Tried, second: Tried) -> Compared:
+    if first.champion != second.champion:
+        note = "their gains are over different champions, so they do not compare"
+    else:
+        apart = first.judgement(0).gain - second.judgement(0).gain
+        note = (
+            f"the mean gain of try {first.number} less that of try {second.number} is {apart:+.4f}; seeds differ, and "
+            f"this difference is not tested: fork one of them to test it"
+        )
+    return Compared(answer_of(campaign, first), answer_of(campaign, second), note)
+
+
+@dataclass(frozen=True)
+class League:
+    """All tries, accepted ones first, then by mean gain."""
+
+    rows: list[TryAnswer]
+
+
+def league(campaign: Campaign) -> League:
+    ranked = sorted(campaign.records.tries, key=lambda one: (not one.accepted, -one.judgement(0).gain))
+    return League([answer_of(campaign, one) for one in ranked])

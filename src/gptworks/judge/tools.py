@@ -1,0 +1,284 @@
+"""Serve a campaign to an agent as tools of the Model Context Protocol, over standard input and output.
+
+What comes from the client is untrusted: sizes are bounded, a change may set allowed settings only, one training runs at
+a time, and no answer has a seed, a sealed text or the key.
+"""
+
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, Annotated, Any, BinaryIO, cast
+
+import anyio
+from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp.server.stdio import stdio_server
+from pydantic import Field
+
+from gptworks.errors import RunError, UserError
+from gptworks.judge.answers import (
+    Compared,
+    Evaluated,
+    League,
+    Planned,
+    Start,
+    Status,
+    compared,
+    evaluated,
+    league,
+    planned,
+    start,
+    status,
+)
+from gptworks.judge.campaign import USUAL_PAIRS, Campaign
+from gptworks.judge.changes import MOST_CHANGES, MOST_PATCH_CHARACTERS
+from gptworks.judge.records import Tried
+from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
+
+MOST_LINE_BYTES = 1 << 20
+"""Largest request."""
+
+MOST_WAIT_SECONDS = 600.0
+
+INSTRUCTIONS = """\
+You look for changes to a recipe that lower a language model's validation loss; the judge decides which are gains.
+1. `init` shows the champion's settings (those that you may change) and the rules. 2. `plan` checks a change for free.
+3. `try` trains pairs of runs with and without the change, with secret seeds. If it is still running when the wait is
+over, call `status` with wait_seconds. An accepted change becomes the champion that later tries change. 4. `finish`
+compares the champion with the base recipe on sealed text and ends the campaign.
+Repeating, stopping early or choosing the number of pairs gains nothing: the evidence holds at any stopping time, the
+same change again continues its try, and each further change needs more evidence. So try what you believe in."""
+
+Changes = Annotated[
+    dict[str, Any] | None,
+    Field(description='Values by path, such as {"train.optimizer": "adamw"}.', max_length=MOST_CHANGES),
+]
+Patch = Annotated[
+    str | None,
+    Field(
+        description="YAML merged into the recipe, in place of changes: `model: {n_layers: 6}`.",
+        max_length=MOST_PATCH_CHARACTERS,
+    ),
+]
+Pairs = Annotated[
+    int, Field(ge=FEWEST_PAIRS, le=MOST_PAIRS, description="Stop after this many pairs if nothing is decided.")
+]
+Wait = Annotated[
+    float, Field(ge=0, le=MOST_WAIT_SECONDS, description="Seconds to wait for the end; training goes on afterwards.")
+]
+Number = Annotated[int, Field(ge=1, le=10**6, description="The number of a try.")]
+
+
+class _Job:
+    """A training in a thread of its own."""
+
+    def __init__(self, work: Callable[[], Tried | None]) -> None:
+        self._work = work
+        self.result: Tried | None = None
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._work()
+        except Exception as error:
+            self.error = error
+            if not isinstance(error, UserError | RunError):
+                traceback.print_exc()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait for the end, at most for some seconds; return whether it has come."""
+        with anyio.move_on_after(seconds):
+            while self.is_running:
+                await anyio.sleep(0.05)
+        return not self.is_running
+
+
+class _Judge:
+    """The tools' state: the campaign, once it is open, and its last training."""
+
+    def __init__(self, campaign: Campaign | None) -> None:
+        self._campaign = campaign
+        self.job: _Job | None = None
+
+    def open(self, campaign: Campaign) -> None:
+        self._campaign = campaign
+
+    async def campaign(self) -> Campaign:
+        """Return the campaign. Clients do not wait long for a server, but for an answer."""
+        while self._campaign is None:
+            await anyio.sleep(0.05)
+        return self._campaign
+
+    def close(self) -> None:
+        if self._campaign is not None:
+            self._campaign.close()
+
+    async def train(self, work: Callable[[Campaign], Tried | None], wait_seconds: float) -> Status:
+        """Start a training and wait for its end; return the status, with the try if it has ended."""
+        campaign = await self.campaign()
+        if self.job is not None and self.job.is_running:
+            raise ToolError(str(campaign.busy()))
+        self.job = job = _Job(lambda: work(campaign))
+        ended = await job.wait(wait_seconds)
+        with _answered():
+            if not ended:
+                return status(campaign)
+            if job.error is not None:
+                raise job.error
+            return status(campaign, job.result)
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    """Make the judge's own errors answers that the agent can read. The text of other errors does not reach it."""
+    try:
+        yield
+    except (UserError, RunError) as error:
+        raise ToolError(str(error)) from None
+
+
+def _known(error: Exception) -> str:
+    return str(error) if isinstance(error, UserError | RunError) else "the judge failed; its log says why"
+
+
+def server_of(campaign: Campaign) -> MCPServer:
+    """Return a server whose tools are the campaign's methods."""
+    return _server_of(_Judge(campaign))
+
+
+def _server_of(judge: _Judge) -> MCPServer:
+    server = MCPServer("gptworks-judge", instructions=INSTRUCTIONS, log_level="ERROR")
+
+    @server.tool(name="init")
+    async def init_() -> Start:
+        """Show the rules, the champion's changes, and the settings that may be changed, with their values."""
+        with _answered():
+            return start(await judge.campaign())
+
+    @server.tool()
+    async def plan(changes: Changes = None, patch: Patch = None) -> Planned:
+        """Check a change and estimate what it costs. Trains nothing and costs no budget."""
+        with _answered():
+            return planned(await judge.campaign(), changes, patch)
+
+    @server.tool(name="try")
+    async def try_(
+        changes: Changes = None, patch: Patch = None, pairs: Pairs = USUAL_PAIRS, wait_seconds: Wait = 45
+    ) -> Status:
+        """Find out whether a change improves the champion: train pairs of runs with and without it until it is judged.
+
+        Returns the status with the try. If `running` is not empty, training goes on: call `status` with wait_seconds.
+        """
+        return await judge.train(lambda one: one.try_change(changes, patch, pairs=pairs), wait_seconds)
+
+    @server.tool()
+    async def fork(
+        number: Number,
+        changes: Changes = None,
+        patch: Patch = None,
+        pairs: Pairs = USUAL_PAIRS,
+        wait_seconds: Wait = 45,
+    ) -> Status:
+        """Try the change of an earlier try together with further changes, against the champion."""
+        return await judge.train(lambda one: one.try_change(changes, patch, pairs=pairs, of_try=number), wait_seconds)
+
+    @server.tool()
+    async def evaluate(number: Number) -> Evaluated:
+        """Show what the runs of a try measured: losses, perplexity, the gain of each pair, the time of a step."""
+        with _answered():
+            campaign = await judge.campaign()
+            return evaluated(campaign, campaign.tried(number))
+
+    @server.tool()
+    async def compare(first: Number, second: Number) -> Compared:
+        """Show two tries next to each other. Only a try against the champion judges which is better."""
+        with _answered():
+            campaign = await judge.campaign()
+            return compared(campaign, campaign.tried(first), campaign.tried(second))
+
+    @server.tool(name="league")
+    async def league_() -> League:
+        """Rank all tries: accepted changes first, then by mean gain."""
+        with _answered():
+            return league(await judge.campaign())
+
+    @server.tool(name="status")
+    async def status_(wait_seconds: Wait = 0) -> Status:
+        """Show the budget, the evidence that the next try needs, and what is running; optionally wait for its end."""
+        job = judge.job
+        if job is not None:
+            await job.wait(wait_seconds)
+        with _answered():
+            error = None if job is None else job.error
+            return status(await judge.campaign(), last_error="" if error is None else _known(error))
+
+    @server.tool()
+    async def finish(wait_seconds: Wait = 45) -> Status:
+        """End the campaign: compare the champion with the base recipe, with fresh seeds, on sealed text."""
+
+        def end(campaign: Campaign) -> None:
+            campaign.finish()
+
+        return await judge.train(end, wait_seconds)
+
+    return server
+
+
+class _Lines:
+    """Requests, one on each line; a line that is too long is replaced by one that is no request."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def readline(self) -> str:
+        line = self._file.readline(MOST_LINE_BYTES)
+        if len(line) == MOST_LINE_BYTES and not line.endswith(b"\n"):
+            while (rest := self._file.readline(MOST_LINE_BYTES)) and not rest.endswith(b"\n"):
+                pass
+            return "too long\n"
+        return line.decode("utf-8", "replace")
+
+
+def serve(open_campaign: Callable[[], Campaign]) -> None:
+    """Serve a campaign to the client at standard input and output until it leaves; then stop what trains.
+
+    Args:
+        open_campaign: called in a thread, since a new campaign takes longer than a client waits for a server.
+
+    Raises:
+        UserError: the campaign cannot be opened.
+    """
+    requests = os.fdopen(os.dup(0), "rb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # processes that train must not read requests
+    os.close(nothing)
+
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # stopping has begun
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+    judge = _Judge(None)
+    low = _server_of(judge)._lowlevel_server
+
+    async def run() -> None:
+        lines = anyio.wrap_file(cast(IO[str], _Lines(requests)))
+        async with stdio_server(stdin=lines) as (incoming, outgoing), anyio.create_task_group() as group:
+            group.start_soon(low.run, incoming, outgoing, low.create_initialization_options())
+            judge.open(await anyio.to_thread.run_sync(open_campaign))
+
+    try:
+        anyio.run(run)
+    except* (UserError, RunError) as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        judge.close()
