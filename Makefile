@@ -113,7 +113,7 @@ test-kills: .venv/.installed-dev
 	  $(BIN)/python -m pytest -m kills -rP tests/test_kills.py tests/test_build_kills.py
 
 test-tries: .venv/.installed-dev
-	$(BIN)/python -m pytest -m tries -rP tests/test_try.py
+	$(BIN)/python -m pytest -m tries -rP tests/test_try.py tests/test_judge_tools.py
 
 test-crashes: .venv/.installed-dev
 	$(BIN)/python -m pytest -m "crashes or not crashes" -rP tests/test_crash_consistency.py

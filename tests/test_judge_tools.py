@@ -131,6 +131,7 @@ def test_a_campaign_over_standard_input_and_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.tries
+@pytest.mark.timeout(1800)
 def test_a_campaign_with_real_runs_over_standard_input_and_output(tmp_path: Path) -> None:
     """Two tries of a tiny model, the second of which makes it worse, and the final comparison."""
     recipe, folder = judging.write_recipe(tmp_path), tmp_path / "campaign"

@@ -16,7 +16,7 @@ _UNITS = {"": 1.0, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 def judge(
     recipe: Annotated[
         Path | None,
-        Argument(metavar="[RECIPE]", autocompletion=options.recipe_names, help="The base recipe of a new campaign."),
+        Argument(metavar="RECIPE", autocompletion=options.recipe_names, help="The base recipe of a new campaign."),
     ] = None,
     overrides: options.Overrides = None,
     folder: Annotated[Path, Option(metavar="FOLDER", help="The campaign's folder; out of the agent's reach.")] = Path(
