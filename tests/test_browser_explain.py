@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from browser import AXE, HOSTILE, axe, screenshot
 from gptworks.checkpoint import load_run
+from gptworks.cli import app
 from gptworks.interop.html_file import export_html
 from gptworks.interpret.record import record
 from gptworks.tokenizer import load_tokenizer
@@ -247,6 +249,24 @@ def test_a_tuned_model_tells_what_it_began_from(hostile: Path, tmp_path: Path, o
         assert one in page.inner_text(".ex-step")
     walk(page, 8)
     assert "These are the texts of its last training." in page.inner_text(".ex-step")
+
+
+def test_of_an_imported_model_nothing_is_made_up(tmp_path: Path, opened: Callable[..., Any]) -> None:  # noqa: F811
+    trained = make_run(tmp_path, mlp="swiglu")
+    folder, imported = tmp_path / "folder", tmp_path / "imported"
+    for command in (["export", trained, folder, "--no-verify"], ["import", folder, imported]):
+        done = CliRunner().invoke(app, [str(one) for one in command])
+        assert done.exit_code == 0, done.output
+    export_html(imported, tmp_path / "model.html", verify=False)
+    page, faults = opened(tmp_path / "model.html")
+    page.click("nav >> text=Explain")
+    walk(page, 7)
+    assert "It was trained elsewhere; this page does not know how." in page.inner_text(".ex-facts")
+    assert page.locator(".ex-facts li").count() == 1
+    walk(page, 8)
+    assert "This page does not say what the model has read." in page.inner_text(".ex-step")
+    assert page.locator(".ex-source").count() == 0
+    assert faults == []
 
 
 def test_a_changed_text_changes_what_is_shown(file: Path, opened: Callable[..., Any]) -> None:  # noqa: F811

@@ -61,7 +61,7 @@ def how_made(loaded: LoadedRun) -> dict[str, Any]:
         "losses": _thinned(losses), "objective": recipe.objective.type, "imported": imported,
         "began": recipe.initialize_from.name if recipe.initialize_from else None,
         "random": recipe.initialize_from is None and not imported and not forked,
-        "data": _data(loaded, state.get("data_fingerprint")),
+        "data": None if imported else _data(loaded, state.get("data_fingerprint")),
     }  # fmt: skip
 
 
