@@ -287,8 +287,9 @@ def test_a_changed_text_changes_what_is_shown(file: Path, opened: Callable[..., 
 
 
 def test_a_token_is_drawn_and_added(file: Path, opened: Callable[..., Any]) -> None:  # noqa: F811
-    page, faults = opened(file)
+    page, faults = opened(file, reduced_motion="reduce")
     walk(page, 6, "line 12: the")
+    assert page.locator(".ex-drawn").evaluate("(one) => getComputedStyle(one).animationName") == "none"
     assert page.get_by_text("Add it to the text").get_attribute("aria-disabled") == "true"
     page.get_by_role("slider", name="Temperature:").fill("0")
     assert numbers(page, ".ex-draws b.number") == [100.0], "the likeliest alone"
@@ -329,6 +330,7 @@ def test_each_step_fits_its_screen_and_is_accessible(
     theme: str,
 ) -> None:
     page, faults = opened(file, viewport={"width": width, "height": 800}, color_scheme=theme)
+    page.on("console", lambda said: faults.append(said.text) if said.type in ("error", "warning") else None)
     page.click("nav >> text=Explain")
     for step in range(1, 9):
         walk(page, step, "line 12: the quick brown" if step == 1 else None)
