@@ -135,6 +135,10 @@ SHAPES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["every 2 heads of a layer share", "1 layer of 2 sees only the last 16 tokens, and this is one of them",
          "(RoPE)", "has a gate", "a second table"],
     ),
+    "token-pairs": (
+        {"bigram_vocab_size": 512, "position": "rope"},
+        ["A list for the pair, this token after the one before it, is added.", "table of pairs has 512 lists"],
+    ),
     "parallel": (
         {"parallel_residual": True, "mlp": "relu2", "position": "none", "n_heads": 2, "n_kv_heads": 1},
         ["Nothing tells this model the place of a token", "all heads of a layer share", "work at the same time",

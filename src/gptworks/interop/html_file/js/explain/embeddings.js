@@ -16,7 +16,7 @@ export function EmbeddingsStep({ how, reading, at, choose }) {
   const alike = reading.names.map((_, t) => cosine(row, reading.row(stream, t)));
   const from = Math.max(0, Math.min(at - ROWS / 2, reading.length - ROWS));
   const rows = Array.from({ length: Math.min(ROWS, reading.length) }, (_, i) => from + i);
-  const { position } = how.model;
+  const { position, bigram_vocab_size: n_pairs } = how.model;
   const best = alike.reduce(
     (found, one, t) =>
       t !== at && reading.ids[t] !== reading.ids[at] && (found < 0 || one > alike[found]) ? t : found,
@@ -26,6 +26,8 @@ export function EmbeddingsStep({ how, reading, at, choose }) {
       <b>${count(row.length)} numbers</b>, its <b>embedding</b>. ${
         position === "learned" &&
         "A second list, for the token's place in the text, is added, so that the order counts. "
+      }${
+        n_pairs > 0 && "A list for the pair, this token after the one before it, is added. "
       }Tokens that are used in the same way often get similar lists. So far, this is all that the model knows about
       your text.</p>
     <div class="ex-picture">
@@ -53,6 +55,7 @@ export function EmbeddingsStep({ how, reading, at, choose }) {
       `The table has ${count(reading.model.engine.vocabulary)} lists of ${count(row.length)} numbers. ` +
         "Training found them all.",
       position === "learned" && "Each place in the text has a list of its own, which is added to that of the token.",
+      n_pairs > 0 && `Its table of pairs has ${count(n_pairs)} lists; some pairs have to share one.`,
       position === "rope" && "These lists do not say where a token stands. That comes in step 3.",
       position === "none" &&
         "Nothing tells this model the place of a token. It can only use that each token sees those before it.",
@@ -61,7 +64,7 @@ export function EmbeddingsStep({ how, reading, at, choose }) {
         `The numbers are multiplied by ${Number(how.model.embedding_scale.toPrecision(3))} before they are used.`,
     ]} />
     <${Try}>Write the same word twice. Are its two lists the same? ${
-      position === "learned" ? "Why not?" : "Does the model know at this point which one came first?"
+      position === "learned" || n_pairs > 0 ? "If not, why?" : "Does the model know at this point which one came first?"
     }<//>`;
 }
 
