@@ -28,6 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "n_heads": 4, "n_kv_heads": 2, "d_head": 16,
         "qk_norm": True, "window": 16, "window_pattern": ["window", "full"], "tie_embeddings": False,
     },
+    "token-pairs": {"bigram_vocab_size": 64, "position": "learned", "n_heads": 2},
     "parallel": {
         "position": "rope", "norm": "layernorm", "mlp": "relu2", "parallel_residual": True, "embedding_scale": 3.0,
         "residual_scale": 0.5, "logit_divisor": 2.0, "n_heads": 2,

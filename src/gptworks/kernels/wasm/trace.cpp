@@ -71,8 +71,11 @@ void parts(const Model &m, int64_t token, int64_t position, int64_t of, const fl
     const Reader reads(m, stream + 2 * m.n_layers * width, of);
     std::vector<float> part(width);
     read_row(m.embedding, token, width, &part[0]);
-    *out++ = reads.of(&part[0]) * m.embedding_scale;
-    *out++ = m.position ? reads.of(m.position + position * width) : NAN;
+    const float embedding = reads.of(&part[0]) * m.embedding_scale;
+    const float place = m.position ? reads.of(m.position + position * width) : NAN;
+    *out++ = embedding;
+    *out++ = m.pairs.weight ? reads.of(stream) - embedding - (m.position ? place : 0) : NAN; // the rest of the sum
+    *out++ = place;
     Padded alone(m.n_heads + 1, d_query), given(m.n_heads + 1, width); // a head's output in each row; none in the last
     for (const Layer *layer = m.layers; layer < m.layers + m.n_layers; layer++, stream += 2 * width, mixed += d_query) {
         for (int64_t i = 0; i < m.n_heads; i++)
@@ -131,9 +134,9 @@ extern "C" int gptworks_lens(const Model *model, const Tensor *stream, const Ten
 }
 
 // What each part adds to the logit of token `of` after `token` at `position`, the final norm's divisor held fixed.
-// stream: [2 n_layers + 1, d_model] and mixed: [n_layers, n_heads * d_head], as watched there. out: [3 + n_layers *
-// (n_heads + 2)]: the embedding, the position; of each layer the heads, the bias of their projection, the MLP; the
-// final norm's bias. NaN for what the model lacks.
+// stream: [2 n_layers + 1, d_model] and mixed: [n_layers, n_heads * d_head], as watched there. out: [4 + n_layers *
+// (n_heads + 2)]: the embedding, the pair of tokens, the position; of each layer the heads, the bias of their
+// projection, the MLP; the final norm's bias. NaN for what the model lacks.
 extern "C" int gptworks_parts(const Model *model, int64_t token, int64_t position, int64_t of, const Tensor *stream,
                               const Tensor *mixed, const Tensor *out) noexcept {
     return guarded([=] {
@@ -142,7 +145,7 @@ extern "C" int gptworks_parts(const Model *model, int64_t token, int64_t positio
         within("position", position, 0, m.capacity - 1);
         laid_out("stream", stream, FP32, {2 * m.n_layers + 1, m.d_model});
         laid_out("mixed", mixed, FP32, {m.n_layers, m.n_heads * m.d_head});
-        laid_out("parts", out, FP32, {3 + m.n_layers * (m.n_heads + 2)});
+        laid_out("parts", out, FP32, {4 + m.n_layers * (m.n_heads + 2)});
         parallel(1, [&](const Team &team) {
             parts(m, token, position, of, stream->as<const float>(), mixed->as<const float>(), out->as<float>(), team);
         });

@@ -23,7 +23,7 @@ class Watcher {
     const room = (sizes) => engine.tensor(FLOAT32, 4 * sizes.reduce((a, b) => a * b));
     const tensors = Object.entries(this.sizes).map(([name, of]) => [name, room(of(AT_ONCE, this.pairs / AT_ONCE))]);
     this.tensors = Object.fromEntries(tensors);
-    this.found = room([3 + n_layers * (n_heads + 2)]);
+    this.found = room([4 + n_layers * (n_heads + 2)]);
   }
 
   /** How many tokens of a text of `length` are computed at once. */
@@ -73,7 +73,7 @@ class Watcher {
       return engine.describe(tensor, rows.length, rows[0].length);
     };
     const { n_layers, n_heads } = engine.shape;
-    const n = 3 + n_layers * (n_heads + 2);
+    const n = 4 + n_layers * (n_heads + 2);
     const numbers = [token, position, of].map(BigInt);
     const places = [put(this.tensors.stream, streams), put(this.tensors.mixed, mixed), engine.describe(this.found, n)];
     engine.guarded(() => engine.kernels.gptworks_parts(engine.model, ...numbers, ...places));
@@ -188,6 +188,7 @@ export class Trace {
       if (!Number.isNaN(value)) parts.push({ kind, layer, head, value });
     };
     add("embedding");
+    add("bigram");
     add("position");
     for (let layer = 0; layer < n_layers; layer++) {
       for (let head = 0; head < n_heads; head++) add("head", layer, head);
@@ -200,7 +201,7 @@ export class Trace {
 
   /** The same as { name, layer, value }: embeddings, each layer's attention and MLP, and a bias of the final norm. */
   parts(t, id) {
-    const named = { embedding: "embeddings", position: "embeddings", mlp: "MLP", "norm bias": "final norm" };
+    const named = { embedding: "embeddings", bigram: "embeddings", position: "embeddings", mlp: "MLP", "norm bias": "final norm" };
     const made = [];
     for (const { kind, layer, value } of this.byHead(t, id)) {
       const name = named[kind] ?? "attention";
