@@ -34,7 +34,7 @@ export function LogitsStep({ how, model, reading, at, choose }) {
             next != null && html` In your text came <${Name}>${reading.names[at + 1]}<//>: ${percent(chances[next])}.`
           }</p></div>
         <div><h3>Who votes for <${Name}>${nameOf(model, id)}<//>?</h3>
-          <${Votes} ...${{ model, reading, at, id }} /></div></div>
+          <${Votes} ...${{ reading, at, id }} cap=${how.model.logit_softcap} /></div></div>
       <h3>The best guess, layer by layer</h3>
       <${Ladder} ...${{ how, model, reading, at, id }} /></div>
     <${Facts} of=${[
@@ -50,7 +50,7 @@ export function LogitsStep({ how, model, reading, at, choose }) {
 }
 
 /** What each part adds to a token's logit. */
-function Votes({ reading, at, id }) {
+function Votes({ reading, at, id, cap }) {
   const parts = useMemo(() => reading.trace.parts(at, id), [reading, at, id]);
   const sorted = [...parts].sort((a, b) => Math.abs(b.value) - Math.abs(a.value));
   const shown = sorted.slice(0, sorted.length > PARTS + 1 ? PARTS : undefined);
@@ -67,7 +67,7 @@ function Votes({ reading, at, id }) {
       <span class="number">${signed(value)}</span></li>`,
   )}</ul>
   <p class="ex-caption">Each part of the model adds to the score or takes from it. Together: ${" "}
-    <b class="number">${signed(sum)}</b>, the score in the list.</p>`;
+    <b class="number">${signed(sum)}</b>, ${cap ? "which the model caps to" : ""} the score in the list.</p>`;
 }
 
 const signed = (x) => `${x < 0 ? "−" : "+"}${decimal(Math.abs(x))}`;

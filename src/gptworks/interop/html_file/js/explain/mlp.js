@@ -16,10 +16,11 @@ const ACTIVATIONS = {
   geglu: GATED("GEGLU"),
   geglu_tanh: GATED("GEGLU"),
 };
+const WHERE = { after: "After", both: "Before and after" };
 const NORMS = { layernorm: "LayerNorm", rmsnorm: "RMSNorm" };
 
 export function MlpStep({ how, model, reading, at, choose }) {
-  const { n_layers, d_ff, mlp, norm, parallel_residual: parallel } = how.model;
+  const { n_layers, d_ff, mlp, norm, norm_placement, parallel_residual: parallel } = how.model;
   const [layer, setLayer] = useState(0);
   const [picked, pick] = useState(null); // a neuron
   const neurons = useMemo(() => reading.trace.neurons(layer), [reading, layer]);
@@ -70,7 +71,9 @@ export function MlpStep({ how, model, reading, at, choose }) {
       parallel
         ? "In this model, attention and MLP of a layer work at the same time, on the same numbers."
         : n_layers > 1 && `Attention, then MLP: this is one layer. There are ${count(n_layers)}, one after the other.`,
-      NORMS[norm] && `Before each of these parts, the numbers are brought to a common size (${NORMS[norm]}).`,
+      NORMS[norm] &&
+        `${WHERE[norm_placement] ?? "Before"} each of these parts, the numbers are brought to a common size ` +
+          `(${NORMS[norm]}).`,
     ]} />
     <${Try}>Choose the neuron that fires most. For which other tokens does it fire? Add a word to your text that
       might wake it too.<//>`;
