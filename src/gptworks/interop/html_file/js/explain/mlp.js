@@ -63,8 +63,8 @@ export function MlpStep({ how, model, reading, at, choose }) {
             html`<span>neuron ${one + 1}</span><b class="number">${decimal(row[one])}</b>`,
           ])} />
           <p class="ex-answer" role="status">If the model had to guess the next token without this MLP: ${""}
-            <${Name}>${before.name}<//> (${percent(before.chance)}). With it: ${""}
-            <${Name}>${after.name}<//> (${percent(after.chance)}).</p></div></div></div>
+            <${Name}>${before.name}<//> <span class="number">(${percent(before.chance)})</span>. With it: ${""}
+            <${Name}>${after.name}<//> <span class="number">(${percent(after.chance)})</span>.</p></div></div></div>
     <${Facts} of=${[
       ACTIVATIONS[mlp],
       d_ff && `${count(n_layers)} × ${count(d_ff)} = ${count(n_layers * d_ff)} neurons in all.`,

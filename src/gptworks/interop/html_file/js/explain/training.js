@@ -72,6 +72,7 @@ const OBJECTIVES = {
 };
 
 function duration(seconds) {
+  if (seconds < 2) return "less than two seconds";
   if (seconds < 150) return `${Math.round(seconds)} seconds`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} minutes`;
   return `${Number((seconds / 3600).toPrecision(2))} hours`;
