@@ -36,7 +36,6 @@ class Tried:
     true_gain: float
     gains: list[float]
     level: float
-    floor: float
     judgement: Judgement | None = None
 
     @property
@@ -58,8 +57,7 @@ class Simulated:
 
     def begin(self, true_gain: float = 0.0) -> Tried:
         accepted = sum(one.accepted for one in self.tries)
-        at_level = level(self.error, self.control, len(self.tries) + 1, accepted)
-        self.tries.append(Tried(true_gain, [], at_level, spread_floor(one.judgement for one in self.tries)))
+        self.tries.append(Tried(true_gain, [], level(self.error, self.control, len(self.tries) + 1, accepted)))
         return self.tries[-1]
 
     def pair(self, tried: Tried) -> Judgement:
@@ -67,7 +65,8 @@ class Simulated:
         if not self._noise:
             self._noise = self.noise(self.draw, 4096).tolist()
         tried.gains.append(tried.true_gain + self.deviation * self._noise.pop())
-        tried.judgement = judged(tried.gains, tried.level, self.worth, tried.floor)
+        floor = spread_floor(one.judgement for one in self.tries if one is not tried)
+        tried.judgement = judged(tried.gains, tried.level, self.worth, floor)
         return tried.judgement
 
     @property

@@ -216,7 +216,7 @@ def test_without_an_accepted_change_the_sealed_text_stays_sealed(
 ) -> None:
     campaign.try_change(BAD, pairs=3)
     monkeypatch.setattr("gptworks.judge.texts.sealed_loss", None)
-    assert campaign.finish()["line"] == "no gain survived (1 tries, 0 accepted)"
+    assert campaign.finish()["line"] == "no gain survived (1 try, 0 accepted)"
 
 
 def test_the_budget_ends_tries_but_leaves_time_for_the_final_comparison(

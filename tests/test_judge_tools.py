@@ -133,15 +133,14 @@ def test_a_campaign_over_standard_input_and_output(tmp_path: Path) -> None:
 @pytest.mark.tries
 @pytest.mark.timeout(1800)
 def test_a_campaign_with_real_runs_over_standard_input_and_output(tmp_path: Path) -> None:
-    """Two tries of a tiny model, the second of which makes it worse, and the final comparison."""
+    """Two tries of a tiny model whose learning rate is too low: one raises it, one lowers it; the final comparison."""
     recipe, folder = judging.write_recipe(tmp_path), tmp_path / "campaign"
-    server = over_stdio(
-        recipe, "--folder", folder, "--budget", "1h", "--steps", "40", before="from gptworks.cli import main; main()"
-    )
+    given = (recipe, "train.learning_rate=0.0005", "--folder", folder, "--budget", "1h", "--steps", "40")
+    server = over_stdio(*given, before="from gptworks.cli import main; main()")
     better, worse, end = called(
         server,
         ("try", {"changes": {"train.learning_rate": 0.01}, "wait_seconds": 600}),
-        ("try", {"patch": "train: {learning_rate: 0.8}", "pairs": 3, "wait_seconds": 600}),
+        ("try", {"patch": "train: {learning_rate: 0.001}", "pairs": 3, "wait_seconds": 600}),
         ("finish", {"wait_seconds": 600}),
     )
     print(better, worse, end, sep="\n")
@@ -163,7 +162,7 @@ def test_the_command_verifies_and_ends_a_campaign(
     campaign.try_change(GOOD)
     campaign.close()
     for option, text in (
-        ("--verify", "3 entries, 1 tries: nothing was changed"),
+        ("--verify", "nothing was changed: entries 3, tries 1"),
         ("--finish", "over 5 fresh seeds on text that no try has seen"),
     ):
         monkeypatch.setattr(sys, "argv", ["gptworks", "judge", "--folder", str(campaign.folder), option])

@@ -28,7 +28,7 @@ def judge(
         Literal["family", "discoveries"],
         Option(help="family: bounds the probability of any false gain. discoveries: the share of false gains."),
     ] = "family",
-    worth: Annotated[float, Option(min=0, help="The smallest gain of the loss that matters.")] = 0.005,
+    worth: Annotated[float, Option(min=0, help="The smallest difference of the loss that matters.")] = 0.005,
     steps: Annotated[int | None, Option(min=1, help="Of each run. Default: the recipe's, or as many as fit.")] = None,
     verify: Annotated[bool, Option("--verify", help="Only check that nothing was changed.")] = False,
     finish: Annotated[bool, Option("--finish", help="Only end the campaign, with the final comparison.")] = False,
@@ -68,7 +68,7 @@ def judge(
         if finish:
             print(campaign.finish()["line"])
         else:
-            print(f"{campaign.verify()} entries, {len(found.tries)} tries: nothing was changed")
+            print(f"nothing was changed: entries {campaign.verify()}, tries {len(found.tries)}")
     finally:
         campaign.close()
 

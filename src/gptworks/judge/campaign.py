@@ -269,10 +269,10 @@ class Campaign:
             self._ledger.append(
                 "begun", tried=number, changes=overrides, champion=found.champion, identity=identity,
                 level=self.next_level(found), parameters=parameters,
-                least_deviation=spread_floor(one.judgement(worth) for one in found.tries),
             )  # fmt: skip
         self._now = number, len(begun.pairs)
         ended, one = begun, self.tried(number)
+        one.least_deviation = spread_floor(other.judgement(worth) for other in found.tries if other.number != number)
 
         def is_ended(so_far: Try) -> bool:
             one.take(facts_of(so_far))
@@ -302,8 +302,8 @@ class Campaign:
             files[name] = sha256_file(self.folder / name)
         self._ledger.append(
             "ended", tried=number, answer=answer, problem=problem[:500], files=files,
-            is_open=answer == "open" and not problem and len(ended.pairs) < ended.design.most_pairs,
-            seconds=time.monotonic() - started, **facts,
+            is_open=answer == "open" and len(ended.pairs) < ended.design.most_pairs,
+            seconds=time.monotonic() - started, least_deviation=one.least_deviation, **facts,
         )  # fmt: skip
         self._now = None
         write_judge_page(self.folder, self.records)
@@ -333,9 +333,8 @@ class Campaign:
             gains, place = list[float](), ""
             if found.champion:
                 planned = 2 * (found.rules.steps * found.rules.step_seconds + RUN_SECONDS)
-                minutes = (
-                    10 * FINAL_PAIRS * max(planned, self.pair_seconds(found)) / 60
-                )  # the pairs end it, not the time
+                longest = max(planned, self.pair_seconds(found))
+                minutes = 10 * FINAL_PAIRS * longest / 60  # the number of pairs ends it, not the time
                 rules = Rules(self._seeds("final"), lambda one: len(one.pairs) >= FINAL_PAIRS, self._stop.is_set)
                 gains, place = final_gains(self.folder, found, minutes, rules, self._report, note)
             final = final_facts(gains, place, found)

@@ -41,12 +41,14 @@ EFFECT_SCALE = 3.0
 deviations) need the fewest pairs."""
 
 LEAST_SPREAD = 0.75
-"""A try's deviation counts as at least this share of the median deviation of earlier tries.
+"""A try's deviation counts as at least this share of the deviation that all other tries have together.
 
 That only lowers the evidence, so the bounds above still hold. Without it, noise that is skewed or has two peaks makes
-few gains agree by chance far more often than normal noise: in simulations, up to half of the campaigns then err. With
-it, fewer than 1% do, and normal gains need no more pairs."""
+few gains agree by chance far more often than normal noise, and up to half of simulated campaigns then err. Normal gains
+need no more pairs with it."""
 
+MOST_SPREAD = 3.0
+"""Of an unstable change, at most this multiple of the median deviation counts there."""
 
 FLATNESS = 10
 """How slowly levels fall from try to try. 10 suits campaigns of 10 to 100 tries."""
@@ -106,10 +108,13 @@ SHOWN_ERROR = 0.05
 """Error of the confidence sequences that are shown, each for itself."""
 
 
-def spread_floor(earlier: Iterable[Judgement | None]) -> float:
-    """Return the least deviation of the next try's gains, from what earlier tries have shown; see `LEAST_SPREAD`."""
-    deviations = [one.deviation for one in earlier if one is not None and one.pairs >= FEWEST_PAIRS]
-    return LEAST_SPREAD * median(deviations) if deviations else 0.0
+def spread_floor(others: Iterable[Judgement | None]) -> float:
+    """Return the least deviation of a try's gains, from what all other tries have shown so far; see `LEAST_SPREAD`."""
+    deviations = [one.deviation for one in others if one is not None and one.pairs >= FEWEST_PAIRS]
+    if not deviations:
+        return 0.0
+    most = MOST_SPREAD * median(deviations)
+    return LEAST_SPREAD * math.sqrt(fmean(min(each, most) ** 2 for each in deviations))
 
 
 def log_e_value(t: float, n: int) -> float:

@@ -47,7 +47,8 @@ def final_gains(
 
 def final_facts(gains: list[float], place: str, found: Records) -> dict[str, Any]:
     """Return the facts of the final comparison; `line` has them in words. The gains have an interval of Student's t."""
-    tries = f"{len(found.tries)} tries, {len(found.accepted)} accepted"
+    n_tries = len(found.tries)
+    tries = f"{n_tries} {'try' if n_tries == 1 else 'tries'}, {len(found.accepted)} accepted"
     if not gains:
         return {"gains": [], "gain": 0.0, "low": None, "high": None, "line": f"no gain survived ({tries})"}
     n, gain, unit = len(gains), fmean(gains), found.rules.loss_unit

@@ -34,7 +34,7 @@ def to_html(found: Records) -> str:
     parts = [
         html.key_figures(tiles),
         html.section("The end", html.paragraph(found.final["line"]) if found.final is not None else ""),
-        html.section("Gain of each try", html.figure(_chart(found)) if any(one.gains for one in tries) else ""),
+        html.section("Gain of each try", html.figures([_chart(found)]) if any(one.gains for one in tries) else ""),
         html.section("Tries", _table(found)),
         html.section("The champion", html.paragraph("The base recipe with: " + " ".join(found.champion_changes)))
         if found.accepted

@@ -47,7 +47,8 @@ class Tried:
     identity: str
     """A hash of the changed recipe and of the champion: the same change again continues the same try."""
     level: float
-    least_deviation: float
+    least_deviation: float = 0.0
+    """See `evidence.spread_floor`, when the last pairs were trained."""
     state: State = "running"
     gains: list[float] = field(default_factory=list)
     place: str = PLACES["after"]
@@ -143,7 +144,8 @@ class Records:
 
     @property
     def champion_changes(self) -> list[str]:
-        return [change for one in self.accepted for change in one.changes]
+        """The accepted changes as overrides, each setting once."""
+        return list({change.partition("=")[0]: change for one in self.accepted for change in one.changes}.values())
 
 
 def read_records(ledger: Ledger) -> Records:
@@ -156,12 +158,13 @@ def read_records(ledger: Ledger) -> Records:
             tries.append(
                 Tried(
                     entry["tried"], tuple(entry["changes"]), entry["champion"], entry["identity"], entry["level"],
-                    entry["least_deviation"], parameters=entry["parameters"],
+                    parameters=entry["parameters"],
                 )
             )  # fmt: skip
         elif entry["kind"] == "ended":
             one = tries[entry["tried"] - 1]
             one.take(entry)
+            one.least_deviation = entry["least_deviation"]
             one.seconds += entry["seconds"]
             one.is_open, one.problem, one.accepted = entry["is_open"], entry["problem"], entry["answer"] == "gain"
             one.state = "failed" if one.problem else "judged"
