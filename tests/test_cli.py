@@ -349,8 +349,8 @@ def test_a_shell_completes_commands_recipes_and_devices(typed: str, offered: str
 
 
 OF_THEIR_OWN = {
-    "--base", "--budget", "--chat", "--device", "--folder", "--html", "--minutes", "--resume", "--slots", "--verify", "--weights",
-    "--help",
+    "--base", "--budget", "--chat", "--device", "--folder", "--html", "--minutes", "--resume", "--slots", "--verify",
+    "--weights", "--help",
 }  # fmt: skip
 """Options whose help says what they do for one command; plan's --device names a device to plan for, its --budget money,
 the judge's time; quantize's --weights what it writes."""
