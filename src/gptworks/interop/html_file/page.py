@@ -25,6 +25,7 @@ _STYLES = (
     _STUDIO / "model.css",
     _JS.parent / "about.css",
     _JS.parent / "explain.css",
+    _JS.parent / "explain-pictures.css",
 )
 
 _ICON = (
