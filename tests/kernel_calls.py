@@ -67,7 +67,7 @@ def integers(*values: int) -> Tensor:
 BACKENDS: list[Callable[[], native.NativeBackend]] = [
     lambda: native.NativeBackend(variant("gpt2"), 3, 64, dtype=torch.int8),
     lambda: native.NativeBackend(pack(variant("llama", mlp_bias=True), "int8"), 3, 64, dtype=torch.bfloat16),
-    lambda: native.NativeBackend(pack(variant("qwen3", bigram_vocab_size=101), "int4"), 3, 64, dtype=torch.float32),
+    lambda: native.NativeBackend(pack(variant("gemma3", bigram_vocab_size=101), "int4"), 3, 64, dtype=torch.float32),
 ]
 """Between them they have every part of a model: positions of both kinds, gates, biases, norms of heads, scales."""
 

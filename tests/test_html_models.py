@@ -40,6 +40,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], Callable[[], Tokenize
     "llama": (t.LlamaConfig, {"rms_norm_eps": 1e-5}, lambda: framed(like_llama())),
     "qwen3": (t.Qwen3Config, {"attention_bias": True, "use_sliding_window": True, **WINDOWS}, in_bytes),
     "gemma": (t.GemmaConfig, {}, lambda: framed(like_gemma())),
+    "gemma3": (t.Gemma3TextConfig, {"query_pre_attn_scalar": 24, **WINDOWS}, lambda: framed(like_gemma())),
 }
 
 
@@ -80,7 +81,7 @@ def test_a_page_of_an_imported_folder_computes_what_transformers_computes(tmp_pa
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (t.Gemma2Config(**SHAPE, vocab_size=420, **WINDOWS), "norms behind attention and MLP"),
+        (t.Gemma2Config(**SHAPE, vocab_size=420, **WINDOWS), "no attention_softcap"),
         (t.MixtralConfig(**SHAPE, vocab_size=420, num_local_experts=2), "mixture of experts"),
     ],
     ids=["gemma2", "mixtral"],

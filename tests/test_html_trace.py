@@ -33,6 +33,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "position": "rope", "norm": "layernorm", "mlp": "relu2", "parallel_residual": True, "embedding_scale": 3.0,
         "residual_scale": 0.5, "logit_divisor": 2.0, "n_heads": 2,
     },
+    "gemma3-and-pairs": {
+        "position": "rope", "norm": "rmsnorm", "mlp": "geglu_tanh", "norm_placement": "both", "attention_bias": True,
+        "residual_scale": 0.5, "bigram_vocab_size": 40, "qk_norm": True, "window": 16,
+        "window_pattern": ["window", "full"], "window_rope_theta": 500.0,
+    },
+    "norms-after": {"norm": "layernorm", "norm_bias": True, "norm_placement": "both", "position": "learned"},
 }  # fmt: skip
 TRACE = f"""
 import {{ writeFileSync }} from "node:fs";
@@ -109,7 +115,10 @@ def test_a_trace_has_what_the_model_computes(traced: Any, name: str) -> None:
     config, n_layers = model.config, model.config.n_layers
     stream = found["stream"].reshape(2 * n_layers + 1, T, config.d_model)
     np.testing.assert_allclose(stream[::2], said.residual.numpy(), **NEAR)
-    after_attention = said.residual[:-1] + config.residual_scale * said.attention
+    norms = [getattr(block, "norm1_after", torch.nn.Identity()) for block in blocks_of(model)]
+    with torch.inference_mode():
+        added = torch.stack([norm(one) for norm, one in zip(norms, said.attention, strict=True)])
+    after_attention = said.residual[:-1] + config.residual_scale * added
     np.testing.assert_allclose(stream[1::2], after_attention.numpy(), **NEAR)
     np.testing.assert_allclose(found["attention"].reshape(said.weights.shape), said.weights.numpy(), **NEAR)
     for layer, block in enumerate(blocks_of(model)):

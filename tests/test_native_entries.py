@@ -212,7 +212,7 @@ def fields(structure: Any, where: str = "") -> Iterator[tuple[str, Any, str, Any
 
 MAY_MISS = {
     "bias", "position", "query_norm.weight", "key_norm.weight", "embedding.bias_bytes", "head.bias_bytes",
-    "pairs.weight", "pairs.bias_bytes",
+    "pairs.weight", "pairs.bias_bytes", "norm1_after.weight", "norm2_after.weight",
 }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ class Norm(Structure):
 
 class Layer(Structure):
     _fields_ = (
-        *((name, Norm) for name in ("norm1", "norm2", "query_norm", "key_norm")),
+        *((name, Norm) for name in ("norm1", "norm2", "query_norm", "key_norm", "norm1_after", "norm2_after")),
         *((name, Matrix) for name in ("query", "key", "value", "out", "gate", "up", "down")),
         *((name, POINTER) for name in ("keys", "key_scales", "values", "value_scales")),
         *((name, INTEGER) for name in ("cache_bytes", "scale_bytes", "window", "rotates")),
@@ -71,7 +71,7 @@ class Model(Structure):
         )),
         *((name, REAL) for name in ("eps", "scale", "embedding_scale", "residual_scale", "logit_scale", "pairs_scale")),
         *((name, Matrix) for name in ("embedding", "head", "pairs")),
-        *((name, POINTER) for name in ("history", "position", "cos", "sin")),
+        *((name, POINTER) for name in ("history", "position", "cos", "sin", "window_cos", "window_sin")),
         *((name, INTEGER) for name in ("position_bytes", "rotary_bytes", "history_bytes")),
         ("norm", Norm), ("layers", POINTER),
     )  # fmt: skip

@@ -88,9 +88,10 @@ void embed(const Model &m, const Batch &b, int64_t row, float *of_pair, float *o
 }
 
 // Turns each pair (i, i + R/2) of the first R elements of a head.
-void rotate(const Model &m, int64_t position, float *x) {
+void rotate(const Model &m, int64_t rotates, int64_t position, float *x) {
     const int64_t half = m.d_rotary / 2;
-    const float *cos = m.cos + position * half, *sin = m.sin + position * half;
+    const float *cos = (rotates == 1 ? m.cos : m.window_cos) + position * half;
+    const float *sin = (rotates == 1 ? m.sin : m.window_sin) + position * half;
     for (int64_t i = 0; i < half; i++) {
         const float a = x[i], b = x[i + half];
         x[i] = a * cos[i] - b * sin[i];
@@ -100,7 +101,7 @@ void rotate(const Model &m, int64_t position, float *x) {
 
 void prepare_head(const Model &m, const Layer &layer, const Norm &norm, int64_t position, float *x) {
     if (norm.weight) normalize(norm, false, m.eps, m.d_head, x, x);
-    if (layer.rotates) rotate(m, position, x);
+    if (layer.rotates) rotate(m, layer.rotates, position, x);
 }
 
 // What is kept of a key/value head of one text.
@@ -182,7 +183,7 @@ void attention(const Model &m, const Layer &layer, const Batch &b, float *qkv, i
 
 struct Shared {                               // what all threads write to, each its part
     int64_t n, d_model, d_qkv, d_heads, d_ff; // strides
-    Buffer x, qkv, attended, inner, gate;
+    Buffer x, qkv, attended, inner, gate, added;
 
     struct Common { // rows that all threads prepare together, where they are many
         Buffer x;
@@ -194,7 +195,8 @@ struct Shared {                               // what all threads write to, each
     Shared(const Model &m, const Batch &b)
         : n(b.n_rows), d_model(padded(m.d_model)), d_qkv(padded((m.n_heads + 2 * m.n_groups) * m.d_head)),
           d_heads(padded(m.n_heads * m.d_head)), d_ff(padded(m.d_ff)), x(n * d_model / LANES), qkv(n * d_qkv / LANES),
-          attended(n * d_heads / LANES), inner(n * d_ff / LANES), gate(m.layers->gate.weight ? n * d_ff / LANES : 0) {
+          attended(n * d_heads / LANES), inner(n * d_ff / LANES), gate(m.layers->gate.weight ? n * d_ff / LANES : 0),
+          added(m.layers->norm1_after.weight ? n * d_model / LANES : 0) {
         for (const auto &[of, rows] : {std::pair(&norm1, n), std::pair(&norm2, n), std::pair(&last, b.n_wanted)})
             if (rows >= MANY) of->x.resize(rows * d_model / LANES), of->rounded.make_room(rows, d_model);
         if (n >= MANY) of_attended.make_room(n, d_heads), of_inner.make_room(n, d_ff);
@@ -246,6 +248,20 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
     };
 
     Buffer of_pair(m.pairs.weight ? m.d_model / LANES : 0);
+    // A product of rows, added to the residual stream; where there is a norm, its rows are added after it.
+    const auto add = [&](const Matrix &matrix, const Norm &norm, Rows &rows) {
+        if (!norm.weight) return product(matrix, rows, {x, s.d_model, m.residual_scale, true}, team);
+        float *added = data(s.added);
+        product(matrix, rows, {added, s.d_model}, team);
+        team.wait();
+        for (int64_t row = team.thread; row < s.n; row += team.n_threads) {
+            float *from = added + row * s.d_model, *to = x + row * s.d_model;
+            normalize(norm, m.layer_norm, m.eps, m.d_model, from, from);
+            for (int64_t i = 0; i < m.d_model; i += LANES)
+                store(to + i, load(to + i) + load(from + i) * m.residual_scale);
+        }
+    };
+
     for (int64_t row = team.thread; row < s.n; row += team.n_threads)
         embed(m, b, row, data(of_pair), x + row * s.d_model);
     team.wait();
@@ -265,7 +281,7 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
         const int64_t i = layer - m.layers;
         watch(&Watched::mixed, i, data(s.attended), s.d_heads, d_query);
         attended.made = inner.made = Rows::NOTHING;
-        product(layer->out, attended, {x, s.d_model, m.residual_scale, true}, team);
+        add(layer->out, layer->norm1_after, attended);
         if (!m.parallel || b.watched) team.wait();
         watch(&Watched::stream, 2 * i + 1, x, s.d_model, m.d_model);
         if (!m.parallel) norm2.of(m, layer->norm2, x, team);
@@ -274,7 +290,7 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
         product(layer->up, norm2.rows, {inner.x, s.d_ff, 1, false, m.activation, gate}, team);
         team.wait();
         watch(&Watched::neurons, i, inner.x, s.d_ff, m.d_ff);
-        product(layer->down, inner, {x, s.d_model, m.residual_scale, true}, team);
+        add(layer->down, layer->norm2_after, inner);
         team.wait();
         watch(&Watched::stream, 2 * i + 2, x, s.d_model, m.d_model);
     }
@@ -378,6 +394,11 @@ void kernels::check_model(const Model &m) {
         fail(REFUSED, "n_slots %" PRId64 " times capacity %" PRId64 " is too much", m.n_slots, m.capacity);
     for (const Layer *layer = m.layers; layer < m.layers + m.n_layers; layer++) {
         check("norm1", layer->norm1, m.d_model, false), check("norm2", layer->norm2, m.d_model, false);
+        for (const Norm *norm : {&layer->norm1_after, &layer->norm2_after}) {
+            check("norm_after", *norm, m.d_model, true);
+            if (!norm->weight != !m.layers->norm1_after.weight)
+                fail(REFUSED, "some layers have norms after attention and MLP and others have none");
+        }
         check("query_norm", layer->query_norm, m.d_head, true), check("key_norm", layer->key_norm, m.d_head, true);
         check("query", layer->query, d_query, m.d_model), check("key", layer->key, d_key, m.d_model);
         check("value", layer->value, d_key, m.d_model), check("out", layer->out, m.d_model, d_query);
@@ -392,9 +413,10 @@ void kernels::check_model(const Model &m) {
             expect_bytes("value_scales", layer->value_scales, layer->scale_bytes, 4 * n_scales);
         }
         within("window", layer->window, 1, MOST);
-        if (within("rotates", layer->rotates, 0, 1)) {
-            expect_bytes("cos", m.cos, m.rotary_bytes, 4 * m.capacity * (m.d_rotary / 2));
-            expect_bytes("sin", m.sin, m.rotary_bytes, 4 * m.capacity * (m.d_rotary / 2));
+        if (const int64_t rotates = within("rotates", layer->rotates, 0, 2)) {
+            const int64_t due = 4 * m.capacity * (m.d_rotary / 2);
+            expect_bytes("cos", rotates == 1 ? m.cos : m.window_cos, m.rotary_bytes, due);
+            expect_bytes("sin", rotates == 1 ? m.sin : m.window_sin, m.rotary_bytes, due);
         }
     }
 }

@@ -16,6 +16,7 @@ struct Norm {
 
 struct Layer {
     Norm norm1, norm2, query_norm, key_norm;
+    Norm norm1_after, norm2_after;                 // of what attention and MLP add to the residual stream
     Matrix query, key, value, out, gate, up, down; // gate.weight null: the MLP has none
     void *keys;                                    // of each slot and group those of `room` positions, see HeadCache
     float *key_scales;                             // int8: [slots, groups, room]
@@ -23,7 +24,7 @@ struct Layer {
     float *value_scales;
     int64_t cache_bytes, scale_bytes; // of the keys, and of the values; of the scales of each
     int64_t window;                   // keys a query sees, its own included
-    int64_t rotates;                  // whether positions turn queries and keys
+    int64_t rotates;                  // whether positions turn queries and keys: 1, or 2 by the windows' tables
 };
 
 struct [[gnu::visibility("default")]] Model { // of exported functions: hidden, it would hide them
@@ -34,6 +35,7 @@ struct [[gnu::visibility("default")]] Model { // of exported functions: hidden, 
     int32_t *history;              // [n_slots, capacity], the tokens of each slot; null where there are no pairs
     const float *position;         // [capacity, d_model], or null
     const float *cos, *sin;        // [capacity, d_rotary / 2], or null
+    const float *window_cos, *window_sin;
     int64_t position_bytes, rotary_bytes, history_bytes;
     Norm norm;
     const Layer *layers;

@@ -96,15 +96,13 @@ def refused_architecture(config: ModelConfig) -> str | None:
         return "it has no mixture of experts."
     if strange := [name for name in config.laboratory if name != "bigram_vocab_size"]:
         return f"it has no {strange[0]}."
-    if config.norms_behind:
-        return "it has no norms behind attention and MLP."
+    if config.norm_placement == "after":
+        return "it has no norms behind attention and MLP alone."
     for name in ("attention_softcap", "logit_softcap"):
         if getattr(config, name) is not None:
             return f"it has no {name}."
     if config.qk_norm == "whole":
         return "it has no norm over all heads together."
-    if config.window_rope_theta is not None:
-        return "it has no separate rotary base of windowed layers."
     if config.rope_scaling is not None and config.rope_scaling.by_length:
         return f"it has no {config.rope_scaling.type} rotary scaling."
     for name in ("d_head", "d_model", "d_ff"):

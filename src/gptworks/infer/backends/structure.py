@@ -62,9 +62,10 @@ class ModelStructure:
         model, config, types = self.model, self.model.config, self.types
         width, vocabulary, half = config.d_model, config.vocab_size, config.d_rotary // 2
         layers = (types.Layer * config.n_layers)(*(self._layer(model, i) for i in range(config.n_layers)))
-        cos, sin = (
-            model.rotary.at(slice(0, self.capacity), self.capacity, torch.float32) if model.rotary else (None,) * 2
-        )
+        tables = [
+            rotary.at(slice(0, self.capacity), self.capacity, torch.float32) if rotary else (None, None)
+            for rotary in (model.rotary, model.window_rotary)
+        ]
         embedding = self._matrix(model.token_embedding, vocabulary, width)
         head = embedding if model.untied_head is None else self._matrix(model.untied_head, vocabulary, width)
         pairs, history = types.Matrix(), (0, 0)
@@ -79,9 +80,9 @@ class ModelStructure:
             config.norm_eps, config.score_scale, config.embedding_scale, config.residual_scale,
             1 / config.logit_divisor, 0 if bigrams is None else float(bigrams.scale.detach()),
             embedding, head, pairs,
-            history[0], self._vector(position, self.capacity, width), self._vector(cos, self.capacity, half),
-            self._vector(sin, self.capacity, half),
-            0 if position is None else 4 * self.capacity * width, 0 if cos is None else 4 * self.capacity * half,
+            history[0], self._vector(position, self.capacity, width),
+            *(self._vector(table, self.capacity, half) for pair in tables for table in pair),
+            0 if position is None else 4 * self.capacity * width, 4 * self.capacity * half if model.rotary else 0,
             history[1],
             self._norm(model.norm, width), self.place_layers(layers),
         )  # fmt: skip
@@ -96,21 +97,24 @@ class ModelStructure:
             (block.norm2, width),
             (attention.query_norm, d_head),
             (attention.key_norm, d_head),
+            *((getattr(block, name, None), width) for name in ("norm1_after", "norm2_after")),
         )
         matrices = (
             (attention.query, d_query, width), (attention.key, d_key, width), (attention.value, d_key, width),
             (attention.out, width, d_query), (mlp.gate, inner, width), (mlp.up, inner, width), (mlp.down, width, inner),
         )  # fmt: skip
+        window = attention.scores.window
         keys, key_scales, values, value_scales, cache_bytes, scale_bytes = self.place_cache(i)
         return self.types.Layer(
             *(self._norm(*norm) for norm in norms),
             *(self._matrix(*matrix) for matrix in matrices),
             keys, key_scales, values, value_scales, cache_bytes, scale_bytes,
-            attention.scores.window or self.capacity, config.layer_rotates(i),
+            window or self.capacity,
+            config.layer_rotates(i) * (2 if window is not None and model.window_rotary is not None else 1),
         )  # fmt: skip
 
     def _norm(self, norm: Any, width: int) -> Any:
-        if isinstance(norm, nn.Identity):
+        if norm is None or isinstance(norm, nn.Identity):
             return self.types.Norm()
         return self.types.Norm(
             self._vector(norm.weight, width), self._vector(getattr(norm, "bias", None), width), width

@@ -41,25 +41,26 @@ double dot(const float *a, const double *b, int64_t n) {
     return sum;
 }
 
-// What a logit's parts are multiplied by, with the final norm's divisor of row x, and what it adds by itself.
+// What reads a part before a norm: the norm as a linear map, with its divisor for row x, then a direction. No weight:
+// no norm.
 struct Reader {
     std::vector<double> direction;
-    double constant = NAN;
+    double constant = 0; // what the norm's bias adds
 
-    Reader(const Model &m, const float *x, int64_t token) : direction(m.d_model) {
-        std::vector<float> head(m.d_model);
-        read_row(m.head, token, m.d_model, &head[0]);
-        double mean = 0, square = 0, shift = 0, middle = 0;
+    template<class Number>
+    Reader(const Model &m, const Norm &norm, const float *x, const Number *after, double scale) : direction(m.d_model) {
+        for (int64_t i = 0; i < m.d_model; i++) direction[i] = scale * after[i];
+        if (!norm.weight) return;
+        double mean = 0, square = 0, middle = 0;
         for (int64_t i = 0; m.layer_norm && i < m.d_model; i++) mean += x[i];
         mean /= m.d_model;
         for (int64_t i = 0; i < m.d_model; i++) square += (x[i] - mean) * (x[i] - mean);
-        const double factor = m.logit_scale / std::sqrt(square / m.d_model + m.eps);
+        const double factor = 1 / std::sqrt(square / m.d_model + m.eps);
         for (int64_t i = 0; i < m.d_model; i++) {
-            middle += direction[i] = factor * m.norm.weight[i] * head[i];
-            if (m.norm.bias) shift += (double)m.logit_scale * m.norm.bias[i] * head[i];
+            if (norm.bias) constant += norm.bias[i] * direction[i];
+            middle += direction[i] *= factor * norm.weight[i];
         }
         for (int64_t i = 0; m.layer_norm && i < m.d_model; i++) direction[i] -= middle / m.d_model;
-        if (m.norm.bias) constant = shift;
     }
     float of(const float *part) const { return dot(part, &direction[0], direction.size()); }
 };
@@ -68,27 +69,34 @@ struct Reader {
 void parts(const Model &m, int64_t token, int64_t position, int64_t of, const float *stream, const float *mixed,
            float *out, const Team &team) {
     const int64_t width = m.d_model, d_query = m.n_heads * m.d_head;
-    const Reader reads(m, stream + 2 * m.n_layers * width, of);
     std::vector<float> part(width);
+    read_row(m.head, of, width, &part[0]);
+    const Reader logit(m, m.norm, stream + 2 * m.n_layers * width, &part[0], m.logit_scale);
     read_row(m.embedding, token, width, &part[0]);
-    const float embedding = reads.of(&part[0]) * m.embedding_scale;
-    const float place = m.position ? reads.of(m.position + position * width) : NAN;
+    const float embedding = logit.of(&part[0]) * m.embedding_scale;
+    const float place = m.position ? logit.of(m.position + position * width) : NAN;
     *out++ = embedding;
-    *out++ = m.pairs.weight ? reads.of(stream) - embedding - (m.position ? place : 0) : NAN; // the rest of the sum
+    *out++ = m.pairs.weight ? logit.of(stream) - embedding - (m.position ? place : 0) : NAN; // the rest of the sum
     *out++ = place;
     Padded alone(m.n_heads + 1, d_query), given(m.n_heads + 1, width); // a head's output in each row; none in the last
     for (const Layer *layer = m.layers; layer < m.layers + m.n_layers; layer++, stream += 2 * width, mixed += d_query) {
         for (int64_t i = 0; i < m.n_heads; i++)
             std::copy_n(mixed + i * m.d_head, m.d_head, alone.row(i) + i * m.d_head);
         Rows rows = alone.rows();
-        product(layer->out, rows, {given.row(0), given.stride, m.residual_scale}, team);
+        product(layer->out, rows, {given.row(0), given.stride}, team);
+        for (int64_t i = 0; i < width; i++) {
+            part[i] = given.row(m.n_heads)[i]; // the bias, and all heads
+            for (int64_t head = 0; head < m.n_heads; head++) part[i] += given.row(head)[i] - given.row(m.n_heads)[i];
+        }
+        const Norm &after = layer->norm1_after;
+        const Reader reads(m, after, &part[0], &logit.direction[0], m.residual_scale);
         const float bias = reads.of(given.row(m.n_heads));
         for (int64_t i = 0; i < m.n_heads; i++) *out++ = reads.of(given.row(i)) - bias;
-        *out++ = layer->out.bias ? bias : NAN;
+        *out++ = layer->out.bias || after.bias ? bias + reads.constant : NAN;
         for (int64_t i = 0; i < width; i++) part[i] = stream[2 * width + i] - stream[width + i];
-        *out++ = reads.of(&part[0]);
+        *out++ = logit.of(&part[0]);
     }
-    *out++ = reads.constant;
+    *out++ = m.norm.bias ? logit.constant : NAN;
 }
 
 const Model &checked(const Model *model) {

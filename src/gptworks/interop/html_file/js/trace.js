@@ -201,7 +201,13 @@ export class Trace {
 
   /** The same as { name, layer, value }: embeddings, each layer's attention and MLP, and a bias of the final norm. */
   parts(t, id) {
-    const named = { embedding: "embeddings", bigram: "embeddings", position: "embeddings", mlp: "MLP", "norm bias": "final norm" };
+    const named = {
+      embedding: "embeddings",
+      bigram: "embeddings",
+      position: "embeddings",
+      mlp: "MLP",
+      "norm bias": "final norm",
+    };
     const made = [];
     for (const { kind, layer, value } of this.byHead(t, id)) {
       const name = named[kind] ?? "attention";
