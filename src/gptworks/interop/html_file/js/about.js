@@ -37,9 +37,10 @@ export function about({ facts, card, recipe, how }, model) {
 }
 
 /** What the run states, in its own words. */
-function made({ rows = {}, data, loss, objective }) {
+function made({ rows = {}, data, loss, objective, imported }) {
   const trainedOn = data && [data.name, data.documents && `${count(data.documents)} documents`, tokensOf(data)];
   return [
+    ["weights", imported && "imported; they were trained elsewhere, see the card"],
     ["data", trainedOn && trainedOn.filter(Boolean).join(" · ")],
     ["loss on held-out text", objective === "next_token" && loss != null && `${loss.toFixed(4)} nats per token`],
     ...Object.entries(rows).filter(([name]) => name !== "sources"),
