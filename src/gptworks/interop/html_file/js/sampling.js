@@ -112,7 +112,7 @@ export class Sampler {
     for (let i = 0; i < scores.length; i++) scores[i] = scores[i] / temperature + 0; // -0 becomes 0
     const kept = this.filtered(scores);
     const n = kept ? kept.length : scores.length;
-    const weights = new Float64Array(n);
+    const weights = (this.weights ??= new Float64Array(scores.length)).subarray(0, n);
     let total = 0;
     for (let i = 0; i < n; i++) total += weights[i] = Math.exp(scores[kept ? kept[i] : i] - scores[best]);
     const share = this.next() * total;
