@@ -8,6 +8,27 @@ export const FLOAT32 = 0;
 export const THREADS = BigInt(MOST_THREADS);
 const TENSOR_BYTES = 104; // entries.py: a pointer, two numbers, 5 sizes, 5 strides
 
+const TRIED = 5; // steps on all threads, and then on one,
+const AGAIN = 256; // of so many
+
+/** All threads, or one where that is faster: others may need the cores, and a step waits for its slowest thread. */
+class Pace {
+  constructor() {
+    this.n = -1;
+    this.times = [0, 0]; // milliseconds on all threads, on one
+  }
+
+  /** Run a step, given how many threads are to compute it. */
+  run(step) {
+    const at = (this.n += 1) % AGAIN;
+    const tries = at < 2 * TRIED;
+    const kind = Number(tries ? at >= TRIED : this.times[0] > this.times[1]);
+    const began = performance.now();
+    step(kind === 0 ? THREADS : 1n);
+    if (tries) this.times[kind] = at % TRIED ? this.times[kind] + performance.now() - began : 0; // the first wakes them
+  }
+}
+
 export class Engine {
   /** module: bytes. model: what html_file/image.py states. fill(memory, at): copies the image into memory. */
   static async load(module, model, fill) {
@@ -25,6 +46,7 @@ export class Engine {
     this.capacity = model.capacity;
     this.shape = model.shape;
     this.held = []; // tokens whose keys and values are cached
+    this.pace = new Pace();
     this.base = this.room(model.n_room);
     this.model = this.base + model.model;
     this.numbers = ["tokens", "slots", "positions", "wanted"].map(() => this.tensor(INT64, AT_ONCE * 8));
@@ -98,7 +120,9 @@ export class Engine {
     const rows = tokens.map((_, i) => i);
     const places = this.inputs(tokens, rows.slice(rows.length - n_wanted));
     const out = n_wanted ? this.describe(this.logits, n_wanted, this.vocabulary) : 0;
-    this.guarded(() => this.kernels.gptworks_step(this.model, ...places, out, 0, THREADS));
+    const compute = (n_threads) =>
+      this.guarded(() => this.kernels.gptworks_step(this.model, ...places, out, 0, n_threads));
+    tokens.length > 1 || this.threads === 1 ? compute(THREADS) : this.pace.run(compute);
     this.held.push(...tokens);
     return rows
       .slice(0, n_wanted)
