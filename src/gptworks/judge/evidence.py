@@ -27,7 +27,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Literal
 
 from gptworks.runs.sequential import FEWEST_PAIRS
@@ -89,7 +89,7 @@ def judged(gains: Sequence[float], at_level: float, worth: float, least_deviatio
     mean = fmean(gains) if gains else 0.0
     if n < FEWEST_PAIRS:
         return Judgement("open", n, mean, -math.inf, math.inf, 0.0, 0.0)
-    deviation = stdev(gains)
+    deviation = math.sqrt(math.fsum((gain - mean) ** 2 for gain in gains) / (n - 1))
     scale = max(deviation, least_deviation) / math.sqrt(n)
     log_e = log_e_value(math.copysign(math.inf, mean) if scale == 0 and mean else mean / (scale or 1.0), n)
     margin = _critical_t(n, SHOWN_ERROR / 2) * scale if scale else 0.0
