@@ -13,6 +13,7 @@ import judging
 from gptworks.errors import RunError, UserError
 from gptworks.judge import Campaign
 from gptworks.judge.page import to_html
+from gptworks.judge.records import Tried
 from test_html import Reader
 
 GOOD, BAD, SAME = {"train.learning_rate": 0.05}, {"train.learning_rate": 0.2}, {"train.learning_rate": 0.1001}
@@ -237,3 +238,11 @@ def test_the_budget_ends_tries_but_leaves_time_for_the_final_comparison(
         campaign.try_change(GOOD)
     assert campaign.finish()["line"].startswith("no gain survived")
     campaign.close()
+
+
+def test_a_verdict_waits_for_the_time_of_a_step() -> None:
+    """Step times that seem to differ may be noise; until that is known, nothing is decided, not even a harm."""
+    one = Tried(1, ("train.learning_rate=0.2",), 0, "", 0.004, state="judged", gains=[-0.2, -0.21, -0.205])
+    assert one.words(0.005, "nats").startswith("harm: -0.2050 nats (95%:")
+    one.is_time_open = True
+    assert one.words(0.005, "nats").startswith("not decided: -0.2050 nats") and not one.decided(0.005)

@@ -91,13 +91,13 @@ class Tried:
         )
         if self.accepted:
             return f"gain: {between}"
+        if self.is_time_open:
+            return f"not decided: {between}; whether a step takes longer with the change is open"
         needed = f"the evidence is e = {shown_e(found.log_e)}, and a gain needs {1 / self.level:,.0f}"
         return {
-            "gain": f"not decided: {between}; whether a step takes longer is open",
             "tie": f"tie: any gain is below the {worth:g} that matters: {between}",
             "harm": f"harm: {between}",
-            "open": f"not decided: {between}; {needed}",
-        }[found.answer]
+        }.get(found.answer, f"not decided: {between}; {needed}")
 
 
 def shown_e(log_e: float) -> str:
