@@ -351,6 +351,13 @@ const write = async (changes, request = {{ prompt: "line 1" }}) => {{
   return events;
 }};
 const said = (events) => events.map((one) => (one.type === "start" ? "" : one.text)).join("");
+const refused = [];
+for (let i = 0; i < 2; i++)
+  try {{
+    model.engine.room(2 ** 32 - 2 ** 20);
+  }} catch (error) {{
+    refused.push(error.message);
+  }}
 const whole = await write({{}});
 const again = await write({{}});
 const stop = said(whole).slice(10, 13);
@@ -359,12 +366,13 @@ const stopped = await write({{ stop: [stop] }});
 const scored = await write({{ max_tokens: 1 }}, {{ prompt: "line 1", score_prompt: true }});
 const ended = stopped.at(-1).reason;
 console.log(JSON.stringify({{
-  whole: said(whole), again: said(again), stop, stopped: said(stopped), ended,
+  refused, whole: said(whole), again: said(again), stop, stopped: said(stopped), ended,
   greedy: greedy.filter((one) => one.type === "token").map((one) => one.rank), tokens: greedy.at(-1).generated,
   prompt: scored[0].tokens.map((one) => one.logprob),
 }}));
 """
     found = in_node(tmp_path, code, None)
+    assert found["refused"] == ["the browser grants no more memory"] * 2, "and the page computes on"
     assert found["again"] == found["whole"]
     assert found["stopped"] == found["whole"][: found["whole"].index(found["stop"])]
     assert found["ended"] == "stop"

@@ -33,30 +33,36 @@ struct Held {
 };
 std::atomic<int32_t> Held::taken{0};
 
-// New memory, from a line on.
+// New memory, from a line on; null where there is none. For who holds the lock: a trap would keep it.
 char *more(size_t n) {
     if (!top) top = &__heap_base + (LINE - (uintptr_t)&__heap_base % LINE) % LINE;
     char *const at = top;
     const uint64_t end = (uint64_t)(uintptr_t)at + (n + LINE - 1) / LINE * LINE;
     const uint64_t pages = (end + 65535) / 65536, has = __builtin_wasm_memory_size(0);
-    if (pages > 65535 || (pages > has && __builtin_wasm_memory_grow(0, pages - has) == (size_t)-1))
-        fail(NO_MEMORY, "the browser grants no more memory");
+    if (pages > 65535 || (pages > has && __builtin_wasm_memory_grow(0, pages - has) == (size_t)-1)) return nullptr;
     top = (char *)(uintptr_t)end;
     return at;
 }
 
-void *take(size_t n) {
+template<class T> T *granted(T *memory) {
+    if (!memory) fail(NO_MEMORY, "the browser grants no more memory");
+    return memory;
+}
+
+Block *block_of(size_t size_class) {
     const Held held;
+    Block *const block = waiting[size_class];
+    if (!block) return (Block *)more(HEADER + (LINE << size_class));
+    waiting[size_class] = block->next;
+    return block;
+}
+
+void *take(size_t n) {
     size_t size_class = 0;
     while (size_class < SIZES && (LINE << size_class) < n) size_class++;
     if (size_class == SIZES) fail(NO_MEMORY, "a block of memory is too large");
-    Block *block = waiting[size_class];
-    if (block)
-        waiting[size_class] = block->next;
-    else {
-        block = (Block *)more(HEADER + (LINE << size_class));
-        block->size_class = size_class;
-    }
+    Block *const block = granted(block_of(size_class));
+    block->size_class = size_class;
     return (char *)block + HEADER;
 }
 
@@ -168,8 +174,9 @@ void kernels::parallel(int64_t n_threads, const Work &work) {
         __builtin_wasm_memory_atomic_notify((int *)&job.turn.x, n_helpers);
     }
     work.function(work.with, {0, 1 + n_helpers, &barrier, &alarm});
-    while (job.n_busy.load())
-        if (job.lost.load()) fail(FAILED, "a thread of this page failed; it goes on with one");
+    while (job.n_busy.load() && !job.lost.load()) {
+    }
+    if (n_helpers && job.lost.load()) fail(FAILED, "a thread of this page failed; it goes on with one");
 }
 
 void Barrier::wait(int64_t n_threads, const Alarm &) {
@@ -207,4 +214,11 @@ extern "C" void gptworks_lost() {
 extern "C" int32_t gptworks_threads() { return job.lost.load() ? 1 : 1 + job.n_helpers.load(); }
 
 // Memory for the page to fill: a model's image, and the arguments of a step. Never given back.
-extern "C" void *gptworks_room(size_t n) { return more(n); }
+extern "C" void *gptworks_room(size_t n) {
+    char *at;
+    {
+        const Held held;
+        at = more(n);
+    }
+    return granted(at);
+}
