@@ -354,7 +354,7 @@ const said = (events) => events.map((one) => (one.type === "start" ? "" : one.te
 const refused = [];
 for (let i = 0; i < 2; i++)
   try {{
-    model.engine.room(2 ** 32 - 2 ** 20);
+    model.engine.room(2 ** 32 - 64);
   }} catch (error) {{
     refused.push(error.message);
   }}
