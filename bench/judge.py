@@ -1,10 +1,10 @@
 """Simulate campaigns of the judge: how often they end with a false gain, and how often they find planted ones.
 
-    python bench/judge.py              # every kind of noise and of agent; about 10 minutes on one core
+    python bench/judge.py              # every kind of noise and of agent; about 2 minutes on one core
 
 A try is simulated by its gains, one for each pair of runs: the true gain plus noise of a given deviation, in nats. In
-docs/experiments.jsonl, the deviation of paired differences between short runs is 0.005 to 0.02 nats, with a median of
-0.012; the recipes of several minutes have about 0.005. Everything is decided by `gptworks.judge.evidence`.
+docs/experiments.jsonl, the deviation of paired differences between runs of five minutes on TinyShakespeare has a median
+of 0.012 nats. Everything is decided by `gptworks.judge.evidence`.
 """
 
 import argparse
