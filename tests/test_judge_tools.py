@@ -183,3 +183,13 @@ def test_the_command_verifies_and_ends_a_campaign(
 def test_mistakes_on_the_command_line(command: Command, tmp_path: Path, arguments: list[str], message: str) -> None:
     code, text = command("judge", "--folder", tmp_path / "none", *arguments)
     assert code == 2 and message in text
+
+
+def test_without_the_sdk_the_command_says_what_to_install(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delitem(sys.modules, "gptworks.judge.tools")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mcp"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    code, text = command("judge", "--folder", tmp_path / "none")
+    assert code == 2 and "the judge's server needs mcp, which is not installed: pip install 'gptworks[judge]'" in text

@@ -45,7 +45,7 @@ def judge(
         try:
             from gptworks.judge.tools import serve
         except ModuleNotFoundError as missing:
-            raise not_installed(missing.name or "mcp", "judge", "the judge's server") from None
+            raise not_installed((missing.name or "mcp").partition(".")[0], "judge", "the judge's server") from None
     seconds, share = _seconds(budget), _share(error)
 
     def opened() -> Campaign:
