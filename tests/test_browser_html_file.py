@@ -217,3 +217,56 @@ def test_the_page_fits_its_screen(run: Path, tmp_path: Path, opened: Callable[..
         page.click(f"nav >> text={part}")
         page.wait_for_selector(".part:not([hidden]) .card")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_file_that_was_cut_or_changed_says_so(run: Path, tmp_path: Path, opened: Callable[..., Any]) -> None:  # noqa: F811
+    file = tmp_path / "model.html"
+    export_html(run, file, verify=False)
+    whole = file.read_bytes()
+    at = whole.index(b'id="weights-0"') + 1000
+    kernels = whole.index(b'id="kernels"') + 1000
+    for changed in (
+        whole[:at], whole[: at - 2000], whole[: whole.index(b'id="about"') + 100], whole[:-200],
+        whole[:at] + b"AB" + whole[at + 2 :], whole[:kernels] + b"A" + whole[kernels:],
+    ):  # fmt: skip
+        file.write_bytes(changed)
+        page, _ = opened(file)
+        page.locator("#loading", has_text="This file is not whole, or was changed on its way").wait_for()
+    file.write_bytes(whole.replace(b"\n", b"\r\n"))
+    page, faults = opened(file)
+    generate(page, "line 1", max_tokens=3)
+    assert faults == []
+
+
+def test_files_opened_in_one_tab_do_not_show_each_other_s_texts(
+    run: Path,  # noqa: F811
+    tmp_path: Path,
+    chromium: Any,
+) -> None:
+    files = [tmp_path / f"{weights}.html" for weights in ("int8", "int4")]
+    for file in files:
+        export_html(run, file, weights=file.stem, verify=False)
+    context = chromium.new_context(offline=True)
+    page = context.new_page()
+    page.goto(files[0].as_uri())
+    generate(page, "line 1", max_tokens=3)
+    page.goto(files[1].as_uri())
+    page.wait_for_selector("#prompt")
+    assert page.locator(".text [data-part=answer]").count() == 0
+    page.goto(files[0].as_uri())
+    page.locator(".text [data-part=answer] >> nth=2").wait_for()
+    context.close()
+
+
+def test_a_page_works_in_a_frame_without_storage(run: Path, tmp_path: Path, opened: Callable[..., Any]) -> None:  # noqa: F811
+    export_html(run, tmp_path / "model.html", verify=False)
+    frame = tmp_path / "frame.html"
+    frame.write_text('<iframe sandbox="allow-scripts" src="model.html"></iframe>', encoding="utf-8")
+    page, faults = opened(frame)
+    inner = page.frame_locator("iframe")
+    inner.locator("#prompt").fill("line 1")
+    inner.get_by_role("button", name="Generate").click()
+    inner.locator(".facts", has_text="tokens/s").wait_for()
+    inner.locator(".theme select").select_option("dark")
+    inner.locator("html[data-theme=dark]").wait_for()
+    assert [fault for fault in faults if not fault.endswith("model.html")] == []

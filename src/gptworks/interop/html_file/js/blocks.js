@@ -3,14 +3,21 @@
 const MASK = 0x55;
 const REPLACED = [0x00, 0x0d, 0x3c]; // characters that a page cannot hold; U+00C0 and the next ones are in their place
 const FIRST_REPLACING = 0xc0;
+const SUMS_BYTES = 8;
 
 const BITS = Uint8Array.from({ length: 0xc3 }, (_, code) => (REPLACED[code - FIRST_REPLACING] ?? code) ^ MASK);
 
-/** The n bytes of a text: eight characters for seven bytes, the last of which may be missing. */
+/** What a damaged file says. */
+export const damaged = () =>
+  new Error("This file is not whole, or was changed on its way: copy it again, or export it again.");
+
+/** The n bytes of a text: eight characters for seven bytes, the last of which may be missing; then their sums. */
 export function bytesOf(text, n) {
-  const made = new Uint8Array(n);
+  const size = 4 * Math.ceil(n / 4) + SUMS_BYTES;
+  const made = new Uint8Array(size);
+  if (text?.length !== Math.ceil((8 * size) / 7)) throw damaged();
   const bits = (i) => BITS[text.charCodeAt(i)];
-  for (let at = 0, i = 0; at < n; at += 7, i += 8) {
+  for (let at = 0, i = 0; at < size; at += 7, i += 8) {
     const first = (bits(i) << 21) | (bits(i + 1) << 14) | (bits(i + 2) << 7) | bits(i + 3);
     const second = (bits(i + 4) << 21) | (bits(i + 5) << 14) | (bits(i + 6) << 7) | bits(i + 7);
     made[at] = first >> 20; // what lies beyond the end is not kept
@@ -21,7 +28,15 @@ export function bytesOf(text, n) {
     made[at + 5] = second >> 8;
     made[at + 6] = second;
   }
-  return made;
+  const numbers = new Uint32Array(made.buffer);
+  const sums = numbers.subarray(-2);
+  let [sum, sumOfSums] = [0, 0];
+  for (let i = 0; i < numbers.length - 2; i++) {
+    sum = (sum + numbers[i]) | 0;
+    sumOfSums = (sumOfSums + sum) | 0;
+  }
+  if (sum >>> 0 !== sums[0] || sumOfSums >>> 0 !== sums[1]) throw damaged();
+  return made.subarray(0, n);
 }
 
 export const BLOCK_BYTES = 7 * 2 ** 21;

@@ -4,9 +4,10 @@ import * as modelPart from "../../../studio/static/js/model.js";
 import * as play from "../../../studio/static/js/play.js";
 import * as read from "../../../studio/static/js/read.js";
 import { part, start } from "../../../studio/static/js/shell.js";
+import { keepApart } from "../../../studio/static/js/store.js";
 import { about as aboutPart } from "./about.js";
 import { answerBy } from "./api.js";
-import { BLOCK_BYTES, bytesOf, fetched } from "./blocks.js";
+import { BLOCK_BYTES, bytesOf, damaged, fetched } from "./blocks.js";
 import { explain } from "./explain/part.js";
 import { Model } from "./model.js";
 
@@ -17,7 +18,7 @@ import { Model } from "./model.js";
  * progress(share): how much of the weights has been read.
  */
 export async function load(textOf, fileOf = fetched, progress = () => {}) {
-  const about = JSON.parse(textOf("about"));
+  const about = parsed(textOf("about"));
   const block = (id, n) => (about.files ? fileOf(about.files[id]) : bytesOf(textOf(id), n));
   const n_bytes = about.model.n_bytes;
   return Model.load(about, await block("kernels", about.module_bytes), async (memory, at) => {
@@ -31,17 +32,26 @@ export async function load(textOf, fileOf = fetched, progress = () => {}) {
   });
 }
 
+function parsed(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    throw damaged();
+  }
+}
+
 const SOON_MS = 400; // a model that is there by then needs no line that says so
 
 if (typeof document === "undefined") globalThis.gptworks = { load };
 else {
   const textOf = (id) => {
     const block = document.getElementById(id);
-    const text = block.textContent;
-    block.remove(); // the page keeps it no longer than it is needed
-    return text;
+    block?.remove(); // the page keeps it no longer than it is needed
+    return block?.textContent ?? null;
   };
-  const { state, page } = JSON.parse(document.getElementById("page").textContent);
+  const written = document.getElementById("page").textContent;
+  const { state, page } = JSON.parse(written);
+  keepApart([...written].reduce((sum, one) => (31 * sum + one.codePointAt(0)) | 0, 0).toString(16));
   const whole = new Promise((resolve) =>
     document.readyState === "loading" ? addEventListener("DOMContentLoaded", resolve) : resolve(),
   );

@@ -1,6 +1,7 @@
 // The run and checkpoint that all parts show, the pickers of a run and a checkpoint, and names of new runs.
 
 import { count, figure } from "./format.js";
+import { inTab } from "./store.js";
 import { html, useLayoutEffect, useRef, useState } from "./ui.js";
 
 const STORED = "gptworks-choice"; // in the tab
@@ -9,7 +10,7 @@ let chosen = restored();
 
 function restored() {
   try {
-    const { model = null, checkpoint = null } = JSON.parse(sessionStorage.getItem(STORED)) ?? {};
+    const { model = null, checkpoint = null } = JSON.parse(inTab.get(STORED)) ?? {};
     return { model, checkpoint };
   } catch {
     return { model: null, checkpoint: null };
@@ -20,7 +21,7 @@ function restored() {
 export function chooseRun({ model, checkpoint = null }) {
   if (model === chosen.model && checkpoint === chosen.checkpoint) return;
   chosen = { model, checkpoint };
-  sessionStorage.setItem(STORED, JSON.stringify(chosen));
+  inTab.set(STORED, JSON.stringify(chosen));
   for (const listener of listeners) listener(chosen);
 }
 

@@ -2,6 +2,7 @@
 
 import { dropKey, get, setKey, signIn, takeCode } from "./api.js";
 import { chooseRun, lastChosen, useChosen } from "./choice.js";
+import { inBrowser } from "./store.js";
 import { cx, html, render, useCallback, useEffect, useRef, useState } from "./ui.js";
 
 const parts = new Map();
@@ -81,15 +82,15 @@ function decoded(text) {
 const THEMES = ["system", "light", "dark"];
 
 function theme() {
-  const stored = localStorage.getItem("gptworks-theme");
+  const stored = inBrowser.get("gptworks-theme");
   return THEMES.includes(stored) ? stored : "system";
 }
 
 function Theme() {
   const [chosen, choose] = useState(theme());
   const change = (event) => {
-    localStorage.setItem("gptworks-theme", event.target.value);
-    dispatchEvent(new Event("gptworks-theme")); // to theme.js
+    inBrowser.set("gptworks-theme", event.target.value);
+    dispatchEvent(new CustomEvent("gptworks-theme", { detail: event.target.value })); // to theme.js
     choose(event.target.value);
   };
   return html`<label class="theme"><span class="hidden-text">Colours</span>

@@ -2,8 +2,15 @@
 
 (() => {
   const dark = matchMedia("(prefers-color-scheme: dark)");
-  const show = () => {
-    const chosen = localStorage.getItem("gptworks-theme");
+  const kept = () => {
+    try {
+      return localStorage.getItem("gptworks-theme");
+    } catch {
+      return null; // this page has no storage (store.js)
+    }
+  };
+  const show = (event) => {
+    const chosen = event?.detail ?? kept();
     const system = dark.matches ? "dark" : "light";
     document.documentElement.dataset.theme = ["light", "dark"].includes(chosen) ? chosen : system;
   };

@@ -1,6 +1,8 @@
 // All texts of the session as a tree of branches. A branch has its own tokens after the first `at` of its parent's
 // answer (`at` null: it begins with its own prompt). The tree is kept in sessionStorage, within a limit.
 
+import { inTab } from "../store.js";
+
 const STORED = "gptworks-play";
 const MOST_CHARACTERS = 2_000_000;
 
@@ -118,17 +120,13 @@ export class Tree {
       do written = JSON.stringify({ more, last: this.last, branches: smaller });
       while (written.length > MOST_CHARACTERS && dropOldest(smaller));
     }
-    try {
-      sessionStorage.setItem(STORED, written);
-    } catch {
-      sessionStorage.removeItem(STORED); // the tab's storage is full: only the page has the tree
-    }
+    inTab.set(STORED, written);
   }
 
   /** Fill the tree with what `save` wrote, and return `more`. */
   restore() {
     try {
-      const { more, last, branches } = JSON.parse(sessionStorage.getItem(STORED));
+      const { more, last, branches } = JSON.parse(inTab.get(STORED));
       for (const branch of branches)
         this.branches.set(branch.id, { ...branch, end: branch.end ?? { reason: "stopped" } });
       this.last = last;
