@@ -137,7 +137,7 @@ SHAPES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "token-pairs": (
         {"bigram_vocab_size": 512, "position": "rope"},
-        ["A list for the pair, this token after the one before it, is added.", "table of pairs has 512 lists"],
+        ["A list for the pair of this token and the one before it is added.", "table of pairs has 512 lists"],
     ),
     "parallel": (
         {"parallel_residual": True, "mlp": "relu2", "position": "none", "n_heads": 2, "n_kv_heads": 1},

@@ -279,7 +279,7 @@ def test_axe_finds_nothing(new_page: Callable[..., Any], studio: Studio, scheme:
     token_panels(page, tokens, 12).get_by_role("button", name="Search for the same tokens").click()
     page.locator(".ngrams").wait_for()
     page.get_by_role("button", name="Read the text at each checkpoint").click()
-    page.get_by_text("its probability").wait_for()
+    page.locator(".steps").get_by_text("its probability").wait_for()
     assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
     page.evaluate("() => scrollTo(0, 0)")
     screenshot(page, f"read-{scheme}-{width}")

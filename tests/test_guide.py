@@ -32,7 +32,7 @@ PAGES = [
         f"docs/topics/{topic}.md"
         for topic in ("models", "planning", "data", "training", "launching", "stores", "export")
     ),
-    *(f"docs/topics/{topic}.md" for topic in ("tuning", "generating", "serving", "studio", "evaluating")),
+    *(f"docs/topics/{topic}.md" for topic in ("tuning", "generating", "serving", "studio", "evaluating", "judge")),
     "docs/python.md",
 ]
 """In the order in which they run: later pages use the runs of earlier ones."""

@@ -493,7 +493,7 @@ def large_page_bytes(address: int) -> int:
     [
         ({"n_experts": 4}, "mixture of experts"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "dynamic rotary scaling"),
-        ({"norm_placement": "after"}, "no norms behind attention and MLP alone"),
+        ({"norm_placement": "after"}, "no norms after attention and MLP alone"),
         ({"logit_softcap": 30.0}, "no logit_softcap"),
         ({"attention_softcap": 30.0}, "no attention_softcap"),
         ({"layer_repeats": 2}, "no layer_repeats"),

@@ -117,9 +117,9 @@ def _export_html(
         lines.append(f"unchecked: {made.unchecked}")
     else:
         lines.append(
-            f"equal in {found.program}: logits within {found.logit_difference:.2e} of the largest, loss "
-            f"{found.loss:.4f} within {found.loss_difference:.1e}, {found.greedy_tokens} greedy tokens, token ids of "
-            f"{found.texts} texts, {found.chats} conversations"
+            f"equal in {found.program}: logits (to {found.logit_difference:.1e} of the largest), the loss of "
+            f"{found.loss:.4f} (to {found.loss_difference:.1e}), {found.greedy_tokens} greedy tokens, token ids of "
+            f"{found.texts} texts" + (f", {found.chats} conversations" if found.chats else "")
         )
         if found.no_browser:
             lines.append(f"the page itself is unchecked: {found.no_browser}")

@@ -118,7 +118,7 @@ def start(campaign: Campaign) -> Start:
     kind = "the probability of any false gain" if rules.control == "family" else "the expected share of false gains"
     words = (
         f"{rules.budget_seconds:g} s of machine time; {kind} is at most {rules.error:g}; {rules.steps:,} steps each; "
-        f"a gain counts from {rules.worth:g} {rules.loss_unit}, in equal time where step times differ"
+        f"the smallest gain that counts is {rules.worth:g} {rules.loss_unit}, in equal time where step times differ"
     )
     fixed = {
         "vocab_size": recipe.model.vocab_size, "objective": recipe.objective.type, "tokenizer": recipe.tokenizer.type,

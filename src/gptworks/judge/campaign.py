@@ -133,8 +133,8 @@ class Campaign:
 
     @property
     def records(self) -> Records:
-        """The rules and all tries so far. A try without an end that does not train now is `abandoned`; the pairs and
-        the time of its finished runs count."""
+        """The rules and all tries so far. A try that is not training, and whose end the ledger lacks, is
+        `abandoned`; the pairs and the time of its finished runs count."""
         found = read_records(self._ledger)
         for one in found.tries:
             folder = self.folder / TRIES / f"{one.number:03d}"

@@ -14,13 +14,12 @@ For normal gains with mean 0 it is a martingale that starts at 1, so by Ville's 
 probability at most a, whatever rule stops the try. A negative mean only makes it smaller, because t grows when a
 constant is added to all gains. That holds for each try given all earlier ones, since its seeds are fresh.
 
-Over tries, the number t of the try spends the share γ_t = 10 / ((t + 9) (t + 10)) of the error: 9% for the first, 0.3%
-for the 50th. The shares of any number of tries add up to less than 1. `family`: a gain is accepted at
-e ≥ 1 / (error γ_t), so the probability of any false gain is at most `error`. `discoveries`: e-LOND (Xu and Ramdas,
-"Online multiple testing with e-values", AISTATS 2024), where the level is multiplied by 1 + the number of gains
-accepted before; the expected share of false gains among the accepted is at most `error`, whatever the dependence
-between tries. There, the e-value of a try is 1/level if its e-process ever reaches that, else 0, so that stopping may
-depend on anything.
+Over tries, try k spends the share γ_k = 10 / ((k + 9) (k + 10)) of the error: 9% for the first, 0.3% for the 50th. The
+shares of any number of tries add up to less than 1. `family`: a gain is accepted at e ≥ 1 / (error γ_k), so the
+probability of any false gain is at most `error`. `discoveries`: e-LOND (Xu and Ramdas, "Online multiple testing with
+e-values", AISTATS 2024), where the level is multiplied by 1 + the number of gains accepted before; the expected share
+of false gains among the accepted is at most `error`, whatever the dependence between tries. There, the e-value of a try
+is 1/level if its e-process ever reaches that, else 0, so that stopping may depend on anything.
 """
 
 import math
@@ -48,7 +47,7 @@ few gains agree by chance far more often than normal noise, and up to half of si
 need no more pairs with it."""
 
 MOST_SPREAD = 3.0
-"""Of an unstable change, at most this multiple of the median deviation counts there."""
+"""In that deviation of all other tries, each counts with at most this multiple of their median."""
 
 FLATNESS = 10
 """How slowly levels fall from try to try. 10 suits campaigns of 10 to 100 tries."""

@@ -67,7 +67,7 @@ class Tried:
     problem: str = ""
 
     def take(self, facts: Mapping[str, Any]) -> None:
-        """Take over facts of `facts_of`."""
+        """Set the facts that `facts_of` returns."""
         for name in _FACTS:
             setattr(self, name, facts[name])
 
@@ -124,7 +124,7 @@ def facts_of(found: Try) -> dict[str, Any]:
 
 @dataclass
 class Records:
-    """The state of a campaign, folded from its ledger."""
+    """The state of a campaign, computed from its ledger."""
 
     rules: CampaignRules
     tries: list[Tried]

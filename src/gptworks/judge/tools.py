@@ -113,7 +113,8 @@ class _Judge:
         self._campaign = campaign
 
     async def campaign(self) -> Campaign:
-        """Return the campaign. Clients do not wait long for a server, but for an answer."""
+        """Return the campaign once it is open. Clients wait only briefly for a server to start, but longer for an
+        answer."""
         while self._campaign is None:
             await anyio.sleep(0.05)
         return self._campaign

@@ -27,7 +27,7 @@ struct Layer {
     int64_t rotates;                  // whether positions turn queries and keys: 1, or 2 by the windows' tables
 };
 
-struct [[gnu::visibility("default")]] Model { // of exported functions: hidden, it would hide them
+struct [[gnu::visibility("default")]] Model { // not hidden, since exported functions take it
     int64_t d_model, n_heads, n_groups, d_head, d_ff, d_rotary, n_slots, capacity, n_layers;
     int64_t activation, layer_norm, parallel, cache_kind;
     float eps, scale, embedding_scale, residual_scale, logit_scale, pairs_scale;
@@ -43,13 +43,13 @@ struct [[gnu::visibility("default")]] Model { // of exported functions: hidden, 
     int64_t room() const { return (capacity + BLOCK - 1) / BLOCK * BLOCK; } // positions of a slot
 };
 
-// What a step writes down as it goes. Attention has 0 for keys that a query does not see: who asks makes it 0 before.
+// What a step writes down as it goes. Attention to keys that a query does not see is not written: the caller zeroes it.
 struct Watched {
     float *stream;    // [2 n_layers + 1, n_rows, d_model]: the embeddings, and after each layer's attention and MLP
     float *attention; // [n_layers, n_heads, n_rows, n_keys]: probabilities
     float *mixed;     // [n_layers, n_rows, n_heads * d_head]: what the heads found, before the output projection
     float *neurons;   // [n_layers, n_rows, d_ff]: what enters the down projection
-    int64_t n_keys;   // a multiple of 32, beyond the last position
+    int64_t n_keys;   // a multiple of 32, larger than the last position
 };
 
 struct Batch { // rows of a text come one after the other
@@ -63,7 +63,7 @@ struct Batch { // rows of a text come one after the other
 
 // ------------------------------------------------------------------------------------------------- what is computed
 
-// Row `row` of a matrix, of whose elements there are m.k, as floats: its first n.
+// The first n of the m.k elements of a matrix's row, as floats.
 void read_row(const Matrix &m, int64_t row, int64_t n, float *out);
 
 void normalize(const Norm &norm, bool layer_norm, float eps, int64_t width, const float *x, float *out);

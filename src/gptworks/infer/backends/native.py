@@ -97,7 +97,7 @@ def refused_architecture(config: ModelConfig) -> str | None:
     if strange := [name for name in config.laboratory if name != "bigram_vocab_size"]:
         return f"it has no {strange[0]}."
     if config.norm_placement == "after":
-        return "it has no norms behind attention and MLP alone."
+        return "it has no norms after attention and MLP alone."
     for name in ("attention_softcap", "logit_softcap"):
         if getattr(config, name) is not None:
             return f"it has no {name}."

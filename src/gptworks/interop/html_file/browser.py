@@ -104,7 +104,7 @@ def opened(file: Path, seconds: float, served: bool = False) -> Iterator["Page"]
 
 @contextlib.contextmanager
 def _serving(file: Path) -> Iterator[str]:
-    """Serve a file's folder inside the `with`, to who knows a secret; yield the file's address."""
+    """Serve a file's folder inside the `with`, to clients that know a secret; yield the file's address."""
     secret = secrets.token_urlsafe(16)
 
     class Handler(SimpleHTTPRequestHandler):

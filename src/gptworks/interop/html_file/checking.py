@@ -40,7 +40,7 @@ class Check:
     program: str
     """The browser and its version, or Node."""
     no_browser: str | None
-    """The reason why Node computed, which has no page: only the file's code is checked."""
+    """The reason why Node was used, which checks the file's code but not the page; None: a browser was."""
     logit_difference: float
     """Largest difference of logits, as a share of the largest."""
     loss: float

@@ -40,9 +40,9 @@ FP32_CACHE_BYTES = 1 << 26
 """Up to this size, keys and values are kept in fp32, otherwise in bf16."""
 BYTES_PER_SECOND = {"fp32": 5e9, "bf16": 3e9, "int8": 6e9, "int4": 5e9}
 """Weights that one core reads in Chromium: of a model of 430M parameters on a busy server's core (2026), 60 % of the
-best; a phone's core reads a third."""
+best."""
 TOKEN_SECONDS = 3e-4
-"""What a token takes besides: sampling, scores and drawing."""
+"""Time of a token for other work: sampling, scores and drawing."""
 
 HEADERS = """/*
   Cross-Origin-Opener-Policy: same-origin
@@ -80,9 +80,9 @@ def export_html(
     split: bool = False,
     report: Report = lambda _: None,
 ) -> Export:
-    """Write a run as one HTML file that opens in a browser without a network, and talks.
+    """Write a run as one HTML file, in which the model runs in a browser, without a network.
 
-    Parts are written as they are made. Until the whole is checked, it lies aside under another name.
+    The file is written piece by piece, and has a temporary name until it is checked.
 
     Args:
         weights: number format of the matrices. None: int8, or a quantized run's own.

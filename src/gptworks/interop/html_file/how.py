@@ -1,4 +1,4 @@
-"""How a model was made, as its run records it, without paths of the machine or other private words."""
+"""How a model was made, as its run records it, without paths of the machine or passwords."""
 
 import math
 import re
@@ -24,8 +24,8 @@ _SIGNED_IN = re.compile(r"://[^/\s@]+@")
 
 
 def public(tree: Any) -> Any:
-    """Return JSON with texts that may be shown to everybody: of a path on a machine the last name, of a URL no name and
-    password, and U+FFFD for characters that cannot be shown or turn the direction of text."""
+    """Return JSON whose texts may be public: paths of a machine are cut to their last name, URLs lose user names and
+    passwords, and U+FFFD replaces characters that cannot be shown or change the direction of text."""
     if isinstance(tree, dict):
         return {name: public(value) for name, value in tree.items()}
     if isinstance(tree, list | tuple):

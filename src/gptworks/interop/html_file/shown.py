@@ -24,11 +24,13 @@ MOST_PROMPTS, MOST_PROMPT = 4, 2000
 
 
 def shown(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool) -> dict[str, Any]:
-    """Return the state and the page for main.js, without private words (`public`)."""
+    """Return the state and the page for main.js, with texts that may be public (`public`)."""
     recipe, config = loaded.recipe, loaded.model.config
     parameters = count_parameters(config).total
     card = loaded.checkpoint.run_dir / "model-card.md"
-    heads = f"{config.n_heads}, {config.n_kv_heads} of keys and values, of width {config.d_head}"
+    heads = f"{config.n_heads} of width {config.d_head}" + (
+        f", {config.n_kv_heads} of keys and values" if config.n_kv_heads < config.n_heads else ""
+    )
     model: dict[str, Any] = {
         "id": recipe.name, "run": None, "chat": chats, "context": capacity, "parameters": parameters,
         "vocab_size": config.vocab_size, "state": "served", "checkpoints": [], "problem": None,

@@ -33,7 +33,8 @@ struct Held {
 };
 std::atomic<int32_t> Held::taken{0};
 
-// New memory, from a line on; null where there is none. For who holds the lock: a trap would keep it.
+// New memory, which begins at a multiple of LINE; null where there is none. The caller holds the lock: a trap here
+// would keep it.
 char *more(size_t n) {
     if (!top) top = &__heap_base + (LINE - (uintptr_t)&__heap_base % LINE) % LINE;
     char *const at = top;
@@ -176,7 +177,7 @@ void kernels::parallel(int64_t n_threads, const Work &work) {
     work.function(work.with, {0, 1 + n_helpers, &barrier, &alarm});
     while (job.n_busy.load() && !job.lost.load()) {
     }
-    if (n_helpers && job.lost.load()) fail(FAILED, "a thread of this page failed; it goes on with one");
+    if (n_helpers && job.lost.load()) fail(FAILED, "a thread of this page failed; the next try uses one thread");
 }
 
 void Barrier::wait(int64_t n_threads, const Alarm &) {
@@ -187,7 +188,7 @@ void Barrier::wait(int64_t n_threads, const Alarm &) {
         return;
     }
     for (int64_t looks = 0; turn.load() == mine; looks++) {
-        if (job.lost.load()) fail(FAILED, "a thread of this page failed; it goes on with one");
+        if (job.lost.load()) fail(FAILED, "a thread of this page failed; the next try uses one thread");
         if (helps && looks > PATIENT) __builtin_wasm_memory_atomic_wait64((long long *)&turn.x, mine, NAP_NANOSECONDS);
     }
 }

@@ -41,8 +41,8 @@ double dot(const float *a, const double *b, int64_t n) {
     return sum;
 }
 
-// What reads a part before a norm: the norm as a linear map, with its divisor for row x, then a direction. No weight:
-// no norm.
+// What a part adds along a direction after a norm. The norm is a linear map here: its divisor is that of row x. Without
+// a weight, there is no norm.
 struct Reader {
     std::vector<double> direction;
     double constant = 0; // what the norm's bias adds

@@ -27,7 +27,7 @@ export function about({ facts, card, recipe, how }, model) {
     );
     const rows = threads ? [...figures, ["Computes on", threads > 1 ? `${threads} threads` : "one thread"]] : figures;
     return html`<div class="about-file"><h1><bdi>${facts.name}</bdi></h1>
-      <p>The whole model is in this page and computes here; nothing is sent anywhere.</p>
+      <p>The model computes in this page, on your device. Nothing is sent anywhere.</p>
       <${Figures} name="The model" rows=${rows} />
       <${Figures} name="How it was made" rows=${made(how)} wide />
       <${Text} name="Model card" text=${card} />

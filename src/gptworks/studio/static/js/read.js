@@ -142,8 +142,8 @@ function Found({ found, index, setIndex, sought, steps, setSteps, weights, setWe
         ${difference ? html`<${DifferenceLegend} about=${`${second} needs`} />` : html`<${LossLegend} />`}
         ${weights && html`<span class="quiet">Underlined: what ${weights.name} looks at</span>`}
       </div>
-      <p class="quiet">Click a token to see why the model expects it or not. To begin with, the one is chosen that it
-        expected least.</p>
+      <p class="quiet">Click a token to see why the model expects it or not. At first, the token that it expected least
+        is chosen.</p>
       <${Figures} answer=${answer} name=${answer.other ? answer.model : null} />
       ${answer.other && html`<${Figures} answer=${answer.other} name=${answer.other.model} />`}
       <${ReadText} tokens=${shown} segments=${difference ? answer.segments : null} index=${index} pick=${pick}

@@ -54,7 +54,7 @@ export function AttentionStep({ how, model, reading, at, choose }) {
         `To save memory, ${n_kv_heads === 1 ? "all" : `every ${n_heads / n_kv_heads}`} heads of a layer share ` +
           "what they know of the tokens before (keys and values).",
       position === "rope" &&
-        `A head can tell near from far, because numbers are turned by the place of the token (RoPE)${
+        `A head can tell near from far: its numbers are turned by an angle that grows with the token's place (RoPE)${
           n_turned < n_layers ? `, in ${n_turned} of the layers` : ""
         }.`,
       n_windowed === n_layers
@@ -64,7 +64,7 @@ export function AttentionStep({ how, model, reading, at, choose }) {
             `${count(window)} tokens${here ? ", and this is one of them" : "; this one sees all"}.`,
       `It can look back over at most ${count(model.about.context)} tokens. What came before is forgotten.`,
     ]} />
-    <${Try}>Change the last word: which head looks elsewhere? Then find a head that always looks at the token just
+    <${Try}>Change the last word: which head looks elsewhere? Then find a head that always looks at the token
       before.<//>`;
 }
 

@@ -18,14 +18,14 @@ export function DataStep({ how, card, model, reading, prompts }) {
   const sources = [how.data ?? []].flat();
   const texts = [
     ["Your text", reading.text],
-    ...(prompts?.[0] && prompts[0] !== reading.text ? [["Its example", prompts[0]]] : []),
+    ...(prompts?.[0] && prompts[0] !== reading.text ? [["Sample prompt", prompts[0]]] : []),
     ...TEXTS,
   ];
   const only = sources.length === 1;
   const measured = useMeasured(model, texts);
   const most = Math.max(...measured.map((one) => one?.loss ?? 0)) || 1;
-  return html`<p>A model knows only what it has read. It does not look anything up and it cannot check if it is right.
-      So the most important question about a model is: <b>what was it trained on?</b></p>
+  return html`<p>A model knows only what it has read. It does not look anything up and it cannot check whether it is
+      right. So the most important question about a model is: <b>what was it trained on?</b></p>
     <div class="ex-picture">
       ${sources.map((one) => html`<${Source} key=${one.name} data=${one} tokens=${only ? how.tokens : null} />`)}
       ${!sources.length && html`<p>This page does not say what the model has read.</p>`}
@@ -39,7 +39,7 @@ export function DataStep({ how, card, model, reading, prompts }) {
         html`<details class="ex-card"><summary>The model's card, which its maker may have completed</summary>
           <pre tabindex="0" aria-label="Model card">${card}</pre></details>`
       }
-      <h3>Where is it at home?</h3>
+      <h3>Which texts does it know best?</h3>
       <ul class="ex-homes" aria-busy=${String(measured.length < texts.length)}>${texts.map(
         ([name, text], i) => html`<li key=${name} class=${cx(i === 0 && "chosen")}><b>${name}</b>
           <bdi class="ex-sample">${text}</bdi>

@@ -27,7 +27,7 @@ export function EmbeddingsStep({ how, reading, at, choose }) {
         position === "learned" &&
         "A second list, for the token's place in the text, is added, so that the order counts. "
       }${
-        n_pairs > 0 && "A list for the pair, this token after the one before it, is added. "
+        n_pairs > 0 && "A list for the pair of this token and the one before it is added. "
       }Tokens that are used in the same way often get similar lists. So far, this is all that the model knows about
       your text.</p>
     <div class="ex-picture">

@@ -106,5 +106,5 @@ export function Bar({ share, ...more }) {
   }}></span></span>`;
 }
 
-/** 3.14159 → 3.14, −0.5 → −0.50 */
-export const decimal = (x, digits = 2) => x.toFixed(digits).replace("-", "−");
+/** 3.14159 → 3.14, −0.5 → −0.50, −0.001 → 0.00 */
+export const decimal = (x, digits = 2) => (Number(x.toFixed(digits)) + 0).toFixed(digits).replace("-", "−");

@@ -73,10 +73,10 @@ export function SamplingStep({ model, reading, defaults, setText, busy }) {
           <b class="number">${percent(chance)}</b>
           <span class="number">${drawn.length ? `${times(id)} ×` : ""}</span></li>`,
       )}</ul>
-      <p class="ex-caption">Thick: the chance in the drum. Thin: what the model said in step 5.${
+      <p class="ex-caption">Thick: the chance in the drum. Thin: the chance by the model, before these settings.${
         drawn.length
           ? ` ${count(drawn.length)} ${drawn.length === 1 ? "draw" : "draws"}${
-              elsewhere ? `, ${elsewhere} of them other tokens` : ""
+              elsewhere ? `, ${elsewhere} of them of other tokens` : ""
             }.`
           : ""
       }${last != null && refusal && ` ${refusal}`}</p></div>

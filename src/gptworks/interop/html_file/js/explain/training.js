@@ -36,7 +36,7 @@ export function TrainingStep({ how, model, reading, at, choose }) {
         meanLoss != null &&
         html`<p class="ex-caption">Average loss of your text: <b class="number">${decimal(meanLoss)}</b>, as if each
           time it had to guess among <b class="number">${rate(Math.exp(meanLoss))}</b> tokens, all of the same chance.
-          If it guessed blindly among all its tokens, it would be ${""}
+          If it guessed blindly among all its tokens, the loss would be ${""}
           <b class="number">${decimal(Math.log(model.engine.vocabulary))}</b>.</p>`
       }
       ${how.losses?.length > 1 && html`<${Curve} rows=${how.losses} />`}</div>
@@ -100,9 +100,9 @@ function Curve({ rows }) {
     train != null && `loss ${figure(train)} on what it read`,
     held != null && `${figure(held)} on text kept from it`,
   ];
-  return html`<figure class="ex-curve"><figcaption>Its loss while it learned, from ${figure(whole[0][1])} at
-      step ${count(whole[0][0])} to ${""}
-      ${figure(whole.at(-1)[1])} at step ${count(whole.at(-1)[0])}</figcaption>
+  const where = whole === series[1] ? "on text kept from it " : "";
+  const ends = [whole[0], whole.at(-1)].map((row) => `${figure(row[1])} at step ${count(row[0])}`);
+  return html`<figure class="ex-curve"><figcaption>Its loss ${where}while it learned, from ${ends.join(" to ")}</figcaption>
     <div class="ex-axis"><div class="number" aria-hidden="true"><span>${figure(most)}</span>
         <span>${figure(least)}</span></div>
       <svg viewBox=${`0 0 ${WIDE} ${HIGH}`} preserveAspectRatio="none" role="img"

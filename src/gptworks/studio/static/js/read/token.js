@@ -56,8 +56,8 @@ function InWords({ token, lens, parts, index, against }) {
   const named = (one) => html`<bdi class="spelling">${visible(one.spelling)}</bdi> ${percent(one.probability)}`;
   const [most] = parts.filter(({ value }) => value > 0);
   const [least] = parts.filter(({ value }) => value < 0);
-  return html`<p class="number">By itself the model gives it <b>${percent(probability)}</b>: ${
-    rank === 1 ? "no token is likelier. Next come " : `rank ${count(rank)}. It expects rather `
+  return html`<p class="number">Before sampling, the model gives it <b>${percent(probability)}</b>: ${
+    rank === 1 ? "no token is likelier. Next come " : `rank ${count(rank)}. It expects instead `
   }${others.map((one, i) => html`${i > 0 && ", "}${named(one)}`)}. ${
     most &&
     html`What raises its logit most${
