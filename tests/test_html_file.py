@@ -17,11 +17,13 @@ from browser import HOSTILE
 from gptworks.chat_template import BUILT_IN
 from gptworks.cli import app
 from gptworks.errors import RunError, UserError
+from gptworks.infer.backends import native
 from gptworks.infer.sampling import SamplingSettings, filter_whole
 from gptworks.interop.html_file import browser, export_html, exporting
 from gptworks.interop.html_file.patterns import as_javascript
 from gptworks.interop.html_file.words import words_of
 from gptworks.kernels import wasm
+from gptworks.kernels.build import Unavailable
 from gptworks.kernels.wasm import build
 from gptworks.recipe import parse_recipe
 from gptworks.training.loop import train
@@ -189,6 +191,19 @@ def test_without_browser_and_node_a_file_is_unchecked_and_says_so(
     done = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "model.html"), "--format", "html"])
     assert done.exit_code == 0, done.output
     assert "unchecked: there is no Chromium, Chrome or Edge here" in done.output
+
+
+def test_without_the_engine_a_file_is_unchecked_and_says_so(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def library() -> None:
+        raise Unavailable("there is no C++ compiler (g++ or clang++)")
+
+    monkeypatch.setattr(native, "library", library)
+    done = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "model.html"), "--format", "html"])
+    assert done.exit_code == 0, done.output
+    assert "unchecked: there is no C++ compiler" in done.output
+    assert (tmp_path / "model.html").exists()
 
 
 def browser_that(does: str, folder: Path) -> str:

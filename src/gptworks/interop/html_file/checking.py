@@ -22,6 +22,7 @@ from gptworks.infer.backends.native import NativeBackend
 from gptworks.infer.text import DECODER_CONTEXT_TOKENS
 from gptworks.interop.html_file.browser import Unavailable, opened
 from gptworks.interop.html_file.strings import TEXTS
+from gptworks.kernels.build import Unavailable as NoKernels
 from gptworks.model.gpt import GPT
 from gptworks.tokenizer import StreamDecoder, encode_text
 
@@ -60,7 +61,7 @@ def check_file(
     file: Path, split: bool, model: GPT, weights: str, capacity: int, cache: torch.dtype, tokenizer: Tokenizer,
     template: ChatTemplate | None,
 ) -> Check | str:  # fmt: skip
-    """Return what is equal in a file and in the engine, or the reason why nothing here opens the file.
+    """Return what is equal in a file and in the engine, or the reason why nothing here compares them.
 
     Args:
         split: the page reads files next to it.
@@ -68,7 +69,10 @@ def check_file(
     Raises:
         RunError: something differs, or the file does not open.
     """
-    backend = NativeBackend(model, 1, capacity, dtype=cache)
+    try:
+        backend = NativeBackend(model, 1, capacity, dtype=cache)
+    except NoKernels as error:
+        return str(error)
     n_prompt = max(1, min(PROMPT_TOKENS, capacity // 2))
     tokens, wanted = _greedy(backend, n_prompt, capacity)
     chats = [] if template is None else _accepted(template)

@@ -38,7 +38,11 @@ export function about({ facts, card, recipe, how }, model) {
 
 /** What the run states, in its own words. */
 function made({ rows = {}, data, loss, objective, imported }) {
-  const trainedOn = data && [data.name, data.documents && `${count(data.documents)} documents`, tokensOf(data)];
+  const trainedOn = data && [
+    data.name,
+    data.documents && `${count(data.documents)} ${data.documents === 1 ? "document" : "documents"}`,
+    tokensOf(data),
+  ];
   return [
     ["weights", imported && "imported; they were trained elsewhere, see the card"],
     ["data", trainedOn && trainedOn.filter(Boolean).join(" · ")],
