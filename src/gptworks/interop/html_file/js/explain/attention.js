@@ -49,7 +49,7 @@ export function AttentionStep({ how, model, reading, at, choose }) {
             at. The words below it say where the head mostly looks in your text.</p></div></div></div>
     <${Facts} of=${[
       `${several(n_layers, "layer")} with ${several(n_heads, "head")} each, ` +
-        `${count(n_layers * n_heads)} heads in all.`,
+        `${count(n_layers * n_heads)} heads in all. Explain counts them from 1, Read and Model from 0.`,
       n_kv_heads < n_heads &&
         `To save memory, ${n_kv_heads === 1 ? "all" : `every ${n_heads / n_kv_heads}`} heads of a layer share ` +
           "what they know of the tokens before (keys and values).",

@@ -3,7 +3,7 @@
 import { bytes, count, percent } from "../../../../studio/static/js/format.js";
 import { cx, html, useEffect, useRef, useState } from "../../../../studio/static/js/ui.js";
 import { Reading } from "./reading.js";
-import { Bar, Try, decimal } from "./parts.js";
+import { Bar, Name, Try, decimal } from "./parts.js";
 
 const NOVEL_BYTES = 500_000; // of plain English text, some 90,000 words
 const TEXTS = [
@@ -31,8 +31,8 @@ export function DataStep({ how, card, model, reading, prompts }) {
       ${!sources.length && html`<p>This page does not say what the model has read.</p>`}
       ${
         how.began &&
-        html`<p>These are the texts of its last training. What <bdi>${how.began}</bdi>, from which it began, had read
-          before is not listed here.</p>`
+        html`<p>These are the texts of its last training. It began as the model <${Name}>${how.began}<//>, whose texts
+          are not listed here.</p>`
       }
       ${
         card &&
