@@ -24,14 +24,13 @@ from gptworks.runs.report import has_ended
 from gptworks.serve.errors import APIError
 from gptworks.studio.recipes import Recipes
 from gptworks.training.record.outcome import read_outcome
+from gptworks.training.record.prompts import offered_prompts
 from gptworks.training.run_folder import CONSOLE, is_in_use
 
 MOST_DEPTH = 6
 MOST_FOLDERS = 20_000
 """Maximum number of folders that are searched for runs."""
 MOST_RUNS = 2_000
-MOST_PROMPTS, MOST_PROMPT = 6, 400
-"""Maximum number of sample prompts of a run that the page offers, and their maximum number of characters."""
 _FEWER = "are listed: give the studio a folder with fewer of them, such as gptworks studio runs/sweep."
 _READ = ("recipe.yaml", "changes.json", "metrics.jsonl", "outcome.json", "tokenizer", "checkpoints", CONSOLE)
 """Entries of a run folder that the studio reads."""
@@ -193,7 +192,7 @@ class Library:
             if known is not recipe:
                 model = recipe.model
                 made = {"context": model.context_length, "vocab_size": model.vocab_size,
-                        "parameters": count_parameters(model).total, "prompts": _prompts(recipe)}  # fmt: skip
+                        "parameters": count_parameters(model).total, "prompts": offered_prompts(recipe)}  # fmt: skip
                 if len(self._settings_of) >= 2 * self.most_runs:
                     self._settings_of.clear()
                 self._settings_of[run.folder] = recipe, made
@@ -271,11 +270,6 @@ def _checkpoints(run: RunFolder) -> list[dict[str, Any]]:
         for one in made:
             one["best"] = one["step"] == best
     return made
-
-
-def _prompts(recipe: Recipe) -> list[str]:
-    """Return the first prompts of the run's samples; those that are empty or long are left out."""
-    return [prompt for prompt in recipe.train.sample_prompts if 0 < len(prompt) <= MOST_PROMPT][:MOST_PROMPTS]
 
 
 def state_of(folder: Path) -> str:

@@ -17,10 +17,9 @@ from gptworks.interop.html_file.how import how_made, public
 from gptworks.interop.html_file.image import Image
 from gptworks.planning.params import count_parameters
 from gptworks.quantize.formats import KINDS
+from gptworks.training.record.prompts import offered_prompts
 
 MOST_CARD_BYTES = 1 << 20
-MOST_PROMPTS, MOST_PROMPT = 4, 2000
-"""Maximum number of the run's sample prompts that the page offers, and of their characters."""
 
 
 def shown(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool) -> dict[str, Any]:
@@ -34,7 +33,7 @@ def shown(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool
     model: dict[str, Any] = {
         "id": recipe.name, "run": None, "chat": chats, "context": capacity, "parameters": parameters,
         "vocab_size": config.vocab_size, "state": "served", "checkpoints": [], "problem": None,
-        "prompts": [prompt for prompt in recipe.train.sample_prompts if 0 < len(prompt) <= MOST_PROMPT][:MOST_PROMPTS],
+        "prompts": offered_prompts(recipe),
         "sampling": sampling_of(loaded.checkpoint.run_dir / "tokenizer")._asdict(),
     }  # fmt: skip
     tree = {

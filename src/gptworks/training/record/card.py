@@ -157,7 +157,7 @@ def _training(
         "steps skipped as non-finite or spikes": f"{progress.skipped:,}",
         "seed": str(recipe.seed),
         "device": device_name(torch.device(precision.device_type)),
-        "gptworks, torch, Python": f"{__version__}, {torch.__version__}, {platform.python_version()}",
+        "versions": f"gptworks {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
     }
 
 
