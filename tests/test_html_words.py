@@ -28,9 +28,13 @@ ADDED = (
     AddedToken("wor", lstrip=True), AddedToken("he", rstrip=True, normalized=False),
     AddedToken("two", single_word=True, normalized=False), AddedToken("a", lstrip=True, rstrip=True),
     AddedToken("x\u00a0", normalized=False), AddedToken("<|end", normalized=False), AddedToken("tabs", rstrip=True),
-    AddedToken("e\u0301"), AddedToken("<|im|>", normalized=False, special=True, lstrip=True, rstrip=True),
+    AddedToken("fim-/[b]", normalized=False), AddedToken("e\u0301"),
+    AddedToken("<|im|>", normalized=False, special=True, lstrip=True, rstrip=True),
 )  # fmt: skip
-JOINED = ("a", "he", " ", "  ", "wor", "two ", "x", "tabs", "<s>", "<unk>", "<|im|>", "\u2581", "<0x41>", "b", "\u00e9")
+JOINED = (
+    "a", "he", " ", "  ", "wor", "two ", "x", "tabs", "<s>", "<unk>", "<|im|>", "\u2581", "<0x41>", "b", "\u00e9",
+    "fim-/[b]",
+)  # fmt: skip
 
 
 def changed(tokenizer: Tokenizer, added: Sequence[AddedToken] = (), **model: Any) -> Tokenizer:

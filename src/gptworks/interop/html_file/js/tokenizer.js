@@ -6,7 +6,7 @@ import { modelOf } from "./pieces.js";
 export { Decoder } from "./decoding.js";
 
 export function escaped(text) {
-  return text.replace(/[\\^$.*+?()[\]{}|/-]/g, "\\$&");
+  return text.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&");
 }
 
 const WORD = String.raw`[\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\p{Join_Control}]`;
