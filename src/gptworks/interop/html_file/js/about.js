@@ -3,7 +3,7 @@
 import { bytes, count } from "../../../studio/static/js/format.js";
 import { html, useEffect, useState } from "../../../studio/static/js/ui.js";
 
-/** page: html_file/exporting.py. model: a promise. */
+/** The part. page: what the file states (html_file/shown.py); model: a promise of the model. */
 export function about({ facts, card, recipe, how }, model) {
   const figures = [
     ["Parameters", count(facts.parameters)],
@@ -57,7 +57,8 @@ function Figures({ name, rows, wide = false }) {
   if (!rows.length) return null;
   return html`<section class="card"><h2>${name}</h2>
     <dl class=${wide ? "wide" : null}>${rows.map(
-      ([name, value]) => html`<div key=${name}><dt>${name}</dt><dd class="number">${value}</dd></div>`,
+      ([name, value]) =>
+        html`<div key=${name}><dt class=${name.startsWith("gptworks") ? "as-is" : null}>${name}</dt><dd class="number">${value}</dd></div>`,
     )}</dl></section>`;
 }
 
