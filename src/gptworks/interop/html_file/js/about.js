@@ -57,8 +57,7 @@ function Figures({ name, rows, wide = false }) {
   if (!rows.length) return null;
   return html`<section class="card"><h2>${name}</h2>
     <dl class=${wide ? "wide" : null}>${rows.map(
-      ([name, value]) =>
-        html`<div key=${name}><dt class=${name.startsWith("gptworks") ? "as-is" : null}>${name}</dt><dd class="number">${value}</dd></div>`,
+      ([name, value]) => html`<div key=${name}><dt>${name}</dt><dd class="number">${value}</dd></div>`,
     )}</dl></section>`;
 }
 
