@@ -11,12 +11,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import chats
 from browser import AXE, HOSTILE, axe, screenshot
 from gptworks.checkpoint import load_run
 from gptworks.cli import app
 from gptworks.interop.html_file import export_html
 from gptworks.interpret.record import record
+from gptworks.recipe import parse_recipe
 from gptworks.tokenizer import load_tokenizer
+from gptworks.training.loop import train
 from test_browser_html_file import opened  # noqa: F401 (fixture)
 from test_html_file import hostile, make_run, run  # noqa: F401 (fixtures)
 
@@ -253,6 +256,21 @@ def test_a_tuned_model_tells_what_it_began_from(hostile: Path, tmp_path: Path, o
         assert one in page.inner_text(".ex-step")
     walk(page, 8)
     assert "These are the texts of its last training." in page.inner_text(".ex-step")
+
+
+def test_of_an_adapter_it_says_that_most_numbers_were_kept(tmp_path: Path, opened: Callable[..., Any]) -> None:  # noqa: F811
+    few = {"max_steps": 4, "evaluate_every": 4, "checkpoint_every": 4}
+    train(parse_recipe(chats.base_tree(tmp_path, **few)))
+    train(
+        parse_recipe(chats.tune_tree(tmp_path, **few, optimizer="adamw") | {"adapter": {"rank": 4, "embeddings": True}})
+    )
+    export_html(tmp_path / "tuned", tmp_path / "model.html", verify=False)
+    page, faults = opened(tmp_path / "model.html")
+    walk(page, 7)
+    assert "Most of its own numbers were kept: a small addition to them was trained (LoRA)." in page.inner_text(
+        ".ex-facts"
+    )
+    assert (faults, page.evaluate("violations")) == ([], [])
 
 
 def test_of_an_imported_model_nothing_is_made_up(tmp_path: Path, opened: Callable[..., Any]) -> None:  # noqa: F811

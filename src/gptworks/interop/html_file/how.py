@@ -60,6 +60,7 @@ def how_made(loaded: LoadedRun) -> dict[str, Any]:
         "loss": next((row[2] for row in losses if row[0] == checkpoint.step and row[2] is not None), None),
         "losses": _thinned(losses), "objective": recipe.objective.type, "imported": imported,
         "began": recipe.initialize_from.name if recipe.initialize_from else None,
+        "kept": next((name for name in ("adapter", "freeze") if getattr(recipe, name) is not None), None),
         "random": recipe.initialize_from is None and not imported and not forked,
         "data": None if imported else _data(loaded, state.get("data_fingerprint")),
     }  # fmt: skip

@@ -49,6 +49,7 @@ export function TrainingStep({ how, model, reading, at, choose }) {
           (how.step ? ` in ${count(how.step)} steps` : "") +
           (how.seconds > 0 ? `, which took ${duration(how.seconds)}${how.device ? ` (${how.device})` : ""}` : "") +
           ".",
+      KEPT[how.kept],
       how.steps > how.step &&
         `Its training went on to step ${count(how.steps)}; this page has step ${count(how.step)}.`,
       how.loss != null &&
@@ -69,6 +70,11 @@ const OBJECTIVES = {
   preference: "It was tuned with pairs of answers, a better and a worse one: the better one had to become likelier.",
   odds_ratio: "It was tuned with pairs of answers, a better and a worse one: the better one had to become likelier.",
   reward: "It wrote answers itself, and those that got more points had to become likelier.",
+};
+
+const KEPT = {
+  adapter: "Most of its own numbers were kept: a small addition to them was trained (LoRA). This page has their sums.",
+  freeze: "A part of its numbers was kept as it was.",
 };
 
 function duration(seconds) {
