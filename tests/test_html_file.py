@@ -184,6 +184,18 @@ def test_conversations_have_the_ids_of_the_run_s_template(hostile: Path, tmp_pat
     assert found.chats == 3
 
 
+@pytest.mark.parametrize(
+    "source", ["{{ raise_exception('no') }}", "{% for i in range(9999) %}" * 3 + "{% endfor %}" * 3]
+)
+def test_a_template_that_renders_nothing_is_left_out(hostile: Path, tmp_path: Path, source: str) -> None:
+    run = shutil.copytree(hostile, tmp_path / "run")
+    (run / "tokenizer" / "sums.json").unlink()
+    (run / "tokenizer" / "chat_template.jinja").write_text(source, encoding="utf-8")
+    found = export_html(run, tmp_path / "model.html", verify=False)
+    assert "the page has no conversations" in " ".join(found.notes)
+    assert '"chat":null' in found.file.read_text(encoding="utf-8")
+
+
 def test_without_browser_and_node_a_file_is_unchecked_and_says_so(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

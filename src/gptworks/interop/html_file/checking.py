@@ -75,7 +75,7 @@ def check_file(
         return str(error)
     n_prompt = max(1, min(PROMPT_TOKENS, capacity // 2))
     tokens, wanted = _greedy(backend, n_prompt, capacity)
-    chats = [] if template is None else _accepted(template)
+    chats = [] if template is None else accepted(template)
     asked = {"tokens": tokens, "n_prompt": n_prompt, "texts": TEXTS, "chats": [messages for messages, _ in chats]}
     answered = f"(async () => {{ {_script()}\nreturn answered(await gptworks.model, {json.dumps(asked)}); }})()"
     expressions = [answered, *(f"gptworks.rowOf({i})" for i in range(len(tokens)))]
@@ -177,7 +177,7 @@ def _compare_texts(
         raise RunError(f"{file}: the greedy text is {given['text']!r}, and the engine's is {text!r}.")
 
 
-def _accepted(template: ChatTemplate) -> list[tuple[list[dict[str, Any]], list[int]]]:
+def accepted(template: ChatTemplate) -> list[tuple[list[dict[str, Any]], list[int]]]:
     """Return conversations that the template accepts, and their token ids."""
     made = []
     for messages in _CHATS:

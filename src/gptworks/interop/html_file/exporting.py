@@ -18,7 +18,7 @@ from gptworks.files import new_folder, open_new, replacing_by_name, write_whole
 from gptworks.infer.backends.native import refused_architecture
 from gptworks.interop.exports import leave_out_heads
 from gptworks.interop.html_file.blocks import blocks
-from gptworks.interop.html_file.checking import Check, check_file
+from gptworks.interop.html_file.checking import Check, accepted, check_file
 from gptworks.interop.html_file.how import public
 from gptworks.interop.html_file.image import Image, make_image
 from gptworks.interop.html_file.page import model_page
@@ -112,6 +112,9 @@ def export_html(
     )
     model = loaded.model
     notes = leave_out_heads(model)
+    if template is not None and not accepted(template):
+        notes.append("the page has no conversations: the run's chat template refuses short ones, or takes too long")
+        template = None
     kind = weights_of(model)
     capacity, cache = _cache_of(model, notes)
     image = make_image(model, capacity, cache)
