@@ -258,6 +258,15 @@ def test_a_tuned_model_tells_what_it_began_from(hostile: Path, tmp_path: Path, o
     assert "These are the texts of its last training." in page.inner_text(".ex-step")
 
 
+def test_windows_in_all_layers_limit_how_far_it_looks_back(tmp_path: Path, opened: Callable[..., Any]) -> None:  # noqa: F811
+    export_html(make_run(tmp_path, window=8, window_pattern=["window"]), tmp_path / "model.html", verify=False)
+    page, _ = opened(tmp_path / "model.html")
+    walk(page, 3)
+    said = page.inner_text(".ex-facts")
+    assert "Every layer sees only the last 8 tokens." in said
+    assert "It can look back over at most 15 tokens." in said, "7 before the 7 before it"
+
+
 def test_of_an_adapter_it_says_that_most_numbers_were_kept(tmp_path: Path, opened: Callable[..., Any]) -> None:  # noqa: F811
     few = {"max_steps": 4, "evaluate_every": 4, "checkpoint_every": 4}
     train(parse_recipe(chats.base_tree(tmp_path, **few)))

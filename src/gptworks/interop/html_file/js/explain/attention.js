@@ -25,6 +25,8 @@ export function AttentionStep({ how, model, reading, at, choose }) {
   const first = weights.reduce((best, weight, s) => (weight > weights[best] ? s : best), 0);
   const n_windowed = window ? cycled(n_layers, window_pattern).filter((one) => one === "window").length : 0;
   const n_turned = cycled(n_layers, rope_pattern ?? ["rope"]).filter((one) => one === "rope").length;
+  // Through windows of every layer, a token hears from those that others have looked at.
+  const reach = Math.min(model.about.context, n_windowed === n_layers ? n_layers * (window - 1) + 1 : Infinity);
   const here = window && window_pattern[layer % window_pattern.length] === "window" && window;
   return html`<p>A word alone means little. So each token looks back at the tokens before it, and at itself, and takes
       something from each: this is <b>attention</b>. All lines from one token together make 100 %. Each ${""}
@@ -62,7 +64,7 @@ export function AttentionStep({ how, model, reading, at, choose }) {
         : n_windowed > 0 &&
           `${several(n_windowed, "layer")} of ${n_layers} ${n_windowed === 1 ? "sees" : "see"} only the last ` +
             `${count(window)} tokens${here ? ", and this is one of them" : "; this one sees all"}.`,
-      `It can look back over at most ${count(model.about.context)} tokens. What came before is forgotten.`,
+      `It can look back over at most ${count(reach)} tokens. What came before is forgotten.`,
     ]} />
     <${Try}>Change the last word: which head looks elsewhere? Then find a head that always looks at the token
       before.<//>`;
