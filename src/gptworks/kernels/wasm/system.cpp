@@ -147,7 +147,7 @@ int std::snprintf(char *to, size_t room, const char *format, ...) {
 // looks for work a while, then sleeps.
 namespace {
 
-constexpr int64_t AWAKE = 1 << 16, PATIENT = 1 << 12; // looks at memory, of a nanosecond or two
+constexpr int64_t AWAKE = 1 << 19, PATIENT = 1 << 16; // looks at memory, of a nanosecond or two
 constexpr int64_t NAP_NANOSECONDS = 50'000;
 
 struct {
