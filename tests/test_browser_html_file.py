@@ -232,6 +232,8 @@ def test_a_file_that_was_cut_or_changed_says_so(run: Path, tmp_path: Path, opene
         file.write_bytes(changed)
         page, _ = opened(file)
         page.locator("#loading", has_text="This file is not whole, or was changed on its way").wait_for()
+    file.write_bytes(whole[: whole.index(b'id="page"') + 5000])  # its script is not whole
+    opened(file)[0].get_by_text("This page has not started").wait_for()
     file.write_bytes(whole.replace(b"\n", b"\r\n"))
     page, faults = opened(file)
     generate(page, "line 1", max_tokens=3)

@@ -44,6 +44,7 @@ const SOON_MS = 400; // a model that is there by then needs no line that says so
 
 if (typeof document === "undefined") globalThis.gptworks = { load };
 else {
+  document.querySelector(".nothing-came").remove();
   const textOf = (id) => {
     const block = document.getElementById(id);
     block?.remove(); // the page keeps it no longer than it is needed
