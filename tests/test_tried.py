@@ -27,7 +27,7 @@ def simulated(seed: int, noise: float, ratio: float = 1.0, most_pairs: int = 8, 
     source = random.Random(seed)
     recipe = Recipe(**tiny.recipe_tree(Path("/tmp")))
     found = Try(Path("try"), recipe, recipe, Design(("seed=1",), 30, worth, most_pairs, STEPS, 1.0), ())
-    while (due := found.due) is not None:
+    while (due := found.due(found.decided)) is not None:
         number, arms = due
         pair = found.pairs[number] if number < len(found.pairs) else Pair(number, number, {}, {}, {}, None)
         for arm in arms:
