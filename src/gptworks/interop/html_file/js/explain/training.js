@@ -108,7 +108,8 @@ function Curve({ rows }) {
   ];
   const where = whole === series[1] ? "on text kept from it " : "";
   const ends = [whole[0], whole.at(-1)].map((row) => `${figure(row[1])} at step ${count(row[0])}`);
-  return html`<figure class="ex-curve"><figcaption>Its loss ${where}while it learned, from ${ends.join(" to ")}</figcaption>
+  return html`<figure class="ex-curve">
+    <figcaption>Its loss ${where}while it learned, from ${ends.join(" to ")}</figcaption>
     <div class="ex-axis"><div class="number" aria-hidden="true"><span>${figure(most)}</span>
         <span>${figure(least)}</span></div>
       <svg viewBox=${`0 0 ${WIDE} ${HIGH}`} preserveAspectRatio="none" role="img"
