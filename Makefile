@@ -126,7 +126,7 @@ test-overload: .venv/.installed-dev
 
 # PROCESSORS="haswell": those alone. The kernels for AArch64 need Debian's g++-aarch64-linux-gnu and qemu-user.
 test-processors: .venv/.installed-dev
-	$(BIN)/python -m pytest -m processors -rs tests/test_native_processors.py
+	$(BIN)/python -m pytest -m processors -rs tests/test_native_processors.py tests/test_native_library.py
 	$(BIN)/python tests/as_processors.py $(PROCESSORS)
 
 test-sanitizers: .venv/.installed-dev

@@ -467,6 +467,7 @@ def test_without_wide_vectors_torch_computes_weights_in_fp16(
 # --------------------------------------------------------------------------------------------------- plain processors
 
 
+@pytest.mark.processors
 def test_a_processor_without_vector_instructions_computes_the_same(
     fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,6 +485,7 @@ def test_a_processor_without_vector_instructions_computes_the_same(
     check_threads(monkeypatch)
 
 
+@pytest.mark.processors
 def test_clang_builds_it_with_its_own_threads(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two OpenMP libraries in a process compete for its cores; on a Mac they end the process."""
     compiler = shutil.which("clang++")
