@@ -4,7 +4,7 @@ import { get } from "../api.js";
 import { html, useEffect, useState } from "../ui.js";
 
 const EVERY_MS = 1500;
-const ENDED_LINES = 4; // of a run that ended well: its result and the next commands
+const ENDED_LINES = 5; // of a run that ended well: its result and the next commands
 
 /** `card`: the component that shows a run, which also gets `more`. */
 export function Training({ state, shown, act, readOnly, card = Process, ...more }) {
