@@ -41,7 +41,7 @@ FP32_CACHE_BYTES = 1 << 26
 BYTES_PER_SECOND = {"fp32": 5e9, "bf16": 3e9, "int8": 6e9, "int4": 5e9}
 """Weights that one core reads in Chromium: of a model of 430M parameters on a busy server's core (2026), 60 % of the
 best."""
-TOKEN_SECONDS = 3e-4
+TOKEN_SECONDS = 1e-4
 """Time of a token for other work: sampling, scores and drawing."""
 
 HEADERS = """/*
