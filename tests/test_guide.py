@@ -41,7 +41,7 @@ NAMED = re.compile(r"# (?P<name>[\w-]+\.(?:yaml|py))(?:: (?P<base>[\w-]+\.yaml) 
 
 SHORT = "train.max_steps=6 train.warmup_steps=1 train.batch_size=8 train.evaluate_sequences=8 train.sample_tokens=8"
 SUBSTITUTIONS = {
-    r"(gptworks (?:train|launch) [^#\n]*?)(?= *(?:#|$))": rf"\1 {SHORT}",
+    r"(gptworks (?:train|launch)(?! [^#\n]*--dry-run) [^#\n]*?)(?= *(?:#|$))": rf"\1 {SHORT}",
     r"(gptworks fork [^#\n]*?)(?= *(?:#|$))": r"\1 train.max_steps=6",
     r"(gptworks sweep [^#\n]*?)(?= *(?:#|$))": rf"\1 {SHORT} sweep.n_trials=2",
     r"gptworks try mine.yaml ([^#\n]*?) --minutes 30(?= *(?:#|$))": r"gptworks try demo.yaml \1 --minutes 5 --steps 20",
