@@ -7,7 +7,7 @@ device. A rank holds its parts and one whole tensor; with `init: induction`, emb
 """
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from gptworks.model.gpt import GPT
 from gptworks.model.lab.future import FUTURE_HEADS
 from gptworks.model.lab.induction import begin_with_induction
 from gptworks.model.lora import is_adapter
+from gptworks.model.shapes import OnMeta
 from gptworks.training.distributed.shards import local, part_of
 
 aten = torch.ops.aten
@@ -33,23 +34,13 @@ CONSTANTS = frozenset((aten.zero_.default, aten.fill_.Scalar))
 _CREATED_WITH = {aten.zeros.default: 0.0, aten.ones.default: 1.0, aten.full.default: None}
 
 
-class Deferred(TorchDispatchMode):
+class Deferred(OnMeta, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context for building a model on the meta device; it records the operations that fill each tensor."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._record: list[tuple[Tensor, Any, tuple[Any, ...]]] = []
         self._names: dict[int, str] = {}
-        self._meta = torch.device("meta")
-
-    def __enter__(self) -> Self:
-        self._meta.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._meta.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))

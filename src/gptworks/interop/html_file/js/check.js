@@ -33,20 +33,7 @@ export async function answered(model, { tokens, n_prompt, texts, chats }) {
 
 const WARM_MS = 150; // of writing, in which a browser compiles the code for speed
 
-const GREEDY = {
-  temperature: 0,
-  top_k: 0,
-  top_p: 1,
-  min_p: 0,
-  repetition_penalty: 1,
-  frequency_penalty: 0,
-  presence_penalty: 0,
-  min_tokens: 0,
-  stop: [],
-  ignore_eos: true,
-  logit_bias: {},
-  seed: 0,
-};
+const GREEDY = { temperature: 0, ignore_eos: true, seed: 0 };
 
 async function events(generator) {
   const made = [];

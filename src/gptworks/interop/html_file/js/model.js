@@ -2,7 +2,7 @@
 
 import { ChatTemplate } from "./conversation.js";
 import { Engine } from "./engine.js";
-import { Sampler, Stops, scored } from "./sampling.js";
+import { NEUTRAL, Sampler, Stops, scored } from "./sampling.js";
 import { Decoder, Tokenizer } from "./tokenizer.js";
 import { Trace } from "./trace.js";
 
@@ -68,7 +68,7 @@ export class Model {
   async *text({ prompt, tokens, messages, answers, settings, n_top = 10, score_prompt = false }, signal) {
     const { tokenizer, engine } = this;
     const { context } = this.about;
-    settings = { ...settings, seed: settings.seed ?? crypto.getRandomValues(new Uint32Array(1))[0] };
+    settings = { ...NEUTRAL, ...settings, seed: settings.seed ?? crypto.getRandomValues(new Uint32Array(1))[0] };
     const fitted = messages ? this.chat.fit(messages, context, settings.max_tokens) : null;
     const ids = fitted?.ids ?? tokens ?? tokenizer.prompt(prompt ?? "");
     if (!ids.length) throw new Error("The prompt has no token that this model knows. Write another.");

@@ -4,6 +4,18 @@
 const GREEDY_BELOW = 1e-5;
 const MOST_IDS = 2 ** 21;
 
+/** Settings that leave the model's probabilities as they are. */
+export const NEUTRAL = {
+  temperature: 1,
+  top_k: 0,
+  top_p: 1,
+  min_p: 0,
+  repetition_penalty: 1,
+  frequency_penalty: 0,
+  presence_penalty: 0,
+  min_tokens: 0,
+};
+
 /** Numbers in (0, 1] of a seed: xorshift128+, filled by splitmix64. */
 export function numbers(seed) {
   const mask = (1n << 64n) - 1n;
@@ -27,7 +39,7 @@ export function numbers(seed) {
 }
 
 /** Index of the largest value, the first of equals; -1 if one is NaN. */
-function argmax(values) {
+export function argmax(values) {
   let [at, best] = [0, -Infinity];
   for (let i = 0; i < values.length; i++) {
     const value = values[i];
@@ -44,6 +56,12 @@ function logSumExp(values, least = -Infinity) {
   let sum = 0;
   for (let i = 0; i < values.length; i++) if (values[i] >= least) sum += Math.exp(values[i] - top);
   return top + Math.log(sum);
+}
+
+/** Probabilities of logits. */
+export function softmax(logits) {
+  const normalizer = logSumExp(logits);
+  return Float64Array.from(logits, (logit) => Math.exp(logit - normalizer));
 }
 
 /** Indices of the n largest, in descending order, the first of equals first. */

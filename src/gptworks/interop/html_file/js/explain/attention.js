@@ -2,6 +2,7 @@
 
 import { count, percent } from "../../../../studio/static/js/format.js";
 import { cx, html, useMemo, useState } from "../../../../studio/static/js/ui.js";
+import { argmax } from "../sampling.js";
 import { Choice, Facts, Heat, Layer, Name, Try } from "./parts.js";
 
 const LEAST_DRAWN = 0.05; // of the lines of tokens that are not chosen
@@ -22,7 +23,7 @@ export function AttentionStep({ how, model, reading, at, choose }) {
     [reading, layer],
   );
   const weights = reading.attention(layer, head, at);
-  const first = weights.reduce((best, weight, s) => (weight > weights[best] ? s : best), 0);
+  const first = argmax(weights);
   const n_windowed = window ? cycled(n_layers, window_pattern).filter((one) => one === "window").length : 0;
   const n_turned = cycled(n_layers, rope_pattern ?? ["rope"]).filter((one) => one === "rope").length;
   // Through windows of every layer, a token hears from those that others have looked at.

@@ -2,8 +2,8 @@
 
 import { count, percent } from "../../../../studio/static/js/format.js";
 import { html, useMemo, useState } from "../../../../studio/static/js/ui.js";
-import { largest } from "../sampling.js";
-import { nameOf, softmax } from "./reading.js";
+import { argmax, largest, softmax } from "../sampling.js";
+import { nameOf } from "./reading.js";
 import { Bar, Choice, Facts, Name, Tokens, Try, decimal } from "./parts.js";
 
 const CANDIDATES = 8;
@@ -78,7 +78,7 @@ function Ladder({ how, model, reading, at, id }) {
     () =>
       Array.from({ length: how.model.n_layers + 1 }, (_, i) => {
         const chances = softmax(reading.trace.lens(2 * i, at));
-        const best = chances.reduce((found, chance, one) => (chance > chances[found] ? one : found), 0);
+        const best = argmax(chances);
         return { best, chance: chances[best], wanted: chances[id] };
       }),
     [reading, at, id],

@@ -2,7 +2,8 @@
 
 import { count, percent } from "../../../../studio/static/js/format.js";
 import { html, useMemo, useState } from "../../../../studio/static/js/ui.js";
-import { nameOf, softmax } from "./reading.js";
+import { argmax, softmax } from "../sampling.js";
+import { nameOf } from "./reading.js";
 import { Choice, Facts, Heat, Layer, Name, Tokens, Try, decimal, largestOf } from "./parts.js";
 
 const STRONGEST = 8;
@@ -81,6 +82,6 @@ export function MlpStep({ how, model, reading, at, choose }) {
 
 function best(model, logits) {
   const chances = softmax(logits);
-  const id = chances.reduce((found, chance, i) => (chance > chances[found] ? i : found), 0);
+  const id = argmax(chances);
   return { name: nameOf(model, id), chance: chances[id] };
 }

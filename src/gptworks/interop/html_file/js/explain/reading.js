@@ -1,23 +1,10 @@
 // A text as the model reads it: its tokens, and the trace of what the model computed from them.
 
 import { visible } from "../../../../studio/static/js/format.js";
+import { softmax } from "../sampling.js";
 
 export const MOST_TOKENS = 64; // that a picture holds
 const FIRST_TOKENS = 16; // of the first text
-
-/** Probabilities of logits. */
-export function softmax(logits) {
-  let top = -Infinity;
-  for (const logit of logits) if (logit > top) top = logit;
-  let sum = 0;
-  const made = Float64Array.from(logits, (logit) => {
-    const weight = Math.exp(logit - top);
-    sum += weight;
-    return weight;
-  });
-  for (let i = 0; i < made.length; i++) made[i] /= sum;
-  return made;
-}
 
 /** How a token is written on the page. */
 export const nameOf = (model, id) => visible(model.tokenizer.spelling(id));

@@ -2,22 +2,13 @@
 
 import { count, percent } from "../../../../studio/static/js/format.js";
 import { html, useEffect, useMemo, useRef, useState } from "../../../../studio/static/js/ui.js";
-import { Sampler } from "../sampling.js";
+import { NEUTRAL, Sampler } from "../sampling.js";
 import { nameOf } from "./reading.js";
 import { Bar, Facts, Name, Slider, Try } from "./parts.js";
 
 const SHOWN = 10;
 const MANY = 50; // draws at once
 const MOST_KEPT = 50; // of top-k's slider
-const PLAIN = {
-  top_p: 1,
-  min_p: 0,
-  repetition_penalty: 1,
-  frequency_penalty: 0,
-  presence_penalty: 0,
-  min_tokens: 0,
-  logit_bias: null,
-};
 
 const LETTERLESS = "This token has no letters of its own, so it cannot be added.";
 const FULL = "The text is as long as these pictures can hold: shorten it to go on.";
@@ -28,7 +19,7 @@ export function SamplingStep({ model, reading, defaults, setText, busy }) {
   const [drawn, setDrawn] = useState([]); // ids, the last one last
   const logits = useMemo(() => reading.trace.logits(reading.length - 1), [reading]);
   const seed = useRef(1);
-  const settings = { ...PLAIN, temperature, top_k };
+  const settings = { ...NEUTRAL, temperature, top_k };
   const { after } = useMemo(
     () => new Sampler({ ...settings, seed: 0 }, reading.ids, []).sample(logits, SHOWN),
     [logits, temperature, top_k],
