@@ -1,0 +1,125 @@
+"""A scripted agent that looks for a better demo, with `gptworks judge` as its referee.
+
+    python bench/judge_agent.py --folder runs/campaign --page docs/tries/campaign.html    # an hour on two cores
+
+The agent speaks the Model Context Protocol, as a language model's would, and sees nothing but the judge's answers. It
+plans each proposal and drops those that cost too much, tries the others, tries a rate again in the direction that
+helped, and ends the campaign. Two of its proposals change nothing that matters, so that the page shows what becomes of
+such changes. The folder must be new; a campaign that was interrupted is ended by `gptworks judge --folder F --finish`.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+from mcp import Client, StdioServerParameters
+
+from gptworks.judge.page import PAGE
+
+MOST_WORK = 1.6
+"""Proposals whose step has more FLOPs than this, relative to the champion's, are dropped."""
+WAIT_SECONDS = 600
+
+Changes = Mapping[str, Any]
+
+PROPOSALS: tuple[tuple[str, Changes], ...] = (
+    ("Muon's rate", {"train.muon_learning_rate": 0.01}),
+    ("an epsilon that nothing depends on", {"train.eps": 1e-9}),
+    ("weights averaged at the end", {"train.average_last": 0.1}),
+    ("attention's gate", {"model.attention_gate": True}),
+    ("value embeddings", {"model.value_embeddings": ["none", "table"]}),
+    ("token pairs", {"model.bigram_vocab_size": 4096}),
+    ("short texts first", {"train.shorter_contexts": [[80, 128], [160, 256]]}),
+    ("small batches first", {"train.smaller_batches": [[120, 4]]}),
+    ("squared ReLU", {"model.mlp": "relu2"}),
+    ("twice the depth", {"model.n_layers": 6}),
+    ("a softer decay", {"train.decay_shape": "1-sqrt"}),
+    ("another clip that is never reached", {"train.grad_clip": 50.0}),
+)
+"""What the agent proposes, in its order."""
+
+
+class Agent:
+    """A client of the judge."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def call(self, tool: str, **arguments: Any) -> dict[str, Any]:
+        """Return a tool's answer.
+
+        Raises:
+            RuntimeError: the judge refused; the text says why.
+        """
+        result = await self._client.call_tool(tool, arguments, read_timeout_seconds=WAIT_SECONDS + 60)
+        if result.is_error:
+            raise RuntimeError(result.content[0].text)  # type: ignore[union-attr]
+        return result.structured_content or {}
+
+    async def trained(self, tool: str, **arguments: Any) -> dict[str, Any]:
+        """Call a tool that trains, and wait for its end."""
+        status = await self.call(tool, wait_seconds=WAIT_SECONDS, **arguments)
+        while status["running"]:
+            status = await self.call("status", wait_seconds=WAIT_SECONDS)
+        return status
+
+    async def propose(self, name: str, changes: Changes) -> dict[str, Any] | None:
+        """Plan a change and try it; return the judge's answer about it, or None if it was dropped."""
+        try:
+            planned = await self.call("plan", changes=dict(changes))
+        except RuntimeError as error:
+            say(f"{name}: {error}")
+            return None
+        if planned["work"] > MOST_WORK or not planned["affordable_pairs"]:
+            say(f"{name}: dropped, a step has {planned['work']:.2f} times the FLOPs")
+            return None
+        answer: dict[str, Any] = (await self.trained("try", changes=dict(changes)))["last"]
+        say(f"{name}: {answer['verdict']} after {answer['pairs']} pairs, {answer['words']}")
+        return answer
+
+    async def campaign(self) -> str:
+        """Try all proposals while the budget lasts; return the judge's last line."""
+        say((await self.call("init"))["rules"])
+        for name, changes in PROPOSALS:
+            try:
+                further: Changes | None = changes
+                while further is not None:
+                    answer = await self.propose(name, further)
+                    further = one_further(further) if answer and answer["accepted"] else None
+            except RuntimeError as error:  # the budget is used up
+                say(str(error))
+                break
+        return str((await self.trained("finish"))["final"])
+
+
+def one_further(changes: Changes) -> Changes | None:
+    """Return a change of one number once more halved; None if the change is of another kind."""
+    ((key, value),) = changes.items()
+    return {key: value / 2} if isinstance(value, float) else None
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+async def main(options: argparse.Namespace) -> None:
+    command = ["-m", "gptworks", "judge", options.recipe, "--folder", str(options.folder), "--budget", options.budget]
+    server = StdioServerParameters(command=sys.executable, args=command, env=dict(os.environ))
+    async with Client(server) as client:
+        say(await Agent(client).campaign())
+    if options.page:
+        shutil.copyfile(options.folder / PAGE, options.page)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="demo")
+    parser.add_argument("--folder", type=Path, default=Path("runs/campaign"), help="of the campaign; new")
+    parser.add_argument("--budget", default="1h")
+    parser.add_argument("--page", type=Path, help="copy the judge's page there")
+    anyio.run(main, parser.parse_args())
