@@ -43,7 +43,7 @@ help:
 	@echo "make bands   train the short recipes with three seeds each, for gptworks compare (about half an hour on 2 cores)"
 	@echo "make first-hour  init, train and tune on four folders of texts, beside the old defaults, nanoGPT's recipe and xz (over two hours)"
 	@echo "make experiments  changes beside the defaults, by regime and seed, for docs/experiments.md (goes on where it was; many hours)"
-	@echo "make league  the recipes of bench/league/ on the same bytes, five minutes of two cores each, for docs/league.md"
+	@echo "make league  the recipes of bench/league/5-minutes/, five minutes of two cores each, for docs/league.md (about half an hour)"
 	@echo "make bench   speed beside textbook loops, torch's own passes, other engines, servers and data pipelines; memory beside what was planned"
 
 demo: .venv/.installed

@@ -1,53 +1,68 @@
-"""The league: which recipe learns the most from the same text in five minutes on two cores?
+"""The league: which small models learn the most from the same text in 5 or 60 minutes on two cores?
 
-    python bench/league.py --text tinyshakespeare.txt         # train those without an entry of this machine
+    python bench/league.py --text tinyshakespeare.txt         # train the 5-minute contenders without an entry here
     python bench/league.py --contender small --text FILE      # only this one
-    python bench/league.py --flops 1e14 --text FILE           # limit FLOPs instead of time: for any machine
+    python bench/league.py --minutes 60 --text FILE           # those of 60 minutes
     python bench/league.py --replay small --text FILE         # train its entry again and compare the result
     python bench/league.py --page                             # docs/league.md from docs/league.jsonl
 
-A contender is a recipe in bench/league/. It trains on TinyShakespeare (fixed by its sha256) without the last tenth, and
-its score is the bits per byte of that tenth after its last step. It may choose tokenizer, model and training, but no
-other text and no trained weights. Before a run, a step is timed, and the run gets the number of steps that fit. A run
-therefore does not depend on the clock, and a replay gives the same score on the same kind of machine. Each run is a
-line of docs/league.jsonl, with all that a replay needs.
+A contender is a recipe in bench/league/5-minutes/ or 60-minutes/: a model, its tokenizer and its training. The league
+gives it the text, TinyShakespeare without its last tenth, and the length. Its score is the bits per byte of that tenth
+after its last step. It competes in the smallest class that holds all its parameters: 1M, 3M or 10M.
+
+A run has a fixed number of steps, so it does not depend on the clock, and a replay gives the same score on the same
+kind of processor. The number is what fits at the speed of a step measured before the run. The time that counts is that
+of the steps of the run itself, with reading batches and the optimizer; not the start, the evaluation and the checkpoint
+after the last step. A run that turns out too slow for its time is stopped before it is scored, and a new one with fewer
+steps begins. Each entry is a line of docs/league.jsonl, with all that a replay needs.
 """
 
 import argparse
 import os
+import platform
+import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from gptworks.config import BPETokenizer, CharTokenizer, Recipe, TextSource
-from gptworks.config.objective import NextTokenObjective
+from gptworks.config import ENDS, BPETokenizer, CharTokenizer, Recipe
 from gptworks.data.prepare import prepare
 from gptworks.device import cpu_threads
 from gptworks.errors import RunError, UserError
-from gptworks.planning.flops import forward_flops
+from gptworks.machine import cpu_generation
+from gptworks.planning.params import count_parameters
 from gptworks.recipe import load_recipe, read_recipe, with_vocab_size
 from gptworks.runs.try_run import measured_step_seconds
+from gptworks.training.record.metrics import MetricsReader
 from gptworks.training.signals import stop_signals
+from league_entries import NAME, Entry, Minutes, read_entries, size_class
 from league_page import write_page
-from recorded import REPOSITORY, Result, add_result, all_threads, provenance, read_results, train_recorded
+from recorded import REPOSITORY, Result, add_result, provenance, train_recorded
 
+TEXT_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TEXT_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 HELD_OUT = 0.1
 """Fraction of the text that is held out, at its end."""
-SECONDS = 300.0
-"""Training time of a contender, unless FLOPs are given."""
+THREADS = 2
 FITTING = 0.95
-"""Fraction of the seconds that the steps may take as measured, since the steps of a run are slightly slower."""
+"""Fraction of the time that the steps are planned to take."""
 MEASUREMENTS = 3
 """Number of times that a step is measured; the minimum counts, since other load can only add time."""
+TRIAL = 0.1
+"""Fraction of a run after which its own speed decides whether it is in time."""
+ATTEMPTS = 3
+"""Most runs that are begun for an entry."""
 
 CONTENDERS = REPOSITORY / "bench" / "league"
 RESULTS = REPOSITORY / "docs" / "league.jsonl"
-CIRCUMSTANCES = ("processor", "threads", "precision", "torch", "gptworks", "commit")
+SECTIONS = ("model", "tokenizer", "train")
+"""Sections of a contender's recipe."""
+CIRCUMSTANCES = ("processor", "precision", "torch", "gptworks", "commit")
 """If one of these differs from the entry, a replay may give another score."""
+MANY_STEPS = 1_000_000
 
 Report = Callable[[str], None]
 
@@ -61,14 +76,12 @@ class League:
     work: Path
     text: Path | None
     """The file of the text; None: download it."""
-    threads: int
-    flops: float | None = None
-    """FLOPs of each run; None: the limit is `SECONDS`."""
+    minutes: Minutes = 5
     text_sha256: str = TEXT_SHA256
 
     @property
-    def budget(self) -> str:
-        return f"{SECONDS:g} s" if self.flops is None else f"{self.flops:.3g} FLOPs"
+    def seconds(self) -> float:
+        return 60.0 * self.minutes
 
     def names(self) -> list[str]:
         return sorted(path.stem for path in self.contenders.glob("*.yaml"))
@@ -80,98 +93,144 @@ class League:
             UserError: there is none, or it breaks a rule.
         """
         if name not in self.names():
-            raise UserError(f"{name} is no contender: {self.contenders} has {', '.join(self.names())}.")
-        tree = read_recipe(self.contenders / f"{name}.yaml")[1] | {"name": name}
-        self.check(load_recipe(tree))
+            raise UserError(f"{name} is no contender: {self.contenders} has {', '.join(self.names()) or 'none'}.")
+        if not re.fullmatch(NAME, name):
+            raise UserError(f"{name}: a contender's name has small letters, digits and hyphens, at most 40.")
+        tree = read_recipe(self.contenders / f"{name}.yaml")[1]
+        train = tree.get("train")
+        if isinstance(train, dict) and (given := sorted(ENDS & train.keys())):
+            raise UserError(f"{name}: the league sets the length: leave out train.{given[0]}.")
+        self.size(self.run_recipe(tree, name, 1, MANY_STEPS))
         return tree
 
-    def check(self, recipe: Recipe) -> None:
-        """Check that a recipe follows the rules.
+    def run_recipe(self, tree: Mapping[str, Any], name: str, seed: int, steps: int) -> Recipe:
+        """Return the recipe of a run with a fixed number of steps, evaluated once on all held-out text.
+
+        Args:
+            tree: a contender's recipe, or an entry's.
 
         Raises:
-            UserError: it names the rule.
+            UserError: it breaks a rule.
         """
-        data = recipe.data
-        source = data.sources[0] if len(data.sources) == 1 else None
-        if not isinstance(source, TextSource) or source.sums != (self.text_sha256,):
-            raise UserError(f"{recipe.name}: all contenders read one text, of sha256 {self.text_sha256}.")
-        if data.clean or (data.validation.fraction, data.validation.by) != (HELD_OUT, "tail"):
+        if strange := sorted(tree.keys() - set(SECTIONS)):
             raise UserError(
-                f"{recipe.name}: the last {HELD_OUT:.0%} of the text as it is are held out: set data.validation to "
-                f"{{fraction: {HELD_OUT}, by: tail}}, and no data.clean."
+                f"{name}: `{strange[0]:.40}` is not a contender's to set: it has the sections {', '.join(SECTIONS)}. "
+                f"All learn the next token of one text, from random weights."
             )
-        if not isinstance(recipe.tokenizer, CharTokenizer | BPETokenizer):
-            raise UserError(
-                f"{recipe.name}: tokenizer.type={recipe.tokenizer.type} knows other text, or loses some: set char or "
-                f"bpe, which are learned from the training text."
-            )
-        if recipe.initialize_from or recipe.adapter or not isinstance(recipe.objective, NextTokenObjective):
-            raise UserError(f"{recipe.name}: contenders learn the next token from random weights.")
-        if recipe.train.max_steps is not None or recipe.train.epochs is not None:
-            raise UserError(
-                f"{recipe.name}: the league sets the length: leave out train.max_steps and train.epochs, and give "
-                f"train.max_minutes={SECONDS / 60:g} instead."
-            )
-
-    def run_recipe(self, tree: dict[str, Any], name: str, seed: int, steps: int) -> Recipe:
-        """Return the recipe of a run with a fixed number of steps, evaluated once on all held-out text."""
+        data = {
+            "sources": [{"type": "text", "url": TEXT_URL, "sha256": self.text_sha256}],
+            "validation": {"fraction": HELD_OUT, "by": "tail"},
+        }
         settings = [
-            f"train.max_steps={steps}", "train.max_minutes=null", f"train.evaluate_every={steps}",
+            f"train.max_steps={steps}", "train.max_minutes=null", "train.epochs=null", f"train.evaluate_every={steps}",
             f"train.checkpoint_every={steps}", "train.evaluate_sequences=0", "train.sample_every=0",
-            "train.loggers=[]", "train.device=cpu", f"train.log_every={max(1, steps // 50)}", "sweep=null",
-            f"data.cache_dir={self.work / 'data'}", f"run_dir={self.work / name}", f"seed={seed}",
+            "train.keep_every=0", "train.loggers=[]", "train.device=cpu", "train.threads=null",
+            f"train.log_every={max(1, steps // 50)}", f"data.cache_dir={self.work / 'data'}",
+            f"run_dir={self.work / name}", f"seed={seed}",
         ]  # fmt: skip
         if self.text is not None:
             settings.append(f"data.sources.0.path={self.text.resolve()}")
-        return load_recipe(tree, settings)
+        recipe = load_recipe(dict(tree) | {"name": name, "data": data}, settings)
+        if not isinstance(recipe.tokenizer, CharTokenizer | BPETokenizer):
+            raise UserError(
+                f"{name}: tokenizer.type={recipe.tokenizer.type} knows other text, or loses some: set char or bpe, "
+                f"which are learned from the training text."
+            )
+        return recipe
 
-    def fitting_steps(self, recipe: Recipe) -> int:
-        """Return the number of training steps that the budget allows.
+    def size(self, recipe: Recipe) -> str:
+        """Return the class in which a contender competes.
 
         Raises:
-            UserError: it allows none.
+            UserError: it has too many parameters for all of them.
         """
-        if self.flops is not None:
-            steps = int(self.flops / (flops_per_token(recipe) * step_tokens(recipe)))
-        else:
-            with cpu_threads(self.threads):
-                seconds = min(measured_step_seconds(recipe) for _ in range(MEASUREMENTS))
-            steps = int(FITTING * SECONDS / seconds)
-        if not steps:
-            raise UserError(f"{recipe.name}: not one step fits in {self.budget}: make the model or the batch smaller.")
-        return steps
+        known = with_vocab_size(recipe, prepare(recipe).manifest.vocab_size)
+        return size_class(recipe.name, count_parameters(known.model).total)
+
+    def fitting_steps(self, recipe: Recipe) -> int:
+        """Return the number of steps that fit in the time at the measured speed of a step. Earlier steps with smaller
+        batches count as part of a step."""
+        with cpu_threads(THREADS):
+            seconds = min(measured_step_seconds(recipe) for _ in range(MEASUREMENTS))
+        return recipe.train.steps_with(int(FITTING * self.seconds / seconds) * recipe.train.batch_size)
 
 
-def flops_per_token(recipe: Recipe) -> float:
-    """Return the training FLOPs per token as `gptworks plan` counts them, with attention as if no token were masked."""
-    known = with_vocab_size(recipe, prepare(recipe).manifest.vocab_size)
-    return forward_flops(known.model).training_per_token_dense
+class Clock:
+    """Follows the time of a run in its log, to stop a run that would take longer than allowed."""
+
+    def __init__(self, recipe: Recipe, seconds: float) -> None:
+        self._log, self._limit = MetricsReader(recipe.run_dir / "metrics.jsonl", kinds=("train",)), seconds
+        self._steps = recipe.train.max_steps or 0
+        self._times: list[tuple[int, float]] = [(0, 0.0)]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the run, at the speed of the later half of its steps so far, takes longer than allowed."""
+        self._times += [(record["step"], record["seconds"]) for _, record in self._log.read()]
+        step, seconds = self._times[-1]
+        return step >= TRIAL * self._steps and seconds + (self._steps - step) * self._step_seconds() > self._limit
+
+    def fitting_steps(self) -> int:
+        """Return the number of steps that fit at this speed."""
+        step, seconds = self._times[-1]
+        return max(0, step + int((FITTING * self._limit - seconds) / self._step_seconds()))
+
+    def _step_seconds(self) -> float:
+        step, seconds = self._times[-1]
+        before, seconds_before = max(one for one in self._times if one[0] <= step / 2)
+        return (seconds - seconds_before) / max(1, step - before)
 
 
-def step_tokens(recipe: Recipe) -> int:
-    return recipe.train.batch_size * recipe.model.context_length
+def here() -> Result:
+    """Return with what a run is trained here; see `CIRCUMSTANCES`."""
+    found = provenance(THREADS)
+    del found["threads"]
+    name = re.sub(r"[^A-Za-z0-9 .,:()@+_/-]", " ", found["processor"]) or platform.machine()
+    return found | {"processor": ", ".join(filter(None, (name, cpu_generation())))}
 
 
-def compete(league: League, name: str, seed: int, stop_asked: Callable[[], Any], report: Report) -> Result | None:
+def compete(league: League, name: str, seed: int, stop_asked: Callable[[], Any], report: Report) -> Entry | None:
     """Train a contender and return its entry; None if a stop was asked for.
 
     Raises:
-        UserError: it breaks a rule. RunError: its run failed.
+        UserError: it breaks a rule, or the source is not committed. RunError: its run failed, or all were too slow.
     """
-    contender = league.contender(name)
-    measured = league.run_recipe(contender, name, seed, 1000)  # the length does not affect the step time
-    steps = league.fitting_steps(measured)
-    report(f"{name}: {steps:,} steps of {step_tokens(measured):,} tokens fit in {league.budget}")
-    recipe = league.run_recipe(contender, name, seed, steps)
-    found = _train_anew(recipe, stop_asked, report)
-    if found is None:
-        return None
-    return {
-        "contender": name, "budget": league.budget, "seed": seed, **found,
-        "flops": flops_per_token(recipe) * found["tokens"],
-        "over": league.flops is None and found["seconds"] > SECONDS,
-        "text_sha256": league.text_sha256, "recipe": _portable(recipe), **provenance(league.threads),
-    }  # fmt: skip
+    circumstances = here()
+    if not re.fullmatch("[0-9a-f]+", circumstances["commit"]):
+        raise UserError(
+            "src/ has changes that no commit holds, or is in no Git repository, so that an entry could not be trained "
+            "again: commit first."
+        )
+    tree = league.contender(name)
+    recipe = league.run_recipe(tree, name, seed, MANY_STEPS)
+    steps, size = league.fitting_steps(recipe), league.size(recipe)
+    for _ in range(ATTEMPTS):
+        if not steps:
+            raise UserError(f"{name}: not one step fits in {league.minutes} minutes: make model or batch smaller.")
+        report(f"{name}, class {size}: {steps:,} steps fit in {league.minutes} minutes")
+        recipe = league.run_recipe(tree, name, seed, steps)
+        found, clock = _train_in_time(recipe, league.seconds, stop_asked, report)
+        if stop_asked():
+            return None
+        if found is not None and found["seconds"] <= league.seconds:
+            figures = {key: found[key] for key in Entry.model_fields.keys() & found.keys()}
+            whole = recipe.model_dump(mode="json", include=set(SECTIONS))
+            given = {"contender": name, "minutes": league.minutes, "seed": seed, "recipe": whole}
+            return Entry.model_validate(figures | given | circumstances)
+        report(f"{name}: too slow for {steps:,} steps; a new run begins")
+        steps = min(steps - 1, clock.fitting_steps())
+    raise RunError(
+        f"{name}: {ATTEMPTS} runs in a row became slower than they began, so none was in time: run it when the machine "
+        f"has nothing else to do."
+    )
+
+
+def _train_in_time(
+    recipe: Recipe, seconds: float, stop_asked: Callable[[], Any], report: Report
+) -> tuple[Result | None, Clock]:
+    """Train from the first step, but no longer than it takes to see that the run will not end in time."""
+    clock = Clock(recipe, seconds)
+    return _train_anew(recipe, lambda: stop_asked() or clock.is_late, report), clock
 
 
 def _train_anew(recipe: Recipe, stop_asked: Callable[[], Any], report: Report) -> Result | None:
@@ -183,37 +242,38 @@ def _train_anew(recipe: Recipe, stop_asked: Callable[[], Any], report: Report) -
     return found
 
 
-def _portable(recipe: Recipe) -> dict[str, Any]:
-    """Return the resolved recipe without paths of this machine."""
-    tree = recipe.model_dump(mode="json", exclude={"run_dir", "sweep"})
-    del tree["data"]["cache_dir"], tree["data"]["sources"][0]["path"]
-    return tree
-
-
 def replay(
-    league: League, entries: Sequence[Result], name: str, stop_asked: Callable[[], Any], report: Report
+    league: League, entries: Sequence[Entry], name: str, stop_asked: Callable[[], Any], report: Report
 ) -> bool | None:
     """Train a contender's last entry again, one of this processor if there is one; return whether loss and bits per
     byte are equal to the last bit. None if a stop was asked for.
 
     Raises:
-        UserError: there is no entry. RunError: its run failed.
+        UserError: there is no entry, or its recipe breaks a rule or is not valid in this version. RunError: its run
+            failed.
     """
-    here = provenance(league.threads)
-    of_name = [entry for entry in entries if entry["contender"] == name]
+    now = here()
+    of_name = [entry for entry in entries if (entry.contender, entry.minutes) == (name, league.minutes)]
     if not of_name:
-        raise UserError(f"{name} has no entry in the league: its entries are those of a file of results.")
-    entry = max(enumerate(of_name), key=lambda found: (found[1]["processor"] == here["processor"], found[0]))[1]
-    recipe = league.run_recipe(entry["recipe"], f"{name}-replay", entry["seed"], entry["steps"])
+        raise UserError(f"{name} has no entry of {league.minutes} minutes in the file of results.")
+    entry = max(enumerate(of_name), key=lambda found: (found[1].processor == now["processor"], found[0]))[1]
+    try:
+        recipe = league.run_recipe(entry.recipe, f"{name}-replay", entry.seed, entry.steps)
+    except UserError as error:
+        raise UserError(
+            f"{name}: its entry's recipe, of gptworks {entry.gptworks} at commit {entry.commit}, is not valid here: "
+            f"{error} Replay it at that commit."
+        ) from None
     found = _train_anew(recipe, stop_asked, report)
     if found is None:
         return None
-    differing = [f"{key} was {entry[key]} and is {here[key]}" for key in CIRCUMSTANCES if entry[key] != here[key]]
-    report(f"{name}: entry {entry['bits_per_byte']!r} bits per byte, replay {found['bits_per_byte']!r}")
-    same = all(found[key] == entry[key] for key in ("loss", "bits_per_byte", "data", "held_out", "steps"))
-    words = "equal" if same else f"not equal: {found['bits_per_byte'] - entry['bits_per_byte']:+.6f} bits per byte"
-    report(words + (f"; {', '.join(differing)}" if differing else "; on the same kind of machine"))
-    return same
+    then = entry.model_dump()
+    differing = [f"{key} was {then[key]} and is {now[key]}" for key in CIRCUMSTANCES if then[key] != now[key]]
+    report(f"{name}: entry {entry.bits_per_byte!r} bits per byte, replay {found['bits_per_byte']!r}")
+    keys = ("loss", "bits_per_byte", "data", "held_out", "steps", "tokens", "parameters")
+    unequal = [f"{key} was {then[key]} and is {found[key]}" for key in keys if found[key] != then[key]]
+    report("; ".join([f"not equal: {', '.join(unequal)}" if unequal else "equal", *differing]))
+    return not unequal
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -222,12 +282,10 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--page", action="store_true", help="write the page alone")
     parser.add_argument("--replay", metavar="NAME", help="train an entry again; exit code 1 where it is not equal")
     parser.add_argument("--contender", action="append", help="this one alone; repeatable")
-    parser.add_argument("--flops", type=float, help="the length of each run in FLOPs, such as 1e14")
-    parser.add_argument("--again", action="store_true", help="also who has an entry of this kind of machine")
+    parser.add_argument("--minutes", type=int, choices=get_args(Minutes), default=5, help="the time of each run")
+    parser.add_argument("--again", action="store_true", help="also who has an entry of this kind of processor")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=min(2, all_threads()))
-    text = os.environ.get("LEAGUE_TEXT")
-    parser.add_argument("--text", type=Path, default=text and Path(text), help="TinyShakespeare; or $LEAGUE_TEXT")
+    parser.add_argument("--text", type=Path, help="the file of TinyShakespeare; else it is downloaded")
     parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / "league")
     parser.add_argument("--results", type=Path, default=RESULTS, help="lines; the page is beside it")
     return parser.parse_args(arguments)
@@ -235,9 +293,10 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = options_of()
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)  # inherited by the runs
-    league = League(CONTENDERS, options.work.resolve(), options.text, options.threads, options.flops)
-    entries = read_results(options.results)
+    os.environ["OMP_NUM_THREADS"] = str(THREADS)  # inherited by the runs
+    folder = CONTENDERS / f"{options.minutes}-minutes"
+    league = League(folder, options.work.resolve(), options.text, options.minutes)
+    entries = read_entries(options.results)
 
     def report(text: str) -> None:
         print(text, flush=True)
@@ -256,19 +315,15 @@ def main() -> None:
             entry = compete(league, name, options.seed, stop_asked, report)
             if entry is None:
                 break
-            add_result(options.results, entry)
-            report(f"{name}: {entry['bits_per_byte']:.4f} bits per byte after {entry['seconds']:.0f} s")
-    write_page(read_results(options.results), options.results.with_suffix(".md"))
+            add_result(options.results, entry.model_dump())
+            report(f"{name}: {entry.bits_per_byte:.4f} bits per byte after {entry.seconds:.0f} s")
+    write_page(read_entries(options.results), options.results.with_suffix(".md"))
 
 
-def has_entry(entries: Sequence[Result], league: League, name: str, seed: int) -> bool:
-    """Whether a contender has an entry with this budget, seed and kind of machine."""
-    here = provenance(league.threads)
-    key = (name, league.budget, seed, here["processor"], here["threads"])
-    return any(
-        (entry["contender"], entry["budget"], entry["seed"], entry["processor"], entry["threads"]) == key
-        for entry in entries
-    )
+def has_entry(entries: Sequence[Entry], league: League, name: str, seed: int) -> bool:
+    """Whether a contender has an entry with this time, seed and kind of processor."""
+    key = (name, league.minutes, seed, here()["processor"])
+    return any((entry.contender, entry.minutes, entry.seed, entry.processor) == key for entry in entries)
 
 
 if __name__ == "__main__":

@@ -1,73 +1,80 @@
-"""Writes the page of bench/league.py from its file of results."""
+"""Writes the page of bench/league.py from its entries."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 from gptworks.files import write_whole
-from recorded import Result
+from league_entries import SIZES, Entry, Minutes
+
+COLUMNS = (
+    "", "contender", "bits per byte", "seed", "parameters", "steps", "tokens", "seconds", "gptworks", "torch",
+    "precision", "date",
+)  # fmt: skip
 
 
-def write_page(entries: Sequence[Result], path: Path) -> None:
+def write_page(entries: Sequence[Entry], path: Path) -> None:
     """Write the page."""
     write_whole(path, page(entries))
 
 
-def tables_of(entries: Sequence[Result]) -> dict[str, list[Result]]:
-    """Return the entries by the heading of their table, fewest bits per byte first. Entries limited by time are
-    compared only on the same kind of machine, those limited by FLOPs on all; a contender's last entry of a seed
-    counts."""
-    tables: dict[str, dict[tuple[str, int], Result]] = {}
-    for entry in entries:
-        heading = entry["budget"]
-        if heading.endswith(" s"):
-            heading += f", {entry['threads']} threads of {entry['processor']}"
-        key = (entry["contender"], entry["seed"])
-        table = tables.setdefault(heading, {})
-        table.pop(key, None)
-        table[key] = entry
-    return {
-        heading: sorted(table.values(), key=lambda entry: (entry["over"], entry["bits_per_byte"]))
-        for heading, table in tables.items()
-    }
+def tables_of(entries: Sequence[Entry]) -> dict[tuple[str, int], dict[str, list[Entry]]]:
+    """Return the entries by size class and minutes, and then by processor, since only times of one kind of processor
+    compare; fewest bits per byte first. A contender's last entry of a seed counts."""
+    last = {(one.size, one.minutes, one.processor, one.contender, one.seed): one for one in entries}
+    tables = dict[tuple[str, int], dict[str, list[Entry]]]()
+    for entry in sorted(last.values(), key=lambda entry: (entry.processor, entry.bits_per_byte)):
+        tables.setdefault((entry.size, entry.minutes), {}).setdefault(entry.processor, []).append(entry)
+    return tables
 
 
-def page(entries: Sequence[Result]) -> str:
+def page(entries: Sequence[Entry]) -> str:
     """Return the page as Markdown."""
     return "\n".join(_lines(entries)) + "\n"
 
 
-def _lines(entries: Sequence[Result]) -> Iterator[str]:
+def _lines(entries: Sequence[Entry]) -> Iterator[str]:
     yield "# The league"
     yield ""
     yield (
         "`make league` writes this page from `docs/league.jsonl`; edit neither by hand. Each contender is a recipe in "
-        "`bench/league/`. All train on TinyShakespeare without its last tenth, from random weights, for as long as the "
-        "table's heading says, and are scored by the bits per byte of that tenth, all of it, after the last step. "
-        "`bench/league.py` holds the rules; `python bench/league.py --replay NAME` trains an entry again and says "
-        "whether the number is the same. To enter, add a recipe."
+        "`bench/league/`. All train on TinyShakespeare without its last tenth, from random weights, on two cores, and "
+        "are scored by the bits per byte of that tenth, all of it, after the last step."
     )
-    if not entries:
-        yield ""
-        yield "No entries yet."
-    for heading, table in tables_of(entries).items():
-        yield from ("", f"## {heading}", "")
-        yield (
-            "| | contender | bits per byte | seed | parameters | steps | tokens | FLOPs | seconds | machine | torch | "
-            "gptworks | date |"
-        )
-        yield "|---:|---|---:|---:|---:|---:|---:|---:|---:|---|---|---|---|"
-        for rank, entry in enumerate(table, 1):
-            yield _row("over" if entry["over"] else str(rank), entry)
-        if any(entry["over"] for entry in table):
-            yield ""
-            yield "*over*: the run took longer than the time allowed, and does not count."
+    yield ""
+    yield (
+        "A contender competes in the smallest class that holds all parameters of its model, as `gptworks plan` counts "
+        "them: embeddings and experts included, a tied head once. The seconds are those of all steps of the run, with "
+        "reading batches and the optimizer, without the start of the program and the evaluation after the last step. A "
+        "run that would take longer than the time of its table is stopped before it is scored."
+    )
+    yield ""
+    yield (
+        "`python bench/league.py --replay NAME` trains an entry again and says whether the number is the same: it is "
+        "with the same gptworks and torch on the same kind of processor. `--minutes 60` means an entry of 60 minutes. "
+        "To enter, add a recipe to `bench/league/5-minutes/` or `bench/league/60-minutes/`."
+    )
+    tables = tables_of(entries)
+    for minutes in get_args(Minutes):
+        for size in SIZES:
+            yield from ("", f"## At most {size} parameters, {minutes} minutes", "")
+            found = tables.get((size, minutes))
+            if not found:
+                yield "No entry yet."
+            for i, (processor, table) in enumerate((found or {}).items()):
+                if i:
+                    yield ""
+                yield from (f"Two cores of {processor}:", "")
+                yield f"| {' | '.join(COLUMNS)} |"
+                yield "|---:|---|---:|---:|---:|---:|---:|---:|---|---|---|---|"
+                for rank, entry in enumerate(table, 1):
+                    yield _row(rank, entry)
 
 
-def _row(rank: str, entry: Result) -> str:
+def _row(rank: int, entry: Entry) -> str:
     cells = (
-        rank, entry["contender"], f"{entry['bits_per_byte']:.4f}", str(entry["seed"]), f"{entry['parameters']:,}",
-        f"{entry['steps']:,}", f"{entry['tokens']:,}", f"{entry['flops']:.2e}", f"{entry['seconds']:.0f}",
-        f"{entry['processor']}, {entry['threads']} threads, {entry['precision']}", entry["torch"],
-        f"{entry['gptworks']} ({entry['commit'] or 'unknown commit'})", entry["date"],
+        str(rank), entry.contender, f"{entry.bits_per_byte:.4f}", str(entry.seed), f"{entry.parameters:,}",
+        f"{entry.steps:,}", f"{entry.tokens:,}", f"{entry.seconds:.0f}", f"{entry.gptworks} ({entry.commit})",
+        entry.torch, entry.precision, entry.date,
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
