@@ -1,37 +1,54 @@
-"""Compare many changes with one baseline; each change is trained once per block, so that seed effects cancel.
+"""Compare many changes with one baseline, after every seed, with one bound on the errors of all comparisons.
 
-The model is additive, as in a randomized complete block design: a loss is an effect of the change, an effect of the
-block, and noise. It is fitted by least squares, so that runs may be missing. The noise is estimated from all runs
-together, since a change has only two or three. The intervals are simultaneous: with a probability of 95%, all of them
-contain the true differences (Dunnett, 1955, many treatments with one control). Their quantile depends on which runs
-exist and has no closed form, so it is simulated: normal noise for these runs is fitted in the same way.
+A change and the baseline are trained in the same blocks: a block is a seed on one machine, whose effect on all losses
+cancels in a pair's difference. The noise of a difference is pooled over all changes, because each has few pairs.
 
-This assumes that all changes have equal noise. A change whose runs vary significantly more (Cochran's test of the
-largest variance, 1941, with a quantile simulated likewise) is set apart: only its own pairs are used, not the fit.
+The intervals may be looked at after every pair, and the next runs may be chosen by what they show. As in Stein's
+procedure ("A two-sample test for a linear hypothesis whose power is independent of the variance", Annals of
+Mathematical Statistics, 1945), the noise comes only from the first pairs of each change, which are trained whatever
+they show: it is independent of the means of these pairs and of all later ones. Given it, the difference after n pairs,
+3 to 300, has an interval of ±k (n/3)^0.05 σ √(2/n), with k from simulation (Wang and Tsiatis, "Approximately optimal
+one-parameter boundaries for group sequential trials", Biometrics, 1987). All looks at all changes are one Gaussian
+vector, so the probability that all their intervals hold is at least the product of the changes' own probabilities,
+whatever runs of the baseline they share (Royen, "A simple proof of the Gaussian correlation conjecture extended to
+multivariate gamma distributions", 2014). So, with a probability of 95%, no interval ever shown excludes its change's
+true difference, whichever changes got more seeds and why.
+
+This assumes that all changes have equal noise. A change whose pairs scatter significantly more is set apart: its
+interval comes from its own pairs alone, and is valid after every pair too (`gptworks.judge.evidence`).
 """
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean, stdev
+from dataclasses import dataclass, replace
+from functools import cache
+from statistics import fmean, stdev, variance
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gptworks.runs.statistics import t_quantile
+from gptworks.judge.evidence import critical_t
+from gptworks.runs.statistics import f_upper
 
 FEWEST_RUNS = 3
-"""Minimum number of a change's runs, in blocks that have the baseline too, for an interval."""
+"""Number of a change's first pairs, from which the noise is estimated; with fewer, there is no interval."""
+MOST_RUNS = 300
+"""Number of pairs up to which the intervals are valid."""
+
+GROWTH = 0.05
+"""Exponent with which intervals grow with the number of pairs, in standard errors: more of the error for early looks,
+when most differences are decided."""
 
 ERROR = 0.05
-"""Probability that some interval of a fit misses its true difference."""
+"""Probability that any interval ever shown misses its true difference."""
 APART = 0.01
-"""Probability that some change is set apart although all changes have equal noise."""
-_DRAWN = 20_000
+"""Probability that some change is set apart in a look although all changes have equal noise."""
+_SIMULATIONS = 100_000
 
 Block = Hashable
+Losses = Mapping[Block, float]
 Runs = Sequence[tuple[str, Block, float]]
-"""Change, block and loss of each run; a block has at most one run of a change."""
+"""Change, block and loss of each run, oldest first; a block has at most one run of a change."""
 
 
 @dataclass(frozen=True)
@@ -39,113 +56,119 @@ class Comparison:
     """A change's loss minus the baseline's."""
 
     value: float
-    low: float
-    high: float
     n: int
     """Number of blocks that have a run of the change and one of the baseline."""
-    apart: bool = False
-    """Whether the change was set apart: only its own pairs give the interval, which has 95% by itself."""
+    spread: float = math.inf
+    """Standard deviation of a pair's difference; infinite: unknown."""
+    multiple: float | None = None
+    """Half the width of the interval after `FEWEST_RUNS` pairs, in standard errors. None: the change was set apart, and
+    the interval has 95% by itself."""
+
+    @property
+    def apart(self) -> bool:
+        return self.multiple is None and math.isfinite(self.spread)
+
+    def margin(self, n: int) -> float:
+        """Return half the width of the interval after `n` pairs with the present spread."""
+        if n < FEWEST_RUNS or n > MOST_RUNS or math.isinf(self.spread):
+            return math.inf
+        multiple = critical_t(n, ERROR / 2) if self.multiple is None else self.multiple * (n / FEWEST_RUNS) ** GROWTH
+        return multiple * self.spread / math.sqrt(n)
+
+    @property
+    def low(self) -> float:
+        return self.value - self.margin(self.n)
+
+    @property
+    def high(self) -> float:
+        return self.value + self.margin(self.n)
 
 
 def compare(runs: Runs, baseline: str) -> dict[str, Comparison]:
-    """Return the effect of each change on the loss, for all changes that share a block with the baseline; with too few
-    runs, the interval is infinite."""
-    pairs = _pairs(runs, baseline)
-    if not pairs:
-        return {}
-    runs = [(change, block, loss) for change, block, loss in runs if change == baseline or change in pairs]
-    apart: dict[str, Comparison] = {}
-    while True:
-        fit, losses = _fit(runs, baseline), np.array([loss for _, _, loss in runs])
-        if (scattered := _most_scattered(fit, losses)) is None:
-            return _fitted(fit, losses, pairs) | apart
-        apart[scattered] = _alone(pairs[scattered])
-        runs = [run for run in runs if run[0] != scattered]
-
-
-def _pairs(runs: Runs, baseline: str) -> dict[str, list[float]]:
-    """Return, for each change, its loss minus the baseline's in each block that has both."""
+    """Return the effect of each change on the loss, for all changes that share a block with the baseline."""
     beside = {block: loss for change, block, loss in runs if change == baseline}
-    pairs: dict[str, list[float]] = {}
+    losses: dict[str, dict[Block, float]] = {}
     for change, block, loss in runs:
         if change != baseline and block in beside:
-            pairs.setdefault(change, []).append(loss - beside[block])
-    return pairs
+            losses.setdefault(change, {})[block] = loss
+    pairs = {change: [loss - beside[block] for block, loss in mine.items()] for change, mine in losses.items()}
+    judged = {change: mine for change, mine in losses.items() if len(mine) >= FEWEST_RUNS}
+    found = {change: Comparison(fmean(mine), len(mine)) for change, mine in pairs.items()}
+    together = dict(judged)
+    while (scattered := _most_scattered(together, beside, len(judged))) is not None:
+        del together[scattered]
+        found[scattered] = replace(found[scattered], spread=stdev(pairs[scattered]))
+    noise, freedom = _noise(together, beside)
+    others = [change for change in found if change in together or change not in judged]
+    if freedom:
+        spread, multiple = math.sqrt(2) * noise, _multiple(len(others), freedom)
+        found |= {change: replace(found[change], spread=spread, multiple=multiple) for change in others}
+    return found
 
 
-def _alone(differences: Sequence[float]) -> Comparison:
-    value = fmean(differences)
-    margin = t_quantile(1 - ERROR / 2, len(differences) - 1) * stdev(differences) / math.sqrt(len(differences))
-    return Comparison(value, value - margin, value + margin, len(differences), apart=True)
+def _noise(losses: Mapping[str, Losses], beside: Losses) -> tuple[float, int]:
+    """Return the standard deviation of the noise in a loss, and its degrees of freedom: from the first pairs of each
+    change, where changes with the same first blocks and the baseline are a randomized complete block design."""
+    squares, freedom = 0.0, 0
+    for blocks, names in _designs(losses).items():
+        table = np.array([[row[block] for block in blocks] for row in (beside, *(losses[name] for name in names))])
+        left = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
+        squares += (left**2).sum()
+        freedom += len(names) * (FEWEST_RUNS - 1)
+    return math.sqrt(squares / max(1, freedom)), freedom
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """A least-squares fit of the losses by change and block."""
-
-    names: list[str]
-    """Names of the changes, the baseline first."""
-    change_of: NDArray[np.int64]
-    """Index of each run's change."""
-    effects: NDArray[np.float64]
-    """(changes, runs): maps losses to each change's loss minus the baseline's."""
-    leaves: NDArray[np.float64]
-    """(runs, runs): maps losses to residuals."""
-    freedom: int
-    """Degrees of freedom: number of runs minus the rank of the fit."""
-
-    def noise(self, losses: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the standard deviation of the noise in losses (…, runs)."""
-        return np.sqrt(((losses @ self.leaves) ** 2).sum(-1) / self.freedom)
-
-    def scatter(self, losses: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return, for each change (…, changes), its share of the residual variance divided by the expected share; 0 for
-        the baseline, which is never set apart, and for changes with too few runs for an interval."""
-        members = np.eye(len(self.names))[self.change_of]
-        expected = np.diag(self.leaves) @ members
-        judged = (members.sum(0) >= FEWEST_RUNS) & (expected > 1e-9)
-        judged[0] = False
-        squares = ((losses @ self.leaves) ** 2) @ members
-        return np.where(judged, squares / np.where(judged, expected, 1) / self.noise(losses)[..., None] ** 2, 0)
+def _designs(losses: Mapping[str, Losses]) -> dict[frozenset[Block], list[str]]:
+    """Return the names of changes by their first blocks."""
+    designs: dict[frozenset[Block], list[str]] = {}
+    for name, mine in losses.items():
+        designs.setdefault(frozenset(list(mine)[:FEWEST_RUNS]), []).append(name)
+    return designs
 
 
-def _fit(runs: Runs, baseline: str) -> _Fit:
-    names = list(dict.fromkeys([baseline, *(change for change, _, _ in runs)]))
-    blocks = list(dict.fromkeys(block for _, block, _ in runs))
-    change_of = np.array([names.index(change) for change, _, _ in runs])
-    design = np.hstack(
-        [np.eye(len(names))[change_of], np.eye(len(blocks))[[blocks.index(block) for _, block, _ in runs]]]
-    )
-    solved = np.linalg.pinv(design)
-    effects = solved[: len(names)] - solved[0]
-    return _Fit(
-        names, change_of, effects, np.eye(len(runs)) - design @ solved, len(runs) - np.linalg.matrix_rank(design)
-    )
+def _most_scattered(losses: Mapping[str, Losses], beside: Losses, of: int) -> str | None:
+    """Return the change that has significantly more noise than the others, if any: its first losses scatter more around
+    the mean of the others in their blocks (an F test), or all its losses around the baseline's."""
+    least, found = APART / (2 * max(1, of)), None
+    for blocks, names in _designs(losses).items():
+        for change in names:
+            noise, freedom = _noise({name: mine for name, mine in losses.items() if name != change}, beside)
+            if not freedom:
+                continue
+            mine, rest = losses[change], [beside, *(losses[name] for name in names if name != change)]
+            first = [mine[block] - fmean(row[block] for row in rest) for block in blocks]
+            pairs = [loss - beside[block] for block, loss in mine.items()]
+            for scatter, others in ((first, len(rest)), (pairs, 1)):
+                ratio = variance(scatter) / (1 + 1 / others) / max(noise, 1e-9) ** 2
+                if (p := f_upper(ratio, len(scatter) - 1, freedom)) < least:
+                    least, found = p, change
+    return found
 
 
-def _drawn(n: int) -> NDArray[np.float64]:
-    return np.random.Generator(np.random.PCG64(0)).standard_normal((_DRAWN, n))
+@cache
+def _multiple(changes: int, freedom: int) -> float:
+    """Return the half-width, in standard errors, with which all intervals of this many changes, after any number of
+    pairs, contain their true differences; `freedom`: degrees of freedom of the noise."""
+    most, scales = _largest(), np.sqrt(_random().chisquare(freedom, 4_000) / freedom)
+    low, high = 0.0, 100.0
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        within = np.searchsorted(most, middle * scales) / len(most)
+        low, high = (middle, high) if (within**changes).mean() < 1 - ERROR else (low, middle)
+    return high
 
 
-def _most_scattered(fit: _Fit, losses: NDArray[np.float64]) -> str | None:
-    """Return the change with significantly more noise than the others, if there is one."""
-    if fit.freedom == 0 or fit.noise(losses) < 1e-9:  # the residuals are only rounding errors
-        return None
-    scatter = fit.scatter(losses)
-    drawn = fit.scatter(_drawn(len(losses))).max(-1)
-    return fit.names[scatter.argmax()] if scatter.max() > np.quantile(drawn, 1 - APART) else None
+@cache
+def _largest() -> NDArray[np.float32]:
+    """Return simulated series' largest distance of a mean from 0 over all looks, relative to the interval, sorted."""
+    n = np.arange(FEWEST_RUNS, MOST_RUNS + 1, dtype=np.float32)
+    random, widths = _random(), np.sqrt(n) * (n / FEWEST_RUNS) ** GROWTH
+    parts = [
+        np.abs(random.standard_normal((1_000, MOST_RUNS), np.float32).cumsum(1)[:, FEWEST_RUNS - 1 :] / widths).max(1)
+        for _ in range(_SIMULATIONS // 1_000)
+    ]
+    return np.sort(np.concatenate(parts))
 
 
-def _fitted(fit: _Fit, losses: NDArray[np.float64], pairs: Mapping[str, Sequence[float]]) -> dict[str, Comparison]:
-    values = fit.effects @ losses
-    lengths = np.sqrt((fit.effects**2).sum(1))  # standard error of each difference for noise of 1
-    enough = [i for i, name in enumerate(fit.names) if i and len(pairs[name]) >= FEWEST_RUNS]
-    margins = np.full(len(fit.names), math.inf)
-    if enough and fit.freedom > 0:
-        drawn = _drawn(len(losses))
-        t = np.abs(drawn @ fit.effects[enough].T) / lengths[enough] / fit.noise(drawn)[:, None]
-        margins[enough] = np.quantile(t.max(1), 1 - ERROR) * fit.noise(losses) * lengths[enough]
-    return {
-        name: Comparison(float(value), float(value - margin), float(value + margin), len(pairs[name]))
-        for name, value, margin in zip(fit.names[1:], values[1:], margins[1:], strict=True)
-    }
+def _random() -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(0))

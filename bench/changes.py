@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-BASELINE = "baseline"
+BASELINE, SHORTER, LONGER = "baseline", "half-as-long", "twice-as-long"
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,13 @@ class Change:
     """`key.path=value` settings, which together make the change."""
     source: str
     """Who proposed it, or whose recipe has it."""
+    length: float = 1.0
+    """Number of tokens, relative to the baseline's."""
+
+    @property
+    def words(self) -> list[str]:
+        """The settings, and the length if it differs, as they are recorded."""
+        return [*self.settings, *([f"{self.length:g} × train.max_steps"] if self.length != 1 else [])]
 
 
 def _change(name: str, settings: str, source: str) -> Change:
@@ -21,6 +28,28 @@ def _change(name: str, settings: str, source: str) -> Change:
 
 
 CHANGES = (
+    # the baseline's length, with which changes are compared in equal time
+    Change(SHORTER, (), "the baseline for half the time", 0.5),
+    Change(LONGER, (), "the baseline for twice the time", 2.0),
+    # the table's next changes
+    _change("even-average", "train.average_last=0.2", "Izmailov et al., 2018"),
+    _change("growing-batch", "train.smaller_batches=[[120,8]]", "Smith et al., 2018"),
+    _change("two-tokens-ahead", "model.n_future_tokens=2", "Gloeckle et al., 2024"),
+    _change("decay-1-sqrt", "train.decay_shape=1-sqrt", "Hägele et al., 2024"),
+    _change("cosine", "train.schedule=cosine", "Loshchilov & Hutter, 2017"),
+    _change("geglu", "model.mlp=geglu", "Shazeer, 2020"),
+    _change("windows", "model.window=64 model.window_pattern=[window,full]", "Gemma 2, 2024"),
+    _change("soap", "train.optimizer=soap", "Vyas et al., 2024"),
+    _change("batch-halved", "train.batch_size=8", "McCandlish et al., 2018"),
+    _change(
+        "three-tokens-ahead-falling",
+        "model.n_future_tokens=3 train.future_weights_fall=true",
+        "modded-nanogpt, 2025, here with heads",
+    ),
+    _change(
+        "experts", "model.n_experts=8 model.n_experts_per_token=2 model.d_ff=192", "Shazeer et al., 2017"
+    ),
+    _change("deeper", "model.n_layers=8", "Kaplan et al., 2020"),
     # attention
     _change("no-qk-norm", "model.qk_norm=false", "Vaswani et al., 2017"),
     _change("qk-norm-whole", "model.qk_norm=whole", "OLMo 2, 2025"),
@@ -34,7 +63,6 @@ CHANGES = (
     _change("value-residual", "model.value_residual=true", "Zhou et al., 2024"),
     _change("value-embeddings", "model.value_embeddings=[none,table]", "modded-nanogpt, 2024"),
     _change("projected-value-embeddings", "model.value_embeddings=[none,projected]", "the same without a table"),
-    _change("windows", "model.window=64 model.window_pattern=[window,full]", "Gemma 2, 2024"),
     # positions
     _change("learned-positions", "model.position=learned", "GPT-2, 2019"),
     _change("no-positions", "model.position=none", "Kazemnejad et al., 2023"),
@@ -54,13 +82,9 @@ CHANGES = (
     # the MLP
     _change("gelu", "model.mlp=gelu", "GPT-2, 2019"),
     _change("relu2", "model.mlp=relu2", "So et al., 2021"),
-    _change("geglu", "model.mlp=geglu", "Shazeer, 2020"),
     _change("narrow-mlp", "model.d_ff=192", "half the default"),
     _change("wide-mlp", "model.d_ff=768", "twice the default"),
     _change("mlp-bias", "model.mlp_bias=true", "GPT-2, 2019"),
-    _change(
-        "experts", "model.n_experts=8 model.n_experts_per_token=2 model.d_ff=192", "Shazeer et al., 2017"
-    ),
     _change(
         "experts-and-a-shared-one",
         "model.n_experts=8 model.n_experts_per_token=2 model.d_ff=128 model.d_ff_shared=128",
@@ -75,15 +99,8 @@ CHANGES = (
     ),
     _change("smear", "model.smear=true", "modded-nanogpt, 2025"),
     _change("bigram-embeddings", "model.bigram_vocab_size=4096", "Huang et al., 2025"),
-    _change("two-tokens-ahead", "model.n_future_tokens=2", "Gloeckle et al., 2024"),
-    _change(
-        "three-tokens-ahead-falling",
-        "model.n_future_tokens=3 train.future_weights_fall=true",
-        "modded-nanogpt, 2025, here with heads",
-    ),
     _change("logit-softcap-30", "model.logit_softcap=30", "Gemma 2, 2024"),
     # shape
-    _change("deeper", "model.n_layers=8", "Kaplan et al., 2020"),
     _change("two-layers-twice", "model.n_layers=2 model.layer_repeats=2", "Dehghani et al., 2018"),
     _change("each-layer-twice", "model.layer_repeats=[2,2,2,2] model.n_layers=4", "Liu et al., 2024"),
     _change("shallower", "model.n_layers=2", "Kaplan et al., 2020"),
@@ -96,7 +113,6 @@ CHANGES = (
     # optimizer
     _change("adamw", "train.optimizer=adamw", "Loshchilov & Hutter, 2019"),
     _change("normuon", "train.optimizer=normuon", "Li et al., 2025"),
-    _change("soap", "train.optimizer=soap", "Vyas et al., 2024"),
     _change("muon-rate-halved", "train.muon_learning_rate=0.01", "half the default"),
     _change("muon-rate-doubled", "train.muon_learning_rate=0.04", "twice the default"),
     _change("adamw-rate-halved", "train.learning_rate=0.01", "half the default, of embeddings, head and vectors"),
@@ -109,19 +125,14 @@ CHANGES = (
     _change("weight-decay-0-1", "train.weight_decay=0.1", "GPT-3, 2020"),
     _change("cautious-weight-decay", "train.cautious_weight_decay=true train.weight_decay=0.1", "Chen et al., 2025"),
     _change("no-clipping", "train.grad_clip=0", "Pascanu et al., 2013, without it"),
-    _change("even-average", "train.average_last=0.2", "Izmailov et al., 2018"),
     _change("weight-average", "train.ema_decay=0.98", "Polyak & Juditsky, 1992"),
     # schedule and batch
-    _change("cosine", "train.schedule=cosine", "Loshchilov & Hutter, 2017"),
     _change("constant-rate", "train.schedule=constant", "Hägele et al., 2024, without decay"),
     _change("decay-of-a-fifth", "train.decay_fraction=0.2", "Hägele et al., 2024"),
     _change("decay-of-all", "train.decay_fraction=1.0", "Bergsma et al., 2025"),
-    _change("decay-1-sqrt", "train.decay_shape=1-sqrt", "Hägele et al., 2024"),
     _change("decay-to-a-tenth", "train.final_rate_fraction=0.1", "GPT-3, 2020"),
     _change("no-warmup", "train.warmup_steps=0", "Goyal et al., 2017, without it"),
     _change("growing-texts", "train.shorter_contexts=[[120,64]]", "Li et al., 2022"),
-    _change("growing-batch", "train.smaller_batches=[[120,8]]", "Smith et al., 2018"),
-    _change("batch-halved", "train.batch_size=8", "McCandlish et al., 2018"),
     _change("batch-doubled", "train.batch_size=32", "McCandlish et al., 2018"),
     # regularization
     _change("dropout", "model.dropout_residual=0.1", "Srivastava et al., 2014"),

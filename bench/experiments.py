@@ -1,45 +1,58 @@
 """Which changes help a small model? Train each change on each regime with each seed, and compare it with the baseline.
 
     python bench/experiments.py --shakespeare tinyshakespeare.txt   # continues where it stopped; one seed at a time
+    python bench/experiments.py --decide 2 --shakespeare FILE       # adds seeds where 2 hours decide an open verdict
     python bench/experiments.py --regime shakespeare --minutes 40   # starts no run after 40 minutes
     python bench/experiments.py --times --shakespeare FILE          # times steps with and without each change
     python bench/experiments.py --page                              # writes docs/experiments.md from its .jsonl
 
-The changes are in bench/changes.py; the regimes, recipes of a minute or two on two cores, in bench/regimes/. Each run
-that ends or fails becomes a line of docs/experiments.jsonl, to which later sessions add. An interrupted run continues
-from its folder; to repeat a failed run, remove its line.
+The changes are in bench/changes.py; the regimes, recipes of a minute on a core, in bench/regimes/. A run is of one
+thread, and as many train side by side as there are cores. Each run that ends or fails becomes a line of
+docs/experiments.jsonl, to which later sessions add. An interrupted run continues from its folder; to repeat a failed
+run, remove its line.
 """
 
 import argparse
+import hashlib
+import math
 import os
 import shutil
 import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from blocks import FEWEST_RUNS
 from changes import BASELINE, CHANGES, Change
-from experiments_page import N_SEEDS, ROUNDS, write_page
+from experiments_page import write_page
 from gptworks.config import Recipe
 from gptworks.data.prepare import prepare
 from gptworks.device import cpu_threads
 from gptworks.errors import RunError, UserError
 from gptworks.recipe import load_recipe, read_recipe
 from gptworks.runs.settings import fingerprint
-from gptworks.runs.trials import check_comparable
-from gptworks.runs.try_run import measured_step_seconds
-from gptworks.training.signals import stop_signals
+from gptworks.runs.trials import check_comparable, open_folder
+from gptworks.runs.try_run import steps_in_turns
 from recorded import REPOSITORY, Result, add_result, all_threads, provenance, read_results, train_recorded
+from verdicts import Place, next_seeds, regimes_of, seeds_of
 
 REGIMES = ("shakespeare", "stdlib", "mixture")
 REGIMES_FOLDER = REPOSITORY / "bench" / "regimes"
 RESULTS = REPOSITORY / "docs" / "experiments.jsonl"
 PACKAGES = ("torch", "sympy", "numpy")
 """Packages whose Python files the mixture reads; torch depends on the other two, so they are installed."""
+
+PROBE_STEPS = 8
+"""Number of steps of the baseline whose loss shows whether the source computes as it did."""
+PARTS, LEAST_STEPS, MOST_STEPS, STEPS_SECONDS = 5, 15, 40, 8.0
+"""A measurement of step times: its parts, whose ratios are compared, and its bounds in steps and seconds."""
 
 NOTHING = Change(BASELINE, (), "")
 
@@ -56,7 +69,7 @@ class Laboratory:
     """The file of TinyShakespeare; None: download it."""
 
     def recipe(self, regime: str, change: Change = NOTHING, seed: int = 1) -> Recipe:
-        """Return the recipe of a run; it trains on as many tokens as the baseline, whatever the change.
+        """Return the recipe of a run; it trains on as many tokens as the baseline, or the change's multiple of them.
 
         Raises:
             UserError: the change is not valid there, changes nothing, or makes losses incomparable.
@@ -91,7 +104,7 @@ def recipe_of(path: Path, places: Sequence[str], change: Change, seed: int) -> R
         raise UserError(f"change {change.name}: a regime sets train.max_steps, and a change leaves it as it is.")
     if change.settings and fingerprint(recipe) == fingerprint(baseline):
         raise UserError(f"change {change.name}: {' '.join(change.settings)} is what the regime has already.")
-    batch, samples = recipe.train.batch_size, steps * baseline.train.batch_size
+    batch, samples = recipe.train.batch_size, round(steps * change.length) * baseline.train.batch_size
     steps = samples // batch
     missing = steps * batch - recipe.train.samples_before(steps)  # because early steps have smaller batches
     steps += missing // batch
@@ -104,6 +117,15 @@ def recipe_of(path: Path, places: Sequence[str], change: Change, seed: int) -> R
 
 
 @dataclass(frozen=True)
+class Run:
+    """A run to do."""
+
+    regime: str
+    change: Change
+    seed: int
+
+
+@dataclass(frozen=True)
 class Session:
     """The runs to do in this session, and where to write the results."""
 
@@ -111,9 +133,14 @@ class Session:
     results: Path
     regimes: Sequence[str]
     changes: Sequence[Change]
-    seeds: Sequence[int]
+    seeds: int
+    """Number of runs that each change gets."""
     threads: int
     report: Callable[[str], None]
+    jobs: int = 1
+    """Number of runs side by side."""
+    hours: float | None = None
+    """Instead of giving each change its runs, train what decides an open verdict within so many hours."""
 
     @cached_property
     def recipes(self) -> dict[str, str]:
@@ -124,69 +151,145 @@ class Session:
     def provenance(self) -> Result:
         return provenance(self.threads)
 
-    def order(self) -> Iterator[tuple[int, str, Change]]:
-        """Yield all runs: every change with one seed, then with the next, so that partial results are useful."""
-        for seed in self.seeds:
-            for regime in self.regimes:
-                for change in (NOTHING, *self.changes):
-                    yield seed, regime, change
+    @cached_property
+    def places(self) -> dict[str, Place]:
+        """The place of this session's runs, by regime."""
+        return {
+            regime: (
+                self.provenance["processor"], prepare(self.laboratory.recipe(regime)).manifest.fingerprint,
+                self.numerics(regime),
+            )
+            for regime in self.regimes
+        }  # fmt: skip
+
+    def numerics(self, regime: str) -> str:
+        """Return a hash of the baseline's loss after a few steps. If it differs, so does the rounding or the random
+        numbers of this source, and a seed's run is no pair of one that was trained before."""
+        steps = {"max_steps": PROBE_STEPS, "evaluate_every": PROBE_STEPS, "checkpoint_every": PROBE_STEPS}
+        recipe = self.laboratory.recipe(regime)
+        train = recipe.train.model_copy(update=steps | {"log_every": 1, "evaluate_sequences": 16})
+        recipe = recipe.model_copy(update={"train": train, "run_dir": recipe.run_dir.with_name("probe")})
+        shutil.rmtree(recipe.run_dir, ignore_errors=True)
+        found = train_recorded(recipe, lambda: None, self.report)
+        assert found is not None
+        return hashlib.sha256(repr(found["losses"]).encode()).hexdigest()[:8]
 
     def described(self, kind: str, regime: str, change: Change) -> Result:
         """Return the part of a result line that describes a change on a regime."""
         return {
-            "kind": kind, "change": change.name, "settings": list(change.settings), "source": change.source,
+            "kind": kind, "change": change.name, "settings": change.words, "source": change.source,
             "regime": regime, "recipe": self.recipes[regime],
         }  # fmt: skip
 
-    def is_done(self, line: Result) -> bool:
-        """Whether the file already has this line's result from this kind of processor."""
-        keys = ("kind", "change", "settings", "regime", "recipe", "seed")
-        return any(
-            all(found.get(key) == line.get(key) for key in keys)
-            and found.get("processor") == self.provenance["processor"]
-            for found in read_results(self.results)
-        )
+    def wanted(self) -> Iterator[Run]:
+        """Yield the runs to do, the most useful first, as the results are now."""
+        results = read_results(self.results)
+        yield from self._first_runs(results) if self.hours is None else self._deciding_runs(results, self.hours)
+
+    def _first_runs(self, results: Sequence[Result]) -> Iterator[Run]:
+        """Yield every change's first run, then its second, and so on, so that partial results are useful."""
+        for n in range(1, self.seeds + 1):
+            for regime in self.regimes:
+                for change in self.changes:
+                    runs = self._runs(results, regime, change)
+                    if len(runs) < n:
+                        (*_, seed) = next_seeds(change.name, runs, self.places[regime], n - len(runs))
+                        yield from self._pair(results, regime, change, seed)
+
+    def _deciding_runs(self, results: Sequence[Result], hours: float) -> Iterator[Run]:
+        """Yield the runs that decide open verdicts, those of the cheapest decision first."""
+        known = {change.name: change for change in self.changes}
+        rows = [
+            (row.further, regime.name, known[row.change])
+            for regime in regimes_of(results, self.places)
+            for row in regime.rows
+            if regime.name in self.regimes and row.change in known and row.further and row.further.hours <= hours
+        ]
+        for further, regime, change in sorted(rows, key=lambda row: row[0].hours):
+            for seed in further.seeds:
+                yield from self._pair(results, regime, change, seed)
+
+    def _pair(self, results: Sequence[Result], regime: str, change: Change, seed: int) -> Iterator[Run]:
+        """Yield a change's run, after the baseline's if it is missing."""
+        if seed not in seeds_of(BASELINE, self._runs(results, regime, NOTHING), self.places[regime]):
+            yield Run(regime, NOTHING, seed)
+        yield Run(regime, change, seed)
+
+    def _runs(self, results: Sequence[Result], regime: str, change: Change) -> list[Result]:
+        expected = self.described("run", regime, change)
+        return [line for line in results if _agree(line, expected)]
 
     def train(self, stop_asked: Callable[[], Any], until: float) -> None:
-        """Train the runs that have no result yet; start none after `until`, in seconds of `time.monotonic`."""
-        for seed, regime, change in self.order():
-            line = self.described("run", regime, change) | {"seed": seed}
-            if self.is_done(line):
-                continue
-            if stop_asked() or time.monotonic() > until:
-                return
-            recipe = self.laboratory.recipe(regime, change, seed)
-            try:
-                found = train_recorded(recipe, stop_asked, self.report)
-            except RunError as error:
-                found = {"failed": str(error).partition(" Its log is")[0]}
-            if found is None:
-                return
-            add_result(self.results, line | found | self.provenance)
-            if "failed" not in found:
-                shutil.rmtree(recipe.run_dir)
-            self.report(f"{regime}, {change.name}, seed {seed}: {found.get('failed') or round(found['loss'], 4)}")
+        """Train the wanted runs; start none after `until`, in seconds of `time.monotonic`."""
+        with ThreadPoolExecutor(self.jobs) as pool:
+            running: dict[Future[Result | None], Run] = {}
+            while True:
+                while len(running) < self.jobs and not stop_asked() and time.monotonic() <= until:
+                    run = next((run for run in self.wanted() if run not in running.values()), None)
+                    if run is None:
+                        break
+                    running[pool.submit(self._train, run, stop_asked)] = run
+                if not running:
+                    return
+                for ended in wait(running, return_when=FIRST_COMPLETED).done:
+                    run, line = running.pop(ended), ended.result()
+                    if line is not None:
+                        add_result(self.results, line)
+                        found = line.get("failed") or round(line["loss"], 4)
+                        self.report(f"{run.regime}, {run.change.name}, seed {run.seed}: {found}")
+
+    def _train(self, run: Run, stop_asked: Callable[[], Any]) -> Result | None:
+        """Return the line of a run; None if a stop was asked for."""
+        _, data, numerics = self.places[run.regime]
+        recipe = self.laboratory.recipe(run.regime, run.change, run.seed)
+        recipe = recipe.model_copy(update={"run_dir": recipe.run_dir.parent / numerics / recipe.name})
+        line = self.described("run", run.regime, run.change) | {"seed": run.seed, "data": data, "numerics": numerics}
+        try:
+            found = train_recorded(recipe, stop_asked, self.report)
+        except RunError as error:
+            return line | {"failed": str(error).partition(" Its log is")[0]} | self.provenance
+        if found is None:
+            return None
+        shutil.rmtree(recipe.run_dir)
+        return found | line | self.provenance
 
     def measure(self, stop_asked: Callable[[], Any]) -> None:
-        """Measure steps with and without each change, alternately, so that other load on the machine affects both
+        """Measure steps with and without each change, in turns, so that other load on the machine affects both
         alike."""
+        known = read_results(self.results)
         for regime in self.regimes:
             baseline = self.laboratory.recipe(regime)
-            for change in self.changes:
-                line = self.described("time", regime, change)
-                if self.is_done(line):
+            for change in (change for change in self.changes if change.settings):
+                expected = {"processor": self.provenance["processor"], "threads": self.threads}
+                if any(_agree(line, self.described("time", regime, change) | expected) for line in known):
                     continue
                 if stop_asked():
                     return
                 recipe = self.laboratory.recipe(regime, change)
-                pairs = [(measured_step_seconds(baseline), measured_step_seconds(recipe)) for _ in range(ROUNDS)]
-                samples = recipe.train.batch_size / baseline.train.batch_size
-                seconds = {
-                    "baseline_seconds": [before for before, _ in pairs],
-                    "seconds": [after / samples for _, after in pairs],
-                }
-                add_result(self.results, line | seconds | self.provenance)
-                self.report(f"{regime}, {change.name}: {seconds}")
+                tokens = recipe.train.batch_size / baseline.train.batch_size
+                before, after = parts_of(steps_in_turns((baseline, recipe)))
+                seconds = {"baseline_seconds": before, "seconds": [each / tokens for each in after]}
+                add_result(self.results, self.described("time", regime, change) | seconds | self.provenance)
+                self.report(f"{regime}, {change.name}: {median(after) / tokens / median(before):.2f} times as long")
+
+
+def _agree(line: Result, expected: Result) -> bool:
+    """Whether a line is of these settings; its source's name may have been put in other words since."""
+    return all(line.get(key) == value for key, value in expected.items() if key != "source")
+
+
+def parts_of(steps: Iterator[tuple[float, ...]]) -> tuple[list[float], list[float]]:
+    """Return the median seconds of a step in each part of a measurement, without and with a change."""
+    pairs, started = list[tuple[float, ...]](), time.monotonic()
+    for pair in islice(steps, 1, 1 + MOST_STEPS):  # the first step of each is slower
+        pairs.append(pair)
+        if len(pairs) >= LEAST_STEPS and time.monotonic() - started > STEPS_SECONDS:
+            break
+    size = len(pairs) // PARTS
+    parts = [pairs[i * size : (i + 1) * size] for i in range(PARTS)]
+    return [median(before for before, _ in part) for part in parts], [
+        median(after for _, after in part) for part in parts
+    ]
 
 
 def chosen(names: Sequence[str] | None) -> list[Change]:
@@ -208,9 +311,11 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--times", action="store_true", help="measure steps instead; on an idle machine")
     parser.add_argument("--regime", action="append", choices=REGIMES, help="this one alone; repeatable")
     parser.add_argument("--change", action="append", help="this one alone, and the baseline; repeatable")
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(1, N_SEEDS + 1)))
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so long")
-    parser.add_argument("--threads", type=int, default=all_threads())
+    parser.add_argument("--seeds", type=int, default=FEWEST_RUNS, help="number of runs of each change")
+    parser.add_argument("--decide", type=float, metavar="HOURS", help="train what decides an open verdict in HOURS")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so long")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a run")
+    parser.add_argument("--jobs", type=int, help="runs side by side; by default, as many as there are cores for")
     parser.add_argument("--shakespeare", type=Path, help="TinyShakespeare, where it is not to be downloaded")
     parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / "experiments", help="runs and their text")
     parser.add_argument("--results", type=Path, default=RESULTS, help="lines; the page is beside it")
@@ -227,14 +332,14 @@ def main() -> None:
     laboratory = Laboratory(REGIMES_FOLDER, options.work.resolve(), options.shakespeare)
     session = Session(
         laboratory, options.results, options.regime or REGIMES, chosen(options.change), options.seeds, options.threads,
-        lambda text: print(text, flush=True),
+        lambda text: print(text, flush=True), options.jobs or max(1, all_threads() // options.threads), options.decide,
     )  # fmt: skip
     for regime in session.regimes:  # report invalid changes before the first run
         for change in session.changes:
             laboratory.recipe(regime, change)
     for regime in session.regimes:
         prepare(laboratory.recipe(regime))
-    with stop_signals() as stop_asked:
+    with open_folder(laboratory.work / "runs", "session", "--work") as stop_asked:
         if options.times:
             with cpu_threads(options.threads):
                 session.measure(stop_asked)

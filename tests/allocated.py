@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
-from gptworks.training.rehearsal.measure import _step_seconds
+from gptworks.training.rehearsal.measure import step_times
 from gptworks.training.rehearsal.trace import Rehearsal
 
 _JSON = TypeAdapter(Rehearsal)
@@ -66,9 +66,9 @@ def _count(rehearsal: Rehearsal) -> Allocated:
         return n_bytes
 
     first = now()
-    next(_step_seconds(rehearsal))
+    next(step_times(rehearsal))
     base = now()
-    steps = _step_seconds(rehearsal)
+    steps = step_times(rehearsal)
     next(steps)
     c.forget_the_most()
     next(steps)

@@ -6,6 +6,7 @@ import math
 import re
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def test_every_change_is_a_recipe_on_every_regime_and_reads_as_many_tokens(exper
         for change in experiments.CHANGES:
             recipe = laboratory.recipe(regime, change, 7)
             read = sum(recipe.train.batch_size_at(step) for step in range(recipe.train.max_steps))
-            assert read == baseline.train.max_steps * baseline.train.batch_size
+            assert read == change.length * baseline.train.max_steps * baseline.train.batch_size
             assert recipe.train.max_steps == 2 * recipe.train.evaluate_every
             assert (recipe.data, recipe.seed) == (baseline.data, 7)
             assert recipe.run_dir.with_suffix(".yaml").stem == recipe.run_dir.name  # a dot would cut the name
@@ -69,8 +70,8 @@ def test_a_change_that_is_none_or_compares_nothing_is_refused(
 
 @pytest.fixture
 def session(experiments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A session of two changes, two seeds and one regime, whose runs are fake and take no time; the second change
-    fails."""
+    """A session of two changes, two runs of each and one regime, whose runs are fake and take no time; the second
+    change fails."""
     trainer = tmp_path / "trainer.py"
     trainer.write_text(TRAINER, encoding="utf-8")
     monkeypatch.setattr("gptworks.runs.trials.TRAIN", (sys.executable, "-S", str(trainer)))
@@ -79,7 +80,7 @@ def session(experiments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "stdlib.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     laboratory = experiments.Laboratory(tmp_path, tmp_path / "work", None)
     changes = [experiments.Change(f"rate-{n}", (f"train.learning_rate=0.{n}",), "here") for n in (3, 95)]
-    return experiments.Session(laboratory, tmp_path / "results.jsonl", ["stdlib"], changes, [1, 2], 1, lambda _: None)
+    return experiments.Session(laboratory, tmp_path / "results.jsonl", ["stdlib"], changes, 2, 1, lambda _: None)
 
 
 def test_runs_go_seed_by_seed_and_a_later_session_adds_what_is_missing(session: Any, experiments: Any) -> None:
@@ -105,8 +106,43 @@ def test_runs_go_seed_by_seed_and_a_later_session_adds_what_is_missing(session: 
     assert experiments.read_results(session.results) == lines
     page = importlib.import_module("experiments_page").page(lines)
     mean = statistics.fmean(lines[i + 1]["loss"] - lines[i]["loss"] for i in (0, 3))
-    assert f"| rate-3 | open | {mean:+.4f} |  | 2 | {lines[0]['parameters']:,} |  |" in page
+    assert f"| rate-3 | open: too few seeds | {mean:+.4f} |  | 2 | {lines[0]['parameters']:,} |  |" in page
     assert page.count("no space left on device") == 2
+
+
+def test_a_source_that_computes_otherwise_has_pairs_of_its_own(
+    session: Any, experiments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = session.changes[:1]
+    once = replace(session, changes=changes, seeds=1)
+    once.train(lambda: None, math.inf)
+    assert once.numerics("stdlib") == replace(once).numerics("stdlib")
+    monkeypatch.setattr(experiments.Session, "numerics", lambda self, regime: "other")
+    replace(session, changes=changes).train(lambda: None, math.inf)
+    lines = experiments.read_results(session.results)
+    assert [(line["change"], line["seed"]) for line in lines] == [("baseline", 1), ("rate-3", 1)] * 2
+    assert [line["numerics"] == "other" for line in lines] == [False, False, True, True]
+    found = importlib.import_module("verdicts").regimes_of(lines)[0].rows[0]
+    assert found.comparison.n == 2  # the first run has counted
+
+
+def test_open_verdicts_get_the_runs_that_decide_them_and_cost_the_least(session: Any, experiments: Any) -> None:
+    changes = [experiments.Change(f"rate-{name}", (f"train.learning_rate={rate}",), "here") for name, rate in CLOSE]
+    begun = replace(session, changes=changes, seeds=3)
+    begun.train(lambda: None, math.inf)
+    verdicts = importlib.import_module("verdicts")
+    lines = experiments.read_results(session.results)
+    rows = {row.change: row for row in verdicts.regimes_of(lines)[0].rows}
+    assert rows["rate-far"].verdict == "worse"
+    (cheap, costly) = sorted((row for row in rows.values() if row.verdict == "open"), key=lambda row: row.further.hours)
+    asked = replace(begun, hours=(cheap.further.hours + costly.further.hours) / 2, jobs=2)
+    assert next(asked.wanted()) == experiments.Run("stdlib", experiments.NOTHING, 4)
+    asked.train(lambda: None, math.inf)
+    added = experiments.read_results(session.results)[len(lines) :]
+    assert {line["change"] for line in added[:2]} == {"baseline", cheap.change}
+    assert len({(line["change"], line["seed"]) for line in added}) == len(added) >= 2
+    after = {row.change: row for row in verdicts.regimes_of([*lines, *added])[0].rows}
+    assert not any(row.further and row.further.hours <= asked.hours for row in after.values())
 
 
 def test_a_session_whose_time_is_over_begins_no_run(session: Any) -> None:
@@ -117,21 +153,27 @@ def test_a_session_whose_time_is_over_begins_no_run(session: Any) -> None:
 def test_steps_are_measured_in_turns_for_as_many_tokens(
     session: Any, experiments: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataclasses import replace
+    def steps(recipes: Any) -> Any:
+        assert [recipe.train.batch_size for recipe in recipes] == [8, 4]
+        return zip([9.0, *[0.1] * 7, 0.7, *[0.2] * 99], [9.0, *[0.1] * 50, *[0.3] * 99], strict=False)
 
-    turns: list[int] = []
-
-    def seconds(recipe: Any) -> float:
-        turns.append(recipe.train.batch_size)
-        return 0.1 * len(turns)
-
-    monkeypatch.setattr(experiments, "measured_step_seconds", seconds)
+    monkeypatch.setattr(experiments, "steps_in_turns", steps)
     change = experiments.Change("batch", ("train.batch_size=4", "train.micro_batch_size=4"), "here")
-    replace(session, changes=[change]).measure(lambda: None)
+    length = experiments.Change("longer", (), "here", 2.0)
+    for _ in range(2):  # the second time, all is measured already
+        replace(session, changes=[length, change]).measure(lambda: None)
     (line,) = experiments.read_results(session.results)
-    assert turns == [8, 4] * 3
-    assert line["baseline_seconds"] == pytest.approx([0.1, 0.3, 0.5])
-    assert line["seconds"] == pytest.approx([0.4, 0.8, 1.2])  # of two batches, which hold as many tokens
+    assert line["baseline_seconds"] == pytest.approx([0.1, 0.2, 0.2, 0.2, 0.2])  # medians of parts of 8 steps
+    assert line["seconds"] == pytest.approx([0.2] * 5)  # of two batches, which hold as many tokens
+
+
+def test_real_steps_take_turns(session: Any, experiments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiments, "LEAST_STEPS", 5)
+    monkeypatch.setattr(experiments, "STEPS_SECONDS", 0.0)
+    session.measure(lambda: None)
+    for line in experiments.read_results(session.results):
+        assert len(line["seconds"]) == len(line["baseline_seconds"]) == 5
+        assert all(0 < seconds < 60 for seconds in line["seconds"] + line["baseline_seconds"])
 
 
 # ------------------------------------------------------------------------------------------------------------- page
@@ -141,6 +183,7 @@ def _line(change: str, seed: int, loss: float | None, **more: Any) -> dict[str, 
     """Return a result line; without a loss, one of a failed run."""
     ended: dict[str, Any] = {"failed": f"{change} burst"} if loss is None else {
         "steps": 480, "tokens": 983_040, "parameters": 860_000, "losses": {"480": loss}, "loss": loss, "data": "d",
+        "bits_per_byte": loss / math.log(2), "seconds": 110.0 if change == "unclear" else 80.0,
     }  # fmt: skip
     return {
         "kind": "run", "change": change, "settings": [] if change == "baseline" else [f"model.{change}=1"],
@@ -158,6 +201,7 @@ LOSSES = {
     "unclear": {1: 1.65, 2: 1.60, 3: 1.62},
     "young": {1: 1.50, 2: 1.54},
 }
+CLOSE = [("near", 0.1006), ("nearer", 0.1004), ("far", 0.3)]
 
 
 def _planted() -> list[dict[str, Any]]:

@@ -143,7 +143,7 @@ def test_the_speed_of_short_steps_is_that_of_the_median_and_a_long_step_is_taken
     tokens, most = TRAIN.batch_size * 32, measure.SPEED_SECONDS
     for seconds, median in (([0.5, 0.1, 0.2, 0.1, 9.0], 0.2), ([most, 1.0], most), ([0.25, *[0.01] * 99], 0.01)):
         steps = iter(seconds)
-        monkeypatch.setattr(measure, "_step_seconds", lambda _, steps=steps: steps)
+        monkeypatch.setattr(measure, "step_times", lambda _, steps=steps: steps)
         assert measure_speed(rehearsal).tokens_per_second == pytest.approx(tokens / median)
     assert len(list(steps)) == 100 - measure.SPEED_STEPS
 

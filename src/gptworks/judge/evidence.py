@@ -91,7 +91,7 @@ def judged(gains: Sequence[float], at_level: float, worth: float, least_deviatio
     deviation = math.sqrt(math.fsum((gain - mean) ** 2 for gain in gains) / (n - 1))
     scale = max(deviation, least_deviation) / math.sqrt(n)
     log_e = log_e_value(math.copysign(math.inf, mean) if scale == 0 and mean else mean / (scale or 1.0), n)
-    margin = _critical_t(n, SHOWN_ERROR / 2) * scale if scale else 0.0
+    margin = critical_t(n, SHOWN_ERROR / 2) * scale if scale else 0.0
     low, high = mean - margin, mean + margin
     answer: Answer = "open"
     if log_e >= -math.log(at_level) and mean >= worth:
@@ -128,7 +128,7 @@ def log_e_value(t: float, n: int) -> float:
 
 
 @cache
-def _critical_t(n: int, at_level: float) -> float:
+def critical_t(n: int, at_level: float) -> float:
     """Return the t statistic at which n gains have the e-value 1 / at_level; infinity if none is enough."""
     wanted = -math.log(at_level)
     if log_e_value(math.inf, n) <= wanted:

@@ -46,7 +46,12 @@ def _certain(value: float) -> Difference:
 
 def t_two_sided(t: float, freedom: float) -> float:
     """Return the two-sided p-value: the probability that |t| is this large or larger by chance."""
-    return _incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5)
+    return f_upper(t * t, 1, freedom)
+
+
+def f_upper(f: float, above: float, below: float) -> float:
+    """Return the probability that a ratio of variances with `above` and `below` degrees of freedom is `f` or more."""
+    return _incomplete_beta(below / (below + above * f), below / 2, above / 2)
 
 
 @cache

@@ -8,7 +8,7 @@ model trained for as long as the first run took. A try that was killed continues
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from gptworks.config import Recipe
 from gptworks.data.prepare import prepare
-from gptworks.device import choose_device, choose_precision
+from gptworks.device import choose_device, choose_precision, keep_freed_memory
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
 from gptworks.runs.history import History, read_history
@@ -25,7 +25,7 @@ from gptworks.runs.settings import differences
 from gptworks.runs.step_time import CHUNKS, StepTime, step_seconds
 from gptworks.runs.trials import Report, check_comparable, open_folder, train_to_end
 from gptworks.runs.try_results import TRY_FILE, Design, Pair, Try, read_try, write_try
-from gptworks.training.rehearsal.measure import measure_speed
+from gptworks.training.rehearsal.measure import measure_speed, step_times
 from gptworks.training.rehearsal.trace import Rehearsal
 
 EVALUATIONS = 5
@@ -139,15 +139,29 @@ def measured_step_seconds(recipe: Recipe) -> float:
     Raises:
         UserError: the recipe's text cannot be prepared. RunError: a step failed.
     """
+    rate = measure_speed(_rehearsal(recipe)).tokens_per_second
+    return recipe.train.batch_size * recipe.row_length / rate
+
+
+def steps_in_turns(recipes: Sequence[Recipe]) -> Iterator[tuple[float, ...]]:
+    """Yield the seconds of one training step of each recipe, in this process, again and again. Since the steps take
+    turns, other work on the machine slows down all recipes alike.
+
+    Raises:
+        UserError: a recipe's text cannot be prepared.
+    """
+    keep_freed_memory()
+    yield from zip(*(step_times(_rehearsal(recipe)) for recipe in recipes), strict=True)
+
+
+def _rehearsal(recipe: Recipe) -> Rehearsal:
     recipe = with_vocab_size(recipe, prepare(recipe).manifest.vocab_size)
     device = choose_device(recipe.train.device)
     precision = choose_precision(recipe.train.precision, device)
-    step = Rehearsal(
+    return Rehearsal(
         recipe.model, recipe.train, device.type, precision.name, recipe.adapter, recipe.freeze, recipe.objective,
         bool(recipe.data.records) and recipe.objective.several_texts,
     )  # fmt: skip
-    rate = measure_speed(step).tokens_per_second
-    return recipe.train.batch_size * recipe.row_length / rate
 
 
 def _arm_recipe(

@@ -48,7 +48,7 @@ def measure_speed(rehearsal: Rehearsal) -> Measured:
     keep_freed_memory()
     seconds: list[float] = []
     try:
-        for taken in _step_seconds(rehearsal):
+        for taken in step_times(rehearsal):
             seconds.append(taken)
             if sum(seconds) + taken > SPEED_SECONDS or len(seconds) == SPEED_STEPS:
                 break
@@ -70,9 +70,9 @@ def _in_new_process(rehearsal: Rehearsal, freed_memory: str) -> Measured:
 def _measure(rehearsal: Rehearsal) -> Measured:
     model, device = rehearsal.model, torch.device(rehearsal.device)
     plain = Rehearsal(_small(model), rehearsal.train, rehearsal.device, rehearsal.precision)
-    next(_step_seconds(plain))  # load torch's code before memory is measured
+    next(step_times(plain))  # load torch's code before memory is measured
     before = reset_peak(device)
-    seconds = next(_step_seconds(rehearsal))
+    seconds = next(step_times(rehearsal))
     peak = peak_growth_bytes(device, before) or 0
     kept = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak
     return Measured(peak, kept, rehearsal.tokens_per_step / seconds)
@@ -94,7 +94,7 @@ def _small(model: ModelConfig) -> ModelConfig:
     return ModelConfig(vocab_size=64, context_length=64, n_layers=1, d_model=64, n_heads=2, d_ff=64, **kept, **shared)
 
 
-def _step_seconds(rehearsal: Rehearsal) -> Iterator[float]:
+def step_times(rehearsal: Rehearsal) -> Iterator[float]:
     """Run training steps; yield the seconds of each, except the first, which creates the optimizer's state."""
     model, train, device = rehearsal.model, rehearsal.train, torch.device(rehearsal.device)
     step = rehearsal.new_step()

@@ -1,0 +1,218 @@
+"""Verdicts on the changes of bench/experiments.py, and the runs that would decide the open ones."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice
+
+from blocks import FEWEST_RUNS, MOST_RUNS, Comparison, compare
+from changes import BASELINE, LONGER, SHORTER
+from gptworks.runs.step_time import StepTime, step_time
+from recorded import Result
+
+WORTH = 0.005
+"""The smallest difference that matters, in nats per byte, so that it is the same for all tokenizers."""
+CORES = 2
+"""Number of runs that train side by side, each on a core, in an estimate of hours."""
+START_SECONDS = 10.0
+"""Seconds of a run that are not training: it starts, evaluates and writes."""
+
+Place = tuple[str, str, str]
+"""What a pair of runs has in common apart from the seed: the processor, the text, and the source's numerics (a hash of
+a loss of the baseline, see `experiments.Session.numerics`)."""
+
+
+@dataclass(frozen=True)
+class Further:
+    """The runs that would decide an open comparison if its difference and scatter stayed as they are."""
+
+    verdict: str
+    seeds: tuple[int, ...]
+    """Further seeds of the change, in the place of the regime's next runs."""
+    baseline: tuple[int, ...]
+    """Those of them that the baseline lacks there."""
+    hours: float
+    """Hours with `CORES` runs side by side, from the shortest run on record."""
+
+
+@dataclass(frozen=True)
+class InTime:
+    """A change's loss minus that of a baseline which trains for as long."""
+
+    low: float
+    high: float
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """The results of a change on a regime."""
+
+    change: str
+    settings: tuple[str, ...]
+    source: str
+    parameters: int | None
+    """Number of the model's parameters; None: no run finished."""
+    comparison: Comparison | None
+    """Last loss minus the baseline's, in nats per token; None: no seed, text and processor has runs of both."""
+    failures: dict[int, str]
+    """Why a run failed, by seed."""
+    step_time: StepTime | None
+    """Step time relative to the baseline's, for equally many tokens; None: not measured."""
+    verdict: str
+    """better, worse, same, no gain, open or failed."""
+    further: Further | None
+    """Of an open verdict; None: no number of pairs up to `MOST_RUNS` would decide it."""
+    in_time: InTime | None = None
+    """The comparison in equal time; None: a step's time is not known to differ, or by more than the lengths allow."""
+
+
+@dataclass(frozen=True)
+class Regime:
+    """The results of all changes on a regime, with its latest recipe."""
+
+    name: str
+    baseline: tuple[Result, ...]
+    """The finished runs of the baseline, oldest first."""
+    rows: tuple[Row, ...]
+    """By loss, lowest first; then changes without a comparison, then failed ones."""
+    runs: tuple[Result, ...]
+    worth: float
+    """The smallest difference that matters, in nats per token."""
+
+
+def verdict(value: float, margin: float, worth: float) -> str:
+    """Return what an interval shows: `better` or `worse` if it excludes 0; `same` if all of it is smaller than `worth`;
+    `no gain` if only gains of `worth` or more are excluded; else `open`."""
+    if abs(value) > margin:
+        return "better" if value < 0 else "worse"
+    if value - margin <= -worth:
+        return "open"
+    return "same" if value + margin < worth else "no gain"
+
+
+def place_of(line: Result) -> Place:
+    """Return the place of a run. Runs before 2026-11-27 have no numerics on record, and share their place."""
+    return line["processor"], line.get("data", ""), line.get("numerics", "")
+
+
+def regimes_of(results: Sequence[Result], here: Mapping[str, Place] | None = None) -> list[Regime]:
+    """Return each regime, in the order of the file. Lines with an earlier recipe of the regime or earlier settings of a
+    change are ignored; of a repeated run, only the last line counts. `here` has the place of the next runs, by regime;
+    by default, that of the last run."""
+    names = dict.fromkeys(line["regime"] for line in results if line["kind"] == "run")
+    return [
+        _regime(name, [line for line in results if line["regime"] == name], (here or {}).get(name)) for name in names
+    ]
+
+
+def _regime(name: str, lines: list[Result], here: Place | None) -> Regime:
+    recipe = [line["recipe"] for line in lines if line["kind"] == "run"][-1]
+    lines = [line for line in lines if line["recipe"] == recipe]
+    last = {line["change"]: line["settings"] for line in lines}
+    lines = [line for line in lines if line["settings"] == last[line["change"]]]
+    runs = {
+        (line["change"], line["seed"], line["processor"], line.get("numerics", "")): line
+        for line in lines
+        if line["kind"] == "run"
+    }
+    times = {line["change"]: line for line in lines if line["kind"] == "time"}
+    ended = [line for line in runs.values() if "failed" not in line]
+    found = compare([(line["change"], (line["seed"], *place_of(line)), line["loss"]) for line in ended], BASELINE)
+    baseline = [line for line in ended if line["change"] == BASELINE]
+    worth = WORTH * _token_bytes(baseline)
+    here = here or (place_of(ended[-1]) if ended else None)
+    rows = [
+        _row(change, list(runs.values()), times.get(change), found.get(change), worth, here)
+        for change in last
+        if change != BASELINE
+    ]
+    rows = [replace(row, in_time=_in_time(row, found.get(SHORTER), found.get(LONGER), worth)) for row in rows]
+    rows.sort(key=lambda row: (bool(row.failures), row.comparison is None, row.comparison and row.comparison.value))
+    return Regime(name, tuple(baseline), tuple(rows), tuple(runs.values()), worth)
+
+
+def _token_bytes(baseline: Sequence[Result]) -> float:
+    """Return the mean number of bytes in a token of the held-out text; 1 if unknown."""
+    known = [line["loss"] / line["bits_per_byte"] / math.log(2) for line in baseline if line["bits_per_byte"]]
+    return known[-1] if known else 1.0
+
+
+def _row(
+    change: str, all_runs: list[Result], time: Result | None, comparison: Comparison | None, worth: float,
+    here: Place | None,
+) -> Row:  # fmt: skip
+    runs = [run for run in all_runs if run["change"] == change]
+    failures = {run["seed"]: run["failed"] for run in runs if "failed" in run}
+    described = next(iter(runs), time)
+    assert described is not None
+    found, further = "open", None
+    if failures:
+        found = "failed"
+    elif comparison is not None:
+        found = verdict(comparison.value, comparison.margin(comparison.n), worth)
+    if found == "open" and comparison is not None and here is not None:
+        further = _further(change, comparison, worth, [run for run in all_runs if "failed" not in run], here)
+    return Row(
+        change,
+        tuple(described["settings"]),
+        described["source"],
+        next((run["parameters"] for run in runs if "failed" not in run), None),
+        comparison,
+        failures,
+        None if time is None else times_of(time),
+        found,
+        further,
+    )
+
+
+def _in_time(row: Row, shorter: Comparison | None, longer: Comparison | None, worth: float) -> InTime | None:
+    """Compare a change with the baseline's loss after as much time, from the baseline's runs of other lengths."""
+    if row.comparison is None or (time := row.step_time) is None or not math.isfinite(time.high) or time.is_same:
+        return None
+    ends = []
+    for ratio in (time.low, time.ratio, time.high):
+        doublings = math.log2(ratio)
+        other = longer if doublings > 0 else shorter
+        if other is None or abs(doublings) > 1:
+            return None
+        gained = abs(doublings) * other.value
+        margin = math.hypot(
+            row.comparison.margin(row.comparison.n), abs(doublings) * other.margin(other.n)
+        )  # more than enough, since both share the baseline's noise
+        ends += [row.comparison.value - gained - margin, row.comparison.value - gained + margin]
+    low, high = min(ends), max(ends)
+    return InTime(low, high, verdict((low + high) / 2, (high - low) / 2, worth)) if math.isfinite(low) else None
+
+
+def times_of(time: Result) -> StepTime:
+    """Return the step time on record."""
+    ratios = [after / before for before, after in zip(time["baseline_seconds"], time["seconds"], strict=True)]
+    return step_time(ratios, len(ratios), 0.05)
+
+
+def _further(change: str, now: Comparison, worth: float, runs: Sequence[Result], here: Place) -> Further | None:
+    for n in range(max(now.n + 1, FEWEST_RUNS), MOST_RUNS + 1):
+        if (found := verdict(now.value, now.margin(n), worth)) != "open":
+            seeds = next_seeds(change, runs, here, n - now.n)
+            trained = seeds_of(BASELINE, runs, here)
+            baseline = tuple(seed for seed in seeds if seed not in trained)
+            seconds = len(seeds) * _run_seconds(change, runs) + len(baseline) * _run_seconds(BASELINE, runs)
+            return Further(found, seeds, baseline, seconds / CORES / 3600)
+    return None
+
+
+def seeds_of(change: str, runs: Sequence[Result], here: Place) -> set[int]:
+    """Return the seeds that a change was trained with in a place."""
+    return {run["seed"] for run in runs if run["change"] == change and place_of(run) == here}
+
+
+def next_seeds(change: str, runs: Sequence[Result], here: Place, n: int) -> tuple[int, ...]:
+    """Return the next `n` seeds of a change in a place."""
+    trained = seeds_of(change, runs, here)
+    return tuple(islice((seed for seed in count(1) if seed not in trained), n))
+
+
+def _run_seconds(change: str, runs: Sequence[Result]) -> float:
+    """Return the seconds of a change's run with nothing else on the machine: other load only adds to the shortest."""
+    return START_SECONDS + min(run["seconds"] for run in runs if run["change"] == change)
