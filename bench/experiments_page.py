@@ -112,7 +112,7 @@ def _verdict(row: Row) -> str:
     if (further := row.further) is None:
         return f"open: over {MOST_RUNS} seeds" if row.comparison.n >= FEWEST_RUNS else "open: too few seeds"
     seeds = len(further.seeds)
-    return f"open: {seeds} seed{'s' if seeds > 1 else ''}, {further.hours:.1f} h ({further.verdict})"
+    return f"open: {seeds} seed{'s' if seeds > 1 else ''}, {further.hours:.2g} h ({further.verdict})"
 
 
 def _line(row: Row) -> str:

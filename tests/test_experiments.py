@@ -84,10 +84,9 @@ def session(experiments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_runs_go_seed_by_seed_and_a_later_session_adds_what_is_missing(session: Any, experiments: Any) -> None:
-    asked = iter([None] * 4)  # a stop is asked for before the fifth run
-    session.train(lambda: next(asked, "SIGTERM"), math.inf)
+    session.train(lambda: "SIGTERM" if session.results.exists() else None, math.inf)
     first = experiments.read_results(session.results)
-    assert 0 < len(first) < 6
+    assert len(first) == 1
     session.train(lambda: None, math.inf)
     lines = experiments.read_results(session.results)
     assert lines[: len(first)] == first
@@ -201,7 +200,7 @@ LOSSES = {
     "unclear": {1: 1.65, 2: 1.60, 3: 1.62},
     "young": {1: 1.50, 2: 1.54},
 }
-CLOSE = [("near", 0.1006), ("nearer", 0.1004), ("far", 0.3)]
+CLOSE = [("near", 0.096), ("nearer", 0.0974), ("far", 0.3)]
 
 
 def _planted() -> list[dict[str, Any]]:
@@ -211,8 +210,8 @@ def _planted() -> list[dict[str, Any]]:
     # none of these counts: an earlier recipe, earlier settings, another processor's or text's runs, an earlier try
     lines = [
         _line("baseline", 1, 9.0, recipe="r1"), _line("good", 1, 9.0, recipe="r1"),
-        _line("good", 1, 8.0, settings=["model.good=2"]), _line("good", 1, None), *lines,
-        _line("young", 3, 7.0, processor="Q"), _line("young", 4, 6.0, data="e"),
+        _line("good", 1, 8.0, settings=["model.good=2"]), _line("good", 1, None),
+        _line("young", 3, 7.0, processor="Q"), _line("young", 4, 6.0, data="e"), *lines,
     ]  # fmt: skip
     time = {"kind": "time", "seconds": [1.1, 1.3, 1.2], "baseline_seconds": [1.0, 1.0, 1.0]}
     return [*lines, _line("good", 0, 0.0) | time]
@@ -222,7 +221,11 @@ def test_the_page_has_the_differences_intervals_and_verdicts_of_the_file(experim
     page = importlib.import_module("experiments_page").page(_planted())
     table = page[page.index("## letters") :]
     cells = {row[0]: row for row in (line.strip("| ").split(" | ") for line in table.splitlines() if "|" in line)}
-    verdicts = {"good": "better", "bad": "worse", "even": "same", "unclear": "open", "young": "open", "burst": "failed"}
+    verdicts = {
+        "good": "better", "bad": "worse", "even": "same", "burst": "failed",
+        # runs of 120 and 90 s with their starts, two side by side; the baseline lacks 204 seeds, and none
+        "unclear": "open: 205 seeds, 6 h (no gain)", "young": "open: 1 seed, 0.013 h (better)",
+    }  # fmt: skip
     assert {name: cells[name][1] for name in verdicts} == verdicts
     assert [name for name in cells if name in verdicts] == ["young", "good", "even", "unclear", "bad", "burst"]
     counted = [("baseline", BASELINE), *LOSSES.items(), ("burst", {1: 1.2})]
