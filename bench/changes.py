@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 BASELINE, SHORTER, LONGER = "baseline", "half-as-long", "twice-as-long"
 
+WITHDRAWN = ("residual-scalars",)
+"""Changes on record whose settings gptworks no longer has."""
+
 
 @dataclass(frozen=True)
 class Change:

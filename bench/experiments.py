@@ -34,6 +34,7 @@ from changes import BASELINE, CHANGES, Change
 from experiments_page import write_page
 from gptworks.config import Recipe
 from gptworks.data.prepare import prepare
+from gptworks.data.shards import Manifest
 from gptworks.device import cpu_threads
 from gptworks.errors import RunError, UserError
 from gptworks.recipe import load_recipe, read_recipe
@@ -152,14 +153,18 @@ class Session:
         return provenance(self.threads)
 
     @cached_property
+    def manifests(self) -> dict[str, Manifest]:
+        """The text of each regime, which is prepared if it is not yet."""
+        return {regime: prepare(self.laboratory.recipe(regime)).manifest for regime in self.regimes}
+
+    @cached_property
     def places(self) -> dict[str, Place]:
         """The place of this session's runs, by regime."""
         return {
             regime: (
-                self.provenance["processor"], prepare(self.laboratory.recipe(regime)).manifest.fingerprint,
-                self.numerics(regime),
+                self.provenance["processor"], manifest.fingerprint, self.numerics(regime),
             )
-            for regime in self.regimes
+            for regime, manifest in self.manifests.items()
         }  # fmt: skip
 
     def numerics(self, regime: str) -> str:
@@ -243,7 +248,11 @@ class Session:
         _, data, numerics = self.places[run.regime]
         recipe = self.laboratory.recipe(run.regime, run.change, run.seed)
         recipe = recipe.model_copy(update={"run_dir": recipe.run_dir.parent / numerics / recipe.name})
-        line = self.described("run", run.regime, run.change) | {"seed": run.seed, "data": data, "numerics": numerics}
+        held_out = self.manifests[run.regime].splits["validation"]
+        line = self.described("run", run.regime, run.change) | {
+            "seed": run.seed, "data": data, "numerics": numerics,
+            "token_bytes": round(held_out.text_bytes / held_out.tokens, 4),
+        }  # fmt: skip
         try:
             found = train_recorded(recipe, stop_asked, self.report)
         except RunError as error:
@@ -337,8 +346,6 @@ def main() -> None:
     for regime in session.regimes:  # report invalid changes before the first run
         for change in session.changes:
             laboratory.recipe(regime, change)
-    for regime in session.regimes:
-        prepare(laboratory.recipe(regime))
     with open_folder(laboratory.work / "runs", "session", "--work") as stop_asked:
         if options.times:
             with cpu_threads(options.threads):

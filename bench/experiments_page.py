@@ -41,7 +41,8 @@ def _heading(regimes: list[Regime], results: Sequence[Result]) -> Iterator[str]:
         "byte, so all tokenizers have one standard. **no gain**: only a gain of that much or more is excluded. "
         "**open**: none of these yet; the seeds and hours are those that decide it if difference and scatter stay as "
         f"they are, with {CORES} runs side by side on an idle machine like this one, and `bench/experiments.py "
-        "--decide HOURS` trains them. **failed**: a run did not end."
+        "--decide HOURS` trains them. **withdrawn**: open, and gptworks no longer has the settings. **failed**: a run "
+        "did not end."
     )
     yield ""
     yield (
@@ -97,6 +98,8 @@ def _tables(regimes: list[Regime]) -> Iterator[str]:
         if not regime.rows:
             yield "The baseline alone."
             continue
+        yield f"Differences below {regime.worth:.4f} nats per token do not matter here."
+        yield ""
         yield "| change | verdict | difference | interval | seeds | parameters | time of a step | in equal time |"
         yield "|---|---|---:|---|---:|---:|---:|---|"
         for row in regime.rows:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 
 from blocks import FEWEST_RUNS, MOST_RUNS, Comparison, compare
-from changes import BASELINE, LONGER, SHORTER
+from changes import BASELINE, LONGER, SHORTER, WITHDRAWN
 from gptworks.runs.step_time import StepTime, step_time
 from recorded import Result
 
@@ -60,7 +60,7 @@ class Row:
     step_time: StepTime | None
     """Step time relative to the baseline's, for equally many tokens; None: not measured."""
     verdict: str
-    """better, worse, same, no gain, open or failed."""
+    """better, worse, same, no gain, open, withdrawn or failed."""
     further: Further | None
     """Of an open verdict; None: no number of pairs up to `MOST_RUNS` would decide it."""
     in_time: InTime | None = None
@@ -78,7 +78,8 @@ class Regime:
     """By loss, lowest first; then changes without a comparison, then failed ones."""
     runs: tuple[Result, ...]
     worth: float
-    """The smallest difference that matters, in nats per token."""
+    """The smallest difference that matters, in nats per token. Runs before 2026-11-27 do not say how long their tokens
+    are; without later ones, a token counts as a byte."""
 
 
 def verdict(value: float, margin: float, worth: float) -> str:
@@ -120,7 +121,7 @@ def _regime(name: str, lines: list[Result], here: Place | None) -> Regime:
     ended = [line for line in runs.values() if "failed" not in line]
     found = compare([(line["change"], (line["seed"], *place_of(line)), line["loss"]) for line in ended], BASELINE)
     baseline = [line for line in ended if line["change"] == BASELINE]
-    worth = WORTH * _token_bytes(baseline)
+    worth = WORTH * max(line.get("token_bytes", 1.0) for line in runs.values())  # a constant of the text
     here = here or (place_of(ended[-1]) if ended else None)
     rows = [
         _row(change, list(runs.values()), times.get(change), found.get(change), worth, here)
@@ -130,12 +131,6 @@ def _regime(name: str, lines: list[Result], here: Place | None) -> Regime:
     rows = [replace(row, in_time=_in_time(row, found.get(SHORTER), found.get(LONGER), worth)) for row in rows]
     rows.sort(key=lambda row: (bool(row.failures), row.comparison is None, row.comparison and row.comparison.value))
     return Regime(name, tuple(baseline), tuple(rows), tuple(runs.values()), worth)
-
-
-def _token_bytes(baseline: Sequence[Result]) -> float:
-    """Return the mean number of bytes in a token of the held-out text; 1 if unknown."""
-    known = [line["loss"] / line["bits_per_byte"] / math.log(2) for line in baseline if line["bits_per_byte"]]
-    return known[-1] if known else 1.0
 
 
 def _row(
@@ -151,7 +146,9 @@ def _row(
         found = "failed"
     elif comparison is not None:
         found = verdict(comparison.value, comparison.margin(comparison.n), worth)
-    if found == "open" and comparison is not None and here is not None:
+    if found == "open" and change in WITHDRAWN:
+        found = "withdrawn"
+    elif found == "open" and comparison is not None and here is not None:
         further = _further(change, comparison, worth, [run for run in all_runs if "failed" not in run], here)
     return Row(
         change,

@@ -182,7 +182,7 @@ def _line(change: str, seed: int, loss: float | None, **more: Any) -> dict[str, 
     """Return a result line; without a loss, one of a failed run."""
     ended: dict[str, Any] = {"failed": f"{change} burst"} if loss is None else {
         "steps": 480, "tokens": 983_040, "parameters": 860_000, "losses": {"480": loss}, "loss": loss, "data": "d",
-        "bits_per_byte": loss / math.log(2), "seconds": 110.0 if change == "unclear" else 80.0,
+        "seconds": 110.0 if change == "unclear" else 80.0,
     }  # fmt: skip
     return {
         "kind": "run", "change": change, "settings": [] if change == "baseline" else [f"model.{change}=1"],
@@ -247,6 +247,52 @@ def test_the_page_has_the_differences_intervals_and_verdicts_of_the_file(experim
     assert "| letters | 860,000 | 480 | 983,040 | 1.6000 (1), 1.6400 (2), 1.6100 (3), 1.6300 (4) |" in page
     assert "| good | `model.good=1` | good et al. | better |" in page
     assert "2026-11-23; P, Q; bf16; torch 2.13; gptworks 0.1 at abc" in page
+
+
+def test_what_matters_is_the_same_for_each_byte_of_text(experiments: Any) -> None:
+    verdicts = importlib.import_module("verdicts")
+    lines = [_line("baseline", seed, loss) for seed, loss in BASELINE.items()]
+    lines += [_line("even", seed, loss) for seed, loss in LOSSES["even"].items()]
+    long = [*lines, _line("good", 1, 1.55, token_bytes=2.5)]  # newer runs say how long the text's tokens are
+    assert [verdicts.regimes_of(each)[0].worth for each in (lines, long)] == pytest.approx([0.005, 0.0125])
+    assert "below 0.0125 nats per token" in importlib.import_module("experiments_page").page(long)
+
+
+@pytest.mark.parametrize(
+    ("interval", "found"),
+    [
+        ((-0.02, -0.001), "better"), ((0.001, 0.02), "worse"), ((-0.004, 0.004), "same"), ((-0.004, 0.009), "no gain"),
+        ((-0.006, 0.001), "open"), ((-0.009, 0.009), "open"),
+    ],
+)  # fmt: skip
+def test_an_interval_has_its_verdict(experiments: Any, interval: tuple[float, float], found: str) -> None:
+    low, high = interval
+    assert importlib.import_module("verdicts").verdict((low + high) / 2, (high - low) / 2, 0.005) == found
+
+
+@pytest.mark.parametrize(("ratio", "shift"), [(1.5, 0.12 * math.log2(1.5)), (0.75, 0.2 * math.log2(0.75))])
+def test_a_change_that_takes_longer_is_compared_with_a_longer_baseline(
+    experiments: Any, ratio: float, shift: float
+) -> None:
+    verdicts = importlib.import_module("verdicts")
+    other = "twice-as-long" if ratio > 1 else "half-as-long"
+    lines = [_line("baseline", seed, loss) for seed, loss in BASELINE.items()]
+    lines += [_line(change, seed, loss) for change in ("good", "even") for seed, loss in LOSSES[change].items()]
+    time = _line("good", 0, 0.0) | {"kind": "time", "seconds": [ratio] * 5, "baseline_seconds": [1.0] * 5}
+    gained = -0.12 if ratio > 1 else 0.2
+    lengths = [_line(other, seed, loss + gained + 0.001 * (7 * seed % 3 - 1)) for seed, loss in BASELINE.items()]
+    before, after = (
+        {row.change: row for row in verdicts.regimes_of([*lines, time, *more])[0].rows} for more in ([], lengths)
+    )
+    assert before["good"].in_time is None
+    assert after["even"].in_time is None
+    good = after["good"]
+    middle = (good.in_time.low + good.in_time.high) / 2
+    assert middle == pytest.approx(good.comparison.value + shift)
+    assert good.in_time.high - middle > good.comparison.margin(good.comparison.n)
+    assert good.in_time.verdict == ("worse" if ratio > 1 else "better")
+    far = [line | {"seconds": [2.1] * 5} if line["kind"] == "time" else line for line in [*lines, time, *lengths]]
+    assert {row.change: row for row in verdicts.regimes_of(far)[0].rows}["good"].in_time is None
 
 
 def test_a_broken_line_is_named(experiments: Any, tmp_path: Path) -> None:
