@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 import subprocess
 import time
@@ -228,6 +229,35 @@ def test_contexts_that_grow_read_rows_of_the_same_windows(tmp_path: Path, monkey
 def test_contexts_that_cannot_grow_are_refused(lengths: list[list[int]], message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         parse_recipe(tiny.recipe_tree(tmp_path, shorter_contexts=lengths))
+
+
+def test_shares_of_the_run_and_of_the_context_follow_their_lengths(tmp_path: Path) -> None:
+    shares: dict[str, object] = {"shorter_contexts": [[0.25, 0.25], [0.5, 0.5]], "smaller_batches": [[0.29, 2]]}
+    shares |= {"batch_size": 4, "micro_batch_size": 1}
+    for steps, context, contexts, batches in (
+        (100, 32, ((25, 8), (50, 16)), ((29, 2),)),
+        (1000, 64, ((250, 16), (500, 32)), ((290, 2),)),
+        (2, 32, ((1, 16),), ()),  # a share of less than a step is dropped
+    ):
+        tree = tiny.recipe_tree(tmp_path, **(shares | {"max_steps": steps, "warmup_steps": 0}))
+        tree["model"]["context_length"] = context
+        train = parse_recipe(tree).train
+        assert (train.shorter_contexts, train.smaller_batches) == (contexts, batches)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shorter_contexts": [[0.5, 0.3]]}, "0.3 of model.context_length=32, which is 9.6 tokens"),
+        ({"shorter_contexts": [[0.5, 8]], "max_steps": None, "epochs": 1}, "0.5, a share of max_steps: set max_steps"),
+        ({"shorter_contexts": [[0.5, 16], [0.4, 8]]}, "must ascend"),
+        ({"shorter_contexts": [[1.5, 8]]}, "shorter_contexts"),
+        ({"smaller_batches": [[0.5, 0.5]]}, "smaller_batches"),
+    ],
+)
+def test_wrong_shares_are_refused(settings: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        parse_recipe(tiny.recipe_tree(tmp_path, **settings))
 
 
 def test_rows_that_are_not_windows_of_text_are_not_cut(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Settings of a run's length and batches."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
 
 from gptworks.config.base import Fixed, Free, PositiveInt, PositiveTime, Section, Steering
 
@@ -15,6 +16,65 @@ FUTURE_WEIGHT = 0.3
 """Default loss weight of each token beyond the next; DeepSeek-V3's training began with this weight."""
 
 Weight = Annotated[float, Field(ge=0, le=1000)]
+
+
+_SHARE: dict[str, Any] = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
+_WHOLE: dict[str, Any] = {"type": "integer", "exclusiveMinimum": 0, "maximum": 10**9}
+OrShare = Annotated[PositiveInt, WithJsonSchema({"anyOf": [_WHOLE, _SHARE]})]
+"""A whole number that a recipe may give as a share; see `in_whole_numbers`."""
+
+
+def in_whole_numbers(given: Mapping[str, Any], context_length: int) -> dict[str, Any]:
+    """Return those of the given settings of growing batches and contexts that use shares, in steps and tokens. A pair
+    whose share of the run leaves it no step is dropped.
+
+    Raises:
+        ValueError: a share of the run is given without `max_steps`, or a share of the context is not whole.
+    """
+    found: dict[str, Any] = {}
+    for name in ("smaller_batches", "shorter_contexts"):
+        pairs = given.get(name)
+        if not isinstance(pairs, list | tuple) or not all(
+            isinstance(one, list | tuple) and len(one) == 2 for one in pairs
+        ):
+            continue  # pydantic reports it
+        found[name], last = [], 0
+        for until, size in pairs:
+            steps = _steps(name, until, given.get("max_steps"))
+            if steps is not until and steps == last:
+                continue
+            length = size if name == "smaller_batches" else _tokens(size, context_length)
+            found[name].append((steps, length))
+            last = steps
+    return found
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2
+
+
+def _is_share(number: Any) -> bool:
+    return isinstance(number, float) and 0 < number < 1
+
+
+def _steps(name: str, until: Any, max_steps: Any) -> Any:
+    if not _is_share(until):
+        return until
+    if not isinstance(max_steps, int):
+        raise ValueError(f"{name} has {until:g}, a share of max_steps: set max_steps, or give a number of steps")
+    return math.floor(round(until * max_steps, 6))
+
+
+def _tokens(length: Any, context_length: int) -> Any:
+    if not _is_share(length):
+        return length
+    tokens = length * context_length
+    if tokens % 1:
+        raise ValueError(
+            f"shorter_contexts has {length:g} of model.context_length={context_length}, which is {tokens:g} tokens: "
+            f"give a share that is a whole number of them, such as 0.5"
+        )
+    return int(tokens)
 
 
 def computes_again(activation_checkpointing: str, layer: int) -> bool:
@@ -63,18 +123,18 @@ class BatchSettings(Section):
     )
 
     batch_size: Steering[PositiveInt] = Field(32, le=10_000_000, description="Sequences in one optimizer step.")
-    smaller_batches: Fixed[tuple[tuple[PositiveInt, PositiveInt], ...]] = Field(
+    smaller_batches: Fixed[tuple[tuple[OrShare, PositiveInt], ...]] = Field(
         (),
         max_length=100,
-        description="Growing batches (Smith et al., 2018): pairs of a step and the batch size before it, both "
-        "ascending. Afterwards the size is batch_size. The learning rates do not change.",
+        description="Growing batches (Smith et al., 2018): pairs of a step, or share of max_steps, and the batch size "
+        "before it, both ascending. Afterwards the size is batch_size. The learning rates do not change.",
     )
-    shorter_contexts: Fixed[tuple[tuple[PositiveInt, PositiveInt], ...]] = Field(
+    shorter_contexts: Fixed[tuple[tuple[OrShare, OrShare], ...]] = Field(
         (),
         max_length=100,
-        description="Growing contexts (Li et al., 2022): pairs of a step and the length in tokens before it, both "
-        "ascending. Windows are cut into rows of this length, so every step has equally many tokens; the rows of a "
-        "step come from different windows.",
+        description="Growing contexts (Li et al., 2022): pairs of a step, or share of max_steps, and the length before "
+        "it, in tokens or as a share of the context, both ascending. Windows are cut into rows of this length, so "
+        "every step has equally many tokens; the rows of a step come from different windows.",
     )
     row_tokens: Fixed[PositiveInt | None] = Field(
         None,
@@ -163,6 +223,14 @@ class BatchSettings(Section):
     def row_length(self, context_length: int) -> int:
         """Return the length of a training row in tokens, apart from `shorter_contexts`."""
         return min(self.row_tokens or context_length, context_length)
+
+    def in_words(self, row_length: int, rows_per_sample: int = 1) -> str:
+        """Return the sequences and tokens of a step, such as `8 up to step 100, 16 × 1,024 in rows of 256 up to step
+        300`."""
+        smaller = "".join(f"{size:,} up to step {until:,}, " for until, size in self.smaller_batches)
+        rows = ", ".join(f"{length:,} up to step {until:,}" for until, length in self.shorter_contexts)
+        sequences = f"{smaller}{self.batch_size:,}" + (f" × {rows_per_sample}" if rows_per_sample > 1 else "")
+        return f"{sequences} × {row_length:,}" + (f" in rows of {rows}" if rows else "")
 
     def length_at(self, step: int, context_length: int) -> int:
         """Return the length of a row, in tokens, in optimizer step `step`, counted from 0."""

@@ -184,10 +184,7 @@ def _objective(plan: Plan) -> str:
 def _batch(plan: Plan) -> str:
     s = plan.setting
     ranks = f" on each of {s.layout.data_parallel:,} ranks" if s.layout.data_parallel > 1 else ""
-    rows = " × 2" if s.objective.rows_per_sample == 2 else ""
-    before = "".join(f"{size:,} up to step {until:,}, " for until, size in plan.train.smaller_batches)
-    lengths = "".join(f"{length:,} up to step {until:,}, " for until, length in plan.train.shorter_contexts)
-    whole = f"{before}{plan.train.batch_size:,}{rows} × {lengths}{s.row_length:,}"
+    whole = plan.train.in_words(s.row_length, s.objective.rows_per_sample)
     return f"{whole}; {s.micro_batch_size:,} at a time{ranks}"
 
 

@@ -138,8 +138,6 @@ def _training(
     between = "; a better one between these: weights only" if train.evaluate_every % train.checkpoint_every else ""
     cautious = "cautious " if train.cautious_weight_decay else ""
     matrices = f" ({train.muon_learning_rate:g} for matrices)" if train.orthogonalizes else ""
-    lengths = "".join(f"{length:,} up to step {until:,}, " for until, length in train.shorter_contexts)
-    smaller = "".join(f"{size} up to step {until:,}, " for until, size in train.smaller_batches)
     factors = [f"{name} × {factor:g}" for name, factor in train.rate_factors if factor != 1]
     return {
         **({} if recipe.initialize_from is None else {"started from": f"the run {recipe.initialize_from.name}"}),
@@ -147,7 +145,7 @@ def _training(
         **({"sources": ", ".join(map(source_name, recipe.data.sources))} if recipe.data.sources else {}),
         "tokens": f"{progress.tokens:,}, {progress.samples / samples_per_epoch:.2f} epochs of the training text",
         "time": f"{clock(progress.seconds)} of training, {speed:,.0f} tokens/s",
-        "batch": f"{smaller}{train.batch_size} × {lengths}{recipe.row_length:,} tokens{cut}",
+        "batch": f"{train.in_words(recipe.row_length)} tokens{cut}",
         "optimizer": f"{train.optimizer}, peak rate {train.learning_rate:g}{matrices}, "
         f"{cautious}decay {train.weight_decay:g}",
         **({"rates": ", ".join(factors)} if factors else {}),
