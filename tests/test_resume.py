@@ -223,7 +223,6 @@ def test_contexts_that_grow_read_rows_of_the_same_windows(tmp_path: Path, monkey
     [
         ([[3, 16], [6, 8]], r"\[6, 8\] after \[3, 16\]"),
         ([[3, 12]], "must divide model.context_length=32"),
-        ([[3, 32]], "and be less"),
     ],
 )
 def test_contexts_that_cannot_grow_are_refused(lengths: list[list[int]], message: str, tmp_path: Path) -> None:
@@ -243,6 +242,12 @@ def test_shares_of_the_run_and_of_the_context_follow_their_lengths(tmp_path: Pat
         tree["model"]["context_length"] = context
         train = parse_recipe(tree).train
         assert (train.shorter_contexts, train.smaller_batches) == (contexts, batches)
+
+
+def test_lengths_that_are_not_below_the_context_cut_nothing(tmp_path: Path) -> None:
+    """A run is evaluated at a shorter context than it was trained with."""
+    train = parse_recipe(tiny.recipe_tree(tmp_path, shorter_contexts=[[3, 16], [6, 32], [8, 64]])).train
+    assert train.shorter_contexts == ((3, 16),)
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ OrShare = Annotated[PositiveInt, WithJsonSchema({"anyOf": [_WHOLE, _SHARE]})]
 
 
 def in_whole_numbers(given: Mapping[str, Any], context_length: int) -> dict[str, Any]:
-    """Return those of the given settings of growing batches and contexts that use shares, in steps and tokens. A pair
-    whose share of the run leaves it no step is dropped.
+    """Return the given settings of growing batches and contexts, with shares as steps and tokens. Pairs without an
+    effect are dropped: a share of the run that leaves no step, and a length that is not below the context.
 
     Raises:
         ValueError: a share of the run is given without `max_steps`, or a share of the context is not whole.
@@ -43,9 +43,10 @@ def in_whole_numbers(given: Mapping[str, Any], context_length: int) -> dict[str,
             steps = _steps(name, until, given.get("max_steps"))
             if steps is not until and steps == last:
                 continue
-            length = size if name == "smaller_batches" else _tokens(size, context_length)
-            found[name].append((steps, length))
             last = steps
+            whole = size if name == "smaller_batches" else _tokens(size, context_length)
+            if name == "smaller_batches" or not isinstance(whole, int) or whole < context_length:
+                found[name].append((steps, whole))
     return found
 
 

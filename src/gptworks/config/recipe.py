@@ -187,10 +187,10 @@ class Recipe(Section):
         last = (0, 0)
         for step, length in self.train.shorter_contexts:
             whole = self.model.context_length
-            if step <= last[0] or length <= last[1] or length >= whole or whole % length:
+            if step <= last[0] or length <= last[1] or whole % length:
                 raise ValueError(
                     f"train.shorter_contexts has [{step}, {length}] after [{last[0]}, {last[1]}]: steps and lengths "
-                    f"must ascend, and each length must divide model.context_length={whole} and be less"
+                    f"must ascend, and each length must divide model.context_length={whole}"
                 )
             last = (step, length)
         if self.train.shorter_contexts and (self.objective.type != "next_token" or self.data.conversations):
