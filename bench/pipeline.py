@@ -2,6 +2,8 @@
 
 The phases are the base model, instruction tuning, and DPO, on pairs whose rejected answer is about another function.
 An answer follows its instruction if the model ended it with the end token and it has the form of the dataset's answers.
+It is equal if it is the dataset's answer to the letter. That of a docstring is one of many possible, so the shares of
+equal answers are given for all questions and for those whose answer follows from the question.
 Every phase reads the same tokens: the template needs no token that the base lacks. The script fails if a tuned model
 follows fewer than 95% of the instructions or the base 20% or more, or if DPO does not raise the reward margin of
 held-out pairs.
@@ -52,19 +54,24 @@ def questions(recipe: Recipe, n: int) -> list[Conversation]:
 
 def answers_in_form(run_dir: Path, asked: list[Conversation]) -> dict[str, float]:
     """Return the shares of answers that end, that have the right form, that do both, and that equal the dataset's
-    answer."""
+    answer; the last also of the questions from which the answer follows, `decided`."""
     engine = load(run_dir)
     template = engine.chat_template or ChatTemplate(BUILT_IN["alpaca"], engine.tokenizer)
     settings = SamplingSettings(temperature=0, max_tokens=MAX_TOKENS, stop_token_ids=template.end_token_ids)
     count: Counter[str] = Counter()
+    n_decided = 0
     for one in asked:
         *before, answer = one.messages
         [completion] = engine.complete(template.encode(before, add_generation_prompt=True), settings)
         ended = completion.finish_reason == "stop"
         in_form = stdlib_instructions.has_form(before[-1]["content"], completion.text)
         count.update({"ends": ended, "form": in_form, "follows": ended and in_form})
-        count.update({"equal": ended and completion.text.strip() == answer["content"]})
-    return {name: count[name] / len(asked) for name in ("ends", "form", "follows", "equal")}
+        equal = ended and completion.text.strip() == answer["content"]
+        decided = not before[-1]["content"].startswith(stdlib_instructions.OPEN)
+        n_decided += decided
+        count.update({"equal": equal, "decided": equal and decided})
+    shares = {name: count[name] / len(asked) for name in ("ends", "form", "follows", "equal")}
+    return shares | {"decided": count["decided"] / max(1, n_decided)}
 
 
 def reward_margins(run_dir: Path) -> list[float]:
@@ -102,9 +109,11 @@ def main() -> None:
         print(json.dumps(figures | {"seconds": seconds, "total_seconds": total}))
     else:
         print(f"\n{len(asked)} held-out instructions, likeliest answers of at most {MAX_TOKENS} tokens; {total:.0f} s")
-        print(f"{'':10}{'ends':>8}{'form':>8}{'both':>8}{'equal':>8}{'trained':>10}")
+        print(f"{'':10}{'ends':>8}{'form':>8}{'both':>8}{'equal':>8}{'decided':>9}{'trained':>10}")
         for name, shares in results.items():
-            print(f"{name:10}" + "".join(f"{share:8.1%}" for share in shares.values()) + f"{seconds[name]:8.0f} s")
+            *four, decided = shares.values()
+            cells = "".join(f"{share:8.1%}" for share in four)
+            print(f"{name:10}{cells}{decided:9.1%}{seconds[name]:8.0f} s")
         print(f"reward margins on held-out pairs: 0 at first, {', '.join(f'{margin:.2f}' for margin in margins)}")
     follows = {name: shares["follows"] for name, shares in results.items()}
     if min(follows["tuned"], follows["preferred"]) < LEAST_TUNED or follows["base"] >= MOST_BASE:

@@ -20,8 +20,11 @@ LONGEST_SIGNATURE = 100
 
 Record = dict[str, str]
 
+OPEN = "Write a docstring for this function."
+"""The instruction whose answer does not follow from the question: the function's docstring is one of many possible."""
+
 FORMS = {
-    "Write a docstring for this function.": re.compile(r'"""[^"\n]+\."""'),
+    OPEN: re.compile(r'"""[^"\n]+\."""'),
     "List the parameters of this function.": re.compile(r"It takes none\.|- \*{0,2}\w+(\n- \*{0,2}\w+)*"),
     "Write the first line of this function.": re.compile(r"```python\ndef \w+\([^\n]*\):\n```"),
 }
