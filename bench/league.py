@@ -217,7 +217,7 @@ def compete(league: League, name: str, seed: int, stop_asked: Callable[[], Any],
             whole = recipe.model_dump(mode="json", include=set(SECTIONS))
             given = {"contender": name, "minutes": league.minutes, "seed": seed, "recipe": whole}
             return Entry.model_validate(figures | given | circumstances)
-        report(f"{name}: too slow for {steps:,} steps; a new run begins")
+        report(f"{name}: too slow here for {steps:,} steps")
         steps = min(steps - 1, clock.fitting_steps())
     raise RunError(
         f"{name}: {ATTEMPTS} runs in a row became slower than they began, so none was in time: run it when the machine "
@@ -311,6 +311,7 @@ def main() -> None:
             league.contender(name)  # report broken rules before the first run
         for name in names:
             if not options.again and has_entry(entries, league, name, options.seed):
+                report(f"{name} has an entry of this kind of processor: --again trains it again")
                 continue
             entry = compete(league, name, options.seed, stop_asked, report)
             if entry is None:
