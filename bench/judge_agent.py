@@ -9,6 +9,7 @@ such changes. The folder must be new; a campaign that was interrupted is ended b
 """
 
 import argparse
+import asyncio
 import os
 import shutil
 import sys
@@ -16,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import anyio
 from mcp import Client, StdioServerParameters
 
 from gptworks.judge.page import PAGE
@@ -28,18 +28,18 @@ WAIT_SECONDS = 600
 Changes = Mapping[str, Any]
 
 PROPOSALS: tuple[tuple[str, Changes], ...] = (
-    ("Muon's rate", {"train.muon_learning_rate": 0.01}),
-    ("an epsilon that nothing depends on", {"train.eps": 1e-9}),
-    ("weights averaged at the end", {"train.average_last": 0.1}),
-    ("attention's gate", {"model.attention_gate": True}),
-    ("value embeddings", {"model.value_embeddings": ["none", "table"]}),
     ("token pairs", {"model.bigram_vocab_size": 4096}),
-    ("short texts first", {"train.shorter_contexts": [[80, 128], [160, 256]]}),
-    ("small batches first", {"train.smaller_batches": [[120, 4]]}),
-    ("squared ReLU", {"model.mlp": "relu2"}),
+    ("an epsilon that nothing depends on", {"train.eps": 1e-9}),
+    ("value embeddings", {"model.value_embeddings": ["none", "table"]}),
+    ("the rate of the embeddings", {"train.learning_rate": 0.01}),
+    ("attention's gate", {"model.attention_gate": True}),
     ("twice the depth", {"model.n_layers": 6}),
+    ("weights averaged at the end", {"train.average_last": 0.1}),
+    ("smear", {"model.smear": True}),
+    ("squared ReLU", {"model.mlp": "relu2"}),
+    ("a clip that is never reached", {"train.grad_clip": 50.0}),
     ("a softer decay", {"train.decay_shape": "1-sqrt"}),
-    ("another clip that is never reached", {"train.grad_clip": 50.0}),
+    ("small batches first", {"train.smaller_batches": [[0.3, 1]]}),
 )
 """What the agent proposes, in its order."""
 
@@ -122,4 +122,4 @@ if __name__ == "__main__":
     parser.add_argument("--folder", type=Path, default=Path("runs/campaign"), help="of the campaign; new")
     parser.add_argument("--budget", default="1h")
     parser.add_argument("--page", type=Path, help="copy the judge's page there")
-    anyio.run(main, parser.parse_args())
+    asyncio.run(main(parser.parse_args()))
