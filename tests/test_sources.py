@@ -21,6 +21,7 @@ from gptworks.config import (
     DataConfig,
     HuggingFaceSource,
     JSONLSource,
+    LinesSource,
     ParquetSource,
     PythonStdlibSource,
     Recipe,
@@ -38,6 +39,7 @@ from gptworks.data.sources.base import Piece, Source, Unit
 from gptworks.data.sources.choose import (
     SOURCES,
     check_sources,
+    choose_source,
     count_documents,
     iter_documents,
     source_signature,
@@ -62,6 +64,10 @@ def jsonl(path: Path | str, **settings: Any) -> JSONLSource:
 
 def parquet(path: Path | str, **settings: Any) -> ParquetSource:
     return ParquetSource(type="parquet", path=str(path), **settings)
+
+
+def lines(path: Path | str, n: int = 1, **settings: Any) -> LinesSource:
+    return LinesSource(type="lines", path=str(path), lines=n, **settings)
 
 
 def table(path: Path | str, **settings: Any) -> CSVSource:
@@ -145,6 +151,33 @@ def test_a_binary_file_is_named_with_the_offset(
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(UserError, match=message):
         check_sources([text(tmp_path / "a.txt")])
+
+
+@pytest.mark.parametrize("ending", ["", ".gz"])
+def test_every_so_many_lines_are_a_document(ending: str, tmp_path: Path) -> None:
+    opened = gzip.open if ending else open
+    for name, content in (("a", "\ufeffone\ntwo\r\n\nfour"), ("b", "five\n")):
+        with opened(tmp_path / f"{name}.txt{ending}", "wb") as file:
+            file.write(content.encode("utf-8"))
+    assert documents(lines(tmp_path)) == ["one\n", "two\r\n", "\n", "four", "five\n"]
+    assert documents(lines(tmp_path, 3)) == ["one\ntwo\r\n\n", "four", "five\n"]
+    assert documents(lines(tmp_path, 9)) == ["one\ntwo\r\n\nfour", "five\n"]
+    assert count_documents([lines(tmp_path, 3)], 100) == 3
+
+
+def test_documents_of_lines_are_read_in_parts_of_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = [f"{i} {'äöü' * (i % 7)}\n" for i in range(400)]
+    (tmp_path / "a.txt").write_text("".join(content), encoding="utf-8")
+    monkeypatch.setattr(records, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(base, "PIECE_BYTES", 30)
+    source = lines(tmp_path, 4)
+    assert len(choose_source(source).units()) > 5
+    found = documents(source)
+    assert "".join(found) == "".join(content) and max(one.count("\n") for one in found) == 4
+    (tmp_path / "a.txt").write_bytes("".join(content).encode() + b"caf\xe9\n")
+    place = len("".join(content).encode()) + 3
+    with pytest.raises(UserError, match=rf"a\.txt is not UTF-8 text: byte 0xe9 at byte {place}\."):
+        documents(source)
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
@@ -636,11 +669,11 @@ def test_a_class_in_a_new_file_is_found_by_its_settings(tmp_path: Path, monkeypa
     package = tmp_path / "kinds_here"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "lines.py").write_text(
+    (package / "verses.py").write_text(
         "from gptworks.config.sources import FileSource\nfrom gptworks.data.sources.base import Source\n\n\n"
-        "class LinesSource(FileSource):\n    pass\n\n\nclass Lines(Source):\n    settings: LinesSource\n"
+        "class VersesSource(FileSource):\n    pass\n\n\nclass Verses(Source):\n    settings: VersesSource\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     found = {settings.__name__: source.__name__ for settings, source in by_settings("kinds_here", Source).items()}
-    assert found["LinesSource"] == "Lines"
+    assert found["VersesSource"] == "Verses"
     assert {settings.__name__ for settings in SOURCES} <= found.keys()

@@ -31,6 +31,7 @@ from gptworks.config.sources import (
     HuggingFaceSource,
     JSONLSource,
     JSONSource,
+    LinesSource,
     ParquetSource,
     PDFSource,
     PreferencesSource,

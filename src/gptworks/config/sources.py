@@ -99,6 +99,14 @@ class TextSource(FileSource):
     extensions: Measured[tuple[str, ...]] = Field((".txt", ".md", ".text"), description="Files to read from a folder.")
 
 
+class LinesSource(FileSource):
+    """Files of UTF-8 text that hold many documents: every so many lines are one document."""
+
+    type: Measured[Literal["lines"]]
+    extensions: Measured[tuple[str, ...]] = Field((".txt", ".md", ".text"), description="Files to read from a folder.")
+    lines: Measured[PositiveInt] = Field(1, description="Lines of a document; the last one of a file may have fewer.")
+
+
 class JSONLSource(FileSource):
     """Files with a JSON object on each line. Each object is one document."""
 
@@ -254,6 +262,7 @@ SourceConfig = Annotated[
     PythonStdlibSource
     | FilesSource
     | TextSource
+    | LinesSource
     | JSONLSource
     | JSONSource
     | CSVSource

@@ -163,7 +163,7 @@ def document(
         following = stream.read(PIECE_BYTES)
         _check_size(file, n_bytes, offset_bytes + len(data) + len(following), not following)
         cut = _cut(data) if following else len(data)
-        text = data[:cut].decode("utf-8") if file is None else _decode(data[:cut], offset_bytes, file)
+        text = data[:cut].decode("utf-8") if file is None else decoded(data[:cut], offset_bytes, file)
         yield Piece(text, offset_bytes == first, not following, document_bytes, offset_bytes - first)
         data, offset_bytes = data[cut:] + following, offset_bytes + cut
 
@@ -218,7 +218,12 @@ def _cut(data: bytes) -> int:
     return last
 
 
-def _decode(data: bytes, offset_bytes: int, file: Path) -> str:
+def decoded(data: bytes, offset_bytes: int, file: Path) -> str:
+    """Decode UTF-8 bytes, which begin at `offset_bytes` of a file.
+
+    Raises:
+        UserError: the bytes are not text.
+    """
     fix = "Leave it out, convert it to UTF-8 text, or use a source of type files, which reads any encoding."
     if (nul := data.find(0)) >= 0:
         raise UserError(f"{file} is binary, not text: a NUL byte at byte {offset_bytes + nul}. {fix}")

@@ -11,7 +11,7 @@ from gptworks.data.registry import by_settings
 from gptworks.data.sources.base import Piece, Source
 from gptworks.data.sources.files import linked_folders
 from gptworks.data.sources.opening import compression
-from gptworks.data.sources.text import Text
+from gptworks.data.sources.text import PlainText
 
 SOURCES = by_settings("gptworks.data.sources", Source)
 """Maps each settings class to its source class."""
@@ -70,7 +70,7 @@ def source_signature(sources: Iterable[AnySource]) -> list[list[Any]]:
 def unread_files(sources: Iterable[AnySource]) -> Counter[str]:
     """Count the files in folders of text sources that no source reads, by the ending of their names."""
     chosen = [choose_source(source) for source in sources]
-    unread = {file for source in chosen if isinstance(source, Text) for file in source.unread()}
+    unread = {file for source in chosen if isinstance(source, PlainText) for file in source.unread()}
     if unread:
         unread -= {file for source in chosen if getattr(source.settings, "path", None) for file in source.files()}
     return Counter(file.suffix or file.name for file in unread)
@@ -78,6 +78,6 @@ def unread_files(sources: Iterable[AnySource]) -> Counter[str]:
 
 def unread_links(sources: Iterable[AnySource]) -> list[Path]:
     """Return the links in folders of text sources that lead to folders elsewhere, which no source reads."""
-    paths = [source.settings.path for source in map(choose_source, sources) if isinstance(source, Text)]
+    paths = [source.settings.path for source in map(choose_source, sources) if isinstance(source, PlainText)]
     folders = [Path(path).expanduser() for path in paths if path is not None]
     return [link for folder in folders if folder.is_dir() for link in linked_folders(folder)]

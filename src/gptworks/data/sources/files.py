@@ -49,7 +49,7 @@ def _files_of_folder(folder: Path, endings: tuple[str, ...]) -> list[Path]:
         listed = ", ".join(f"{suffix} ({count})" for suffix, count in found) or "no files at all"
         raise UserError(
             f"source {folder}: no file ends in {' or '.join(endings)}; found {listed}. "
-            f"Give another folder, or for a source of type text list its `extensions`."
+            f"Give another folder, or for a source of type text or lines list its `extensions`."
         )
     return sorted(files)
 

@@ -58,7 +58,7 @@ class JSONL(Fields):
         return read_jsonl(unit.file, unit.start, unit.end)
 
     def units_of(self, file: Path) -> Iterable[Unit]:
-        return units_between(file, _line_borders(file))
+        return units_between(file, line_borders(file))
 
 
 class Parquet(Fields):
@@ -202,7 +202,7 @@ def read_lines(
             yield number, line
 
 
-def _line_borders(file: Path) -> Iterator[int]:
+def line_borders(file: Path) -> Iterator[int]:
     """Yield offsets of line starts, about UNIT_BYTES apart; none in a compressed file or after an oversized line."""
     if compression(file.name):
         return
