@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from gptworks.infer.engine import Engine, load
 from gptworks.interop.huggingface import export_huggingface
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'gptworks[harness]'")
@@ -122,6 +124,67 @@ def test_scores_equal_those_of_the_harness_own_model_on_the_export(
     assert kept["harness-last_word"].metrics["perplexity"].value == found["results"]["last_word"]["perplexity,none"]
     for task in ("last_word", "choices"):
         assert 0 < found["results"][task]["acc,none"] < 1
+
+
+PAIRS = """
+task: {name}
+dataset_path: json
+test_split: train
+dataset_kwargs: {{data_files: {file}, cache_dir: {cache}}}
+output_type: multiple_choice
+doc_to_text: ""
+doc_to_target: 0
+doc_to_choice: "{{{{[sentence_good, sentence_bad]}}}}"
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+GROUP = """
+group: pairs
+task: [verbs, order]
+aggregate_metric_list: [{{metric: acc, aggregation: mean, weight_by_size: {by_size}}}]
+"""
+
+
+def write_pairs(folder: Path, by_size: bool) -> Path:
+    """Write a group of two tasks in the shape of BLiMP, of four and of two pairs; a pair has equally many tokens."""
+    pairs = {
+        "verbs": [(f"line {n}: the fox jumps", f"line {n}: the jox fumps") for n in (3, 7, 20, 45)],
+        "order": [(f"the dog, {n} times", f"dog the, {n} times") for n in (4, 9)],
+    }
+    for name, sentences in pairs.items():
+        file = folder / f"{name}.jsonl"
+        lines = [json.dumps({"sentence_good": good, "sentence_bad": bad}) for good, bad in sentences]
+        file.write_text("\n".join(lines), encoding="utf-8")
+        text = PAIRS.format(name=name, file=file, cache=folder / "cache")
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+    (folder / "pairs.yaml").write_text(GROUP.format(by_size=by_size), encoding="utf-8")
+    return folder / "pairs.yaml"
+
+
+@pytest.mark.harness
+@pytest.mark.parametrize("by_size", [True, False])
+def test_minimal_pairs_tie_at_half_where_the_model_knows_nothing(
+    by_size: bool, trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gptworks.interop.lm_eval import run_harness
+
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    file, engine = write_pairs(tmp_path, by_size), load(trained_run)
+    found = {one.name: one for one in run_harness(engine, [str(file)], run="run", step=200)}
+    assert list(found) == ["harness-pairs", "harness-verbs", "harness-order"]
+    assert [one.n_items for one in found.values()] == [6, 4, 2]
+    assert found["harness-verbs"].metrics["acc"].value == 1.0, "the run has learned these lines"
+    for one in found.values():
+        assert one.metrics["acc, ties shared"].value == one.metrics["acc"].value, "no sentence ties with another"
+        assert len(one.metrics["acc"].statistics) == one.n_items
+    ignorant = load(trained_run)
+    torch.nn.init.zeros_(ignorant.model.head_weight)
+    ignorant = Engine(ignorant.model, ignorant.tokenizer)
+    for one in run_harness(ignorant, [str(file)], run="run", step=0):
+        assert one.metrics["acc"].value == 1.0, "the harness takes the first"
+        assert one.metrics["acc, ties shared"].value == 0.5
+        assert one.fingerprint == found[one.name].fingerprint
+    other = run_harness(engine, [str(file)], run="run", step=200, limit=2)
+    assert {one.fingerprint for one in other}.isdisjoint(one.fingerprint for one in found.values() if one.n_items > 2)
 
 
 def numbers(tree: Any) -> list[float]:

@@ -53,6 +53,11 @@ CHOICE = {
     "type": "multiple_choice", "data": "items.jsonl", "prompt": "Q: {{question}}\nA:", "choices": "options", "shots": 2
 }  # fmt: skip
 
+PAIRS = {
+    "type": "multiple_choice", "data": "items.jsonl", "prompt": "", "delimiter": "",
+    "choices": ["{{sentence_good}}", "{{sentence_bad}}"], "answer": "sentence_good",
+}  # fmt: skip
+
 
 def write(folder: Path, settings: dict[str, Any], items: list[dict[str, Any]] | None = None) -> Path:
     lines = "\n".join(map(json.dumps, ITEMS if items is None else items))
@@ -118,11 +123,33 @@ def test_a_continuation_that_becomes_part_of_the_contexts_last_token_is_scored_b
 
 
 @torch.no_grad()
+def test_a_model_that_knows_nothing_has_half_of_the_minimal_pairs_right(tmp_path: Path) -> None:
+    """Its sentences are whole texts: each begins after the token that separates documents."""
+    config = plain_model(vocab_size=257, context_length=64, n_layers=1, d_model=16, n_heads=2, tie_embeddings=False)
+    model = hf.random_model(config)
+    items = [{"sentence_good": f"The {n} sleeps.", "sentence_bad": f"The {n} sleep!."} for n in ("cat", "dog", "child")]
+    path = write(tmp_path, PAIRS, items)
+    assert {one.value for one in _figures(model, path)} != {0.5}
+    assert model.untied_head is not None
+    torch.nn.init.zeros_(model.untied_head.weight)
+    assert [one.value for one in _figures(model, path)] == [0.5, 0.5, 0.5]
+
+
+def _figures(model: Any, path: Path) -> list[Measured]:
+    engine = Engine(model, hf.byte_tokenizer("<|endoftext|>"), n_slots=4)
+    task = load_task(path)
+    asked = Asked(engine, task, chat=False)
+    (context, sentence), _ = asked.pairs(task.items[0], task.choices(task.items[0]))
+    assert context == engine.encode_prompt("") and engine.tokenizer.decode(sentence) == task.items[0]["sentence_good"]
+    return list(run_task(engine, task).metrics.values())
+
+
+@torch.no_grad()
 def test_multiple_choice_by_its_definition(engine: Engine, tmp_path: Path) -> None:
     task = load_task(write(tmp_path, CHOICE))
     found = run_task(engine, task)
-    hits = {"accuracy": 0, "accuracy by token": 0, "accuracy by byte": 0}
-    for item in ITEMS:
+    hits = {"accuracy": 0.0, "accuracy by token": 0.0, "accuracy by byte": 0.0}
+    for item in ITEMS:  # the last one has an option twice
         shots = [one for one in task._pool if one != item][:2]
         shown = "".join(f"Q: {one['question']}\nA: {one['options'][0]}\n\n" for one in shots)
         context = engine.tokenizer.encode(shown + f"Q: {item['question']}\nA:").ids
@@ -133,7 +160,7 @@ def test_multiple_choice_by_its_definition(engine: Engine, tmp_path: Path) -> No
             nats = sum(rows[i - 1, ids[i]].item() for i in range(len(context), len(ids)))
             scores.append((nats, nats / (len(ids) - len(context)), nats / len(option)))
         for name, column in zip(hits, zip(*scores, strict=True), strict=True):
-            hits[name] += column.index(max(column)) == item["answer"]
+            hits[name] += (column[item["answer"]] == max(column)) / column.count(max(column))
     assert {name: measured.value for name, measured in found.metrics.items()} == {
         name: pytest.approx(n / len(ITEMS)) for name, n in hits.items()
     }

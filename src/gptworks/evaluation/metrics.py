@@ -5,7 +5,7 @@ Intervals and comparisons of runs need the statistics. sacrebleu computes BLEU a
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,17 @@ from gptworks.evaluation.bootstrap import Figure, Floats
 def means(values: Sequence[float]) -> Floats:
     """Return the statistics [N, 2] of a figure that is the mean of the items' values."""
     return np.stack([np.asarray(values, dtype=np.float64), np.ones(len(values))], axis=1)
+
+
+def share_of_best(scores: Sequence[float], right: Collection[int]) -> float:
+    """Return an item's accuracy: the share of right choices among those with the highest score. A tie of two, one of
+    them right, counts as half; a model that scores all choices alike has the accuracy of guessing.
+
+    Args:
+        right: the indices of the right choices.
+    """
+    best = [i for i, score in enumerate(scores) if score == max(scores)]
+    return sum(i in right for i in best) / len(best)
 
 
 def figure_of(kind: str) -> Figure:

@@ -8,7 +8,7 @@ from typing import Any
 from gptworks.confined.expressions import find
 from gptworks.confined.sandbox import Sandbox
 from gptworks.errors import UserError
-from gptworks.evaluation.metrics import check_libraries, means, pass_at_k, text_statistics
+from gptworks.evaluation.metrics import check_libraries, means, pass_at_k, share_of_best, text_statistics
 from gptworks.evaluation.results import Evaluation, Measured
 from gptworks.evaluation.scoring import Progress, Scored, complete_all, encode_pair, score_pairs
 from gptworks.evaluation.task import Code, ExactMatch, Generation, Item, MultipleChoice, Sampled, Task
@@ -154,7 +154,7 @@ def _multiple_choice(asked: Asked, progress: Progress) -> Found:
         for name, measure in measures.items():
             values = [measure(one, choice) for one, choice in zip(scores, of_one, strict=True)]
             chosen[name] = values.index(max(values))
-            hits[name].append(float(chosen[name] == wanted))
+            hits[name].append(share_of_best(values, [wanted]))
         answered.append({"right": wanted, "chosen": chosen["accuracy"], "logprobs": [one.logprob for one in scores]})
     return {name: Measured.of("mean", means(of_one)) for name, of_one in hits.items()}, answered
 

@@ -60,7 +60,8 @@ class Sampled(Section):
 
 
 class MultipleChoice(TaskFile):
-    """Multiple choice: score whether the right choice is the most probable: in total, per token and per byte."""
+    """Multiple choice: score whether the right choice is the most probable: in total, per token and per byte. In a tie
+    of n, the right choice counts 1/n."""
 
     type: Literal["multiple_choice"]
     choices: str | tuple[str, ...]

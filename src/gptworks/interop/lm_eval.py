@@ -4,10 +4,15 @@
     python -m gptworks.interop.lm_eval --model gptworks --model_args run=runs/mine --tasks …   # the harness's command
 
 Texts are encoded and truncated as in the harness's `hf` model, so scores equal those of the exported folder, except
-that `hf` gives probability to rows of the embedding without a token, and the engine does not.
+that `hf` gives probability to rows of the embedding without a token, and the engine does not. A text without a context,
+such as a sentence of BLiMP, follows the token that separates documents; all its tokens count.
+
+The harness takes the first of tied choices, so a model that knows nothing has 100% where the right one always comes
+first. Next to each `acc` of a multiple choice stands `acc, ties shared`, where a tie of n counts 1/n.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +22,8 @@ import yaml
 
 from gptworks.chat_template import ChatTemplate
 from gptworks.errors import UserError, not_installed
-from gptworks.evaluation.metrics import means
+from gptworks.evaluation.bootstrap import Floats
+from gptworks.evaluation.metrics import means, share_of_best
 from gptworks.evaluation.results import Evaluation, Measured
 from gptworks.evaluation.scoring import SLOTS, complete_all, score_pairs
 from gptworks.files import read_text
@@ -37,6 +43,8 @@ try:
 except ImportError:
     raise not_installed("lm_eval", "harness", "lm-evaluation-harness") from None
 
+TIES_SHARED = "acc, ties shared"
+"""Name of the accuracy of a multiple choice in which the right one of n tied choices counts 1/n."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -177,7 +185,7 @@ def _sampling(options: dict[str, Any], max_tokens: int, until: list[str], seed: 
 def run_harness(
     engine: Engine, tasks: Sequence[str], *, run: str, step: int, limit: int | None = None, chat: bool = False
 ) -> list[Evaluation]:
-    """Evaluate a run on tasks of the harness; return one evaluation per task.
+    """Evaluate a run on tasks of the harness; return one evaluation per task, and first one per group, such as `blimp`.
 
     Args:
         tasks: names of the harness's tasks, or YAML files of tasks.
@@ -204,7 +212,10 @@ def run_harness(
         GptworksLM(engine), tasks=list(names), task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=True,
         apply_chat_template=chat,
     )  # fmt: skip
-    return [_evaluation(name, found, run, step) for name in found["samples"]]
+    of_tasks = {name: _evaluation(name, found, run, step) for name in found["samples"]}
+    groups = found.get("groups", {})
+    of_groups = [_of_group(name, [of_tasks[task] for task in _tasks_of(name, found)], found) for name in groups]
+    return [*of_groups, *of_tasks.values()]
 
 
 def _name_in(path: Path) -> str:
@@ -212,8 +223,9 @@ def _name_in(path: Path) -> str:
         node = compose_yaml(read_text(path, MAX_BYTES), str(path))  # parse, do not load: YAML tags could run functions
     except FileNotFoundError:
         raise UserError(f"--harness {path}: no such file.") from None
-    named = [value for key, value in (node.value if isinstance(node, yaml.MappingNode) else []) if key.value == "task"]
-    return str(named[0].value) if named and isinstance(named[0], yaml.ScalarNode) else path.stem
+    settings = {key.value: value for key, value in (node.value if isinstance(node, yaml.MappingNode) else [])}
+    named = settings.get("group", settings.get("task"))  # in a group's file, `task` lists its tasks
+    return str(named.value) if isinstance(named, yaml.ScalarNode) else path.stem
 
 
 def _evaluation(name: str, found: dict[str, Any], run: str, step: int) -> Evaluation:
@@ -228,15 +240,74 @@ def _evaluation(name: str, found: dict[str, Any], run: str, step: int) -> Evalua
         numeric = of_items and all(isinstance(one, int | float) for one in of_items)
         if numeric and abs(float(np.mean(of_items)) - value) < 1e-9:
             metrics[label] = Measured.of("mean", means([float(one) for one in of_items]))
+            if label == "acc" and (shares := _shares(samples)):
+                metrics[TIES_SHARED] = Measured.of("mean", means(shares))
         else:
             metrics[label] = Measured("mean", np.empty((0, 2)), float(value), None, None)
-    version, prompts = found["versions"].get(name), " ".join(sorted(one["prompt_hash"] for one in samples))
-    fingerprint = hashlib.sha256(prompts.encode("ascii")).hexdigest()
+    version, questions = found["versions"].get(name), sorted(one["doc_hash"] + one["prompt_hash"] for one in samples)
+    fingerprint = hashlib.sha256(" ".join(questions).encode("ascii")).hexdigest()
     return Evaluation(
         name=f"harness-{name}", kind="harness", run=run, step=step, n_items=len({one["doc_id"] for one in samples}),
         metrics=metrics, shots=found["n-shot"].get(name), fingerprint=fingerprint,
         settings={"task_version": version, "lm_eval": found.get("lm_eval_version")},
     )  # fmt: skip
+
+
+def _shares(samples: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the accuracy of each item of a multiple choice, with ties shared; empty if the items are something else,
+    or do not name the right choice (as those with a context for each choice)."""
+    shares = []
+    for one in samples:
+        scores, right = [score for score, *_ in one["filtered_resps"]], one["target"]
+        texts = [text.strip() for _, text in one["arguments"]]
+        known = [texts.index(right.strip())] if isinstance(right, str) and right.strip() in texts else right
+        indices = known if isinstance(known, list) else [known]
+        if len(scores) < 2 or "acc_mutual_info" in one or not all(isinstance(index, int) for index in indices):
+            return []
+        shares.append(share_of_best(scores, indices))
+    return shares
+
+
+def _tasks_of(group: str, found: dict[str, Any]) -> list[str]:
+    """Return the names of the tasks in a group and in the groups within it, each once."""
+    children = found["group_subtasks"].get(group, [])
+    names = [name for child in children for name in ([child] if child in found["samples"] else _tasks_of(child, found))]
+    return list(dict.fromkeys(names))
+
+
+def _of_group(name: str, tasks: Sequence[Evaluation], found: dict[str, Any]) -> Evaluation:
+    """Return the result of a group, with the metrics that the harness aggregates: means over all items, or means of the
+    tasks' means, whichever the harness states."""
+    metrics, figures = {}, found["groups"][name]
+    for label in tasks[0].metrics:
+        stated = "acc" if label == TIES_SHARED else label
+        metric, _, filtered = stated.partition(", ")
+        value = figures.get(f"{metric},{filtered or 'none'}")
+        if value is None or any(label not in one.metrics for one in tasks):
+            continue
+        by_task = next((way for way in (True, False) if abs(_mean(_pooled(tasks, stated, way)) - value) < 1e-9), None)
+        if by_task is not None:
+            metrics[label] = Measured.of("mean", _pooled(tasks, label, by_task))
+        elif label == stated:
+            metrics[label] = Measured("mean", np.empty((0, 2)), float(value), None, None)
+    shots, version = found["n-shot"].get(name), found["versions"].get(name)
+    fingerprint = hashlib.sha256(" ".join(one.fingerprint for one in tasks).encode("ascii")).hexdigest()
+    return Evaluation(
+        name=f"harness-{name}", kind="harness", run=tasks[0].run, step=tasks[0].step,
+        n_items=sum(one.n_items for one in tasks), metrics=metrics, shots=shots, fingerprint=fingerprint,
+        settings={**tasks[0].settings, "task_version": version},
+    )  # fmt: skip
+
+
+def _pooled(tasks: Sequence[Evaluation], label: str, by_task: bool) -> Floats:
+    """Return the statistics [N, 2] of the items of all tasks. by_task: each task weighs the same, whatever its size."""
+    of_tasks = [one.metrics[label].statistics for one in tasks]
+    return np.concatenate([one / max(1, len(one)) if by_task else one for one in of_tasks])
+
+
+def _mean(statistics: Floats) -> float:
+    total, weight = statistics.sum(0)
+    return float(total / weight) if weight else math.nan
 
 
 if __name__ == "__main__":
