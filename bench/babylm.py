@@ -69,7 +69,7 @@ class Language:
         """Return different words of one to four syllables, the short ones first, as the frequent words of English."""
         found: dict[str, None] = {}
         while len(found) < n:
-            found["".join(self._random.choices(syllables, k=self._random.choice((1, 2, 2, 3, 3, 4))))] = None
+            found["".join(self._random.choices(syllables, k=self._random.choice((1, 2, 3, 3, 4, 4))))] = None
         return sorted(found, key=len)
 
     def _drawn(self, items: Sequence[T], zipf: bool = False) -> Iterator[T]:

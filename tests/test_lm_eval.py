@@ -139,17 +139,16 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
 GROUP = """
 group: pairs
-task: [verbs, order]
+task: [right, wrong]
 aggregate_metric_list: [{{metric: acc, aggregation: mean, weight_by_size: {by_size}}}]
 """
 
 
 def write_pairs(folder: Path, by_size: bool) -> Path:
-    """Write a group of two tasks in the shape of BLiMP, of four and of two pairs; a pair has equally many tokens."""
-    pairs = {
-        "verbs": [(f"line {n}: the fox jumps", f"line {n}: the jox fumps") for n in (3, 7, 20, 45)],
-        "order": [(f"the dog, {n} times", f"dog the, {n} times") for n in (4, 9)],
-    }
+    """Write a group of two tasks in the shape of BLiMP; a pair has the same tokens in another order. In `wrong`, the
+    lines of the run's text are called bad."""
+    order = [(f"line {n}: the quick brown fox jumps", f"line {n}: the brown quick fox jumps") for n in range(3, 90, 15)]
+    pairs = {"right": order[:4], "wrong": [(second, first) for first, second in order[4:]]}
     for name, sentences in pairs.items():
         file = folder / f"{name}.jsonl"
         lines = [json.dumps({"sentence_good": good, "sentence_bad": bad}) for good, bad in sentences]
@@ -170,9 +169,9 @@ def test_minimal_pairs_tie_at_half_where_the_model_knows_nothing(
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     file, engine = write_pairs(tmp_path, by_size), load(trained_run)
     found = {one.name: one for one in run_harness(engine, [str(file)], run="run", step=200)}
-    assert list(found) == ["harness-pairs", "harness-verbs", "harness-order"]
+    assert list(found) == ["harness-pairs", "harness-right", "harness-wrong"]
     assert [one.n_items for one in found.values()] == [6, 4, 2]
-    assert found["harness-verbs"].metrics["acc"].value == 1.0, "the run has learned these lines"
+    assert [one.metrics["acc"].value for one in found.values()] == pytest.approx([4 / 6 if by_size else 0.5, 1, 0])
     for one in found.values():
         assert one.metrics["acc, ties shared"].value == one.metrics["acc"].value, "no sentence ties with another"
         assert len(one.metrics["acc"].statistics) == one.n_items
@@ -181,7 +180,7 @@ def test_minimal_pairs_tie_at_half_where_the_model_knows_nothing(
     ignorant = Engine(ignorant.model, ignorant.tokenizer)
     for one in run_harness(ignorant, [str(file)], run="run", step=0):
         assert one.metrics["acc"].value == 1.0, "the harness takes the first"
-        assert one.metrics["acc, ties shared"].value == 0.5
+        assert one.metrics["acc, ties shared"].value == pytest.approx(0.5)
         assert one.fingerprint == found[one.name].fingerprint
     other = run_harness(engine, [str(file)], run="run", step=200, limit=2)
     assert {one.fingerprint for one in other}.isdisjoint(one.fingerprint for one in found.values() if one.n_items > 2)
