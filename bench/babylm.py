@@ -66,10 +66,10 @@ class Language:
         self._prepositions, self._chances = self._drawn(_PREPOSITIONS), self._uniform()
 
     def _words(self, syllables: Sequence[str], n: int) -> list[str]:
-        """Return different words of one to four syllables, the short ones first, as the frequent words of English."""
+        """Return different words of two to four syllables, the short ones first, as the frequent words of English."""
         found: dict[str, None] = {}
         while len(found) < n:
-            found["".join(self._random.choices(syllables, k=self._random.choice((1, 2, 3, 3, 4, 4))))] = None
+            found["".join(self._random.choices(syllables, k=self._random.choice((2, 3, 3, 4, 4))))] = None
         return sorted(found, key=len)
 
     def _drawn(self, items: Sequence[T], zipf: bool = False) -> Iterator[T]:

@@ -125,7 +125,7 @@ def test_a_continuation_that_becomes_part_of_the_contexts_last_token_is_scored_b
 @torch.no_grad()
 def test_a_model_that_knows_nothing_has_half_of_the_minimal_pairs_right(tmp_path: Path) -> None:
     """Its sentences are whole texts: each begins after the token that separates documents."""
-    config = plain_model(vocab_size=257, context_length=64, n_layers=1, d_model=16, n_heads=2, tie_embeddings=False)
+    config = plain_model(vocab_size=257, context_length=64, n_layers=1, d_model=32, n_heads=2, tie_embeddings=False)
     model = hf.random_model(config)
     items = [{"sentence_good": f"The {n} sleeps.", "sentence_bad": f"The {n} sleep!."} for n in ("cat", "dog", "child")]
     path = write(tmp_path, PAIRS, items)

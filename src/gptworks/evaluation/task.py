@@ -40,7 +40,7 @@ class TaskFile(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="What results are called. Default: the file's name.")
     data: ShortPath = Field(description="A JSONL file, an item a line.")
-    prompt: str = Field(description="The text that the model continues.")
+    prompt: str = Field(description="The text that the model continues. Empty: the choices are whole texts.")
     description: str = Field("", description="Text before everything else.")
     delimiter: str = Field(" ", description="Between a prompt and its answer.")
     shots: Count = Field(0, description="Solved items shown before each one.")
@@ -189,6 +189,8 @@ class Task:
         """
         wanted = getattr(self.settings, key) if wanted is None else wanted
         assert isinstance(wanted, str)
+        if key == "prompt" and not wanted:
+            return ""
         if "{{" in wanted or "{%" in wanted:
             text = self._render(wanted, item)
             if isinstance(text, str):
