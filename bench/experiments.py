@@ -170,10 +170,9 @@ class Session:
     def numerics(self, regime: str) -> str:
         """Return a hash of the baseline's loss after a few steps. If it differs, so does the rounding or the random
         numbers of this source, and a seed's run is no pair of one that was trained before."""
-        steps = {"max_steps": PROBE_STEPS, "evaluate_every": PROBE_STEPS, "checkpoint_every": PROBE_STEPS}
-        recipe = self.laboratory.recipe(regime)
-        train = recipe.train.model_copy(update=steps | {"log_every": 1, "evaluate_sequences": 16})
-        recipe = recipe.model_copy(update={"train": train, "run_dir": recipe.run_dir.with_name("probe")})
+        length = PROBE_STEPS / (self.laboratory.recipe(regime).train.max_steps or 1)
+        recipe = self.laboratory.recipe(regime, Change("probe", (), "", length))
+        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"evaluate_sequences": 16})})
         shutil.rmtree(recipe.run_dir, ignore_errors=True)
         found = train_recorded(recipe, lambda: None, self.report)
         assert found is not None

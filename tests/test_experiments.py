@@ -125,6 +125,22 @@ def test_a_source_that_computes_otherwise_has_pairs_of_its_own(
     assert found.comparison.n == 2  # the first run has counted
 
 
+def test_a_few_steps_of_every_regimes_baseline_are_a_recipe(
+    experiments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes = []
+
+    def trained(recipe: Any, *_: Any) -> dict[str, Any]:
+        probes.append(recipe)
+        return {"losses": {"8": 3.0}}
+
+    monkeypatch.setattr(experiments, "train_recorded", trained)
+    laboratory = experiments.Laboratory(BENCH / "regimes", tmp_path, tmp_path / "text.txt")
+    session = experiments.Session(laboratory, tmp_path / "lines", experiments.REGIMES, [], 1, 1, lambda _: None)
+    assert len({session.numerics(regime) for regime in experiments.REGIMES}) == 1
+    assert [recipe.train.max_steps for recipe in probes] == [experiments.PROBE_STEPS] * 3
+
+
 def test_open_verdicts_get_the_runs_that_decide_them_and_cost_the_least(session: Any, experiments: Any) -> None:
     changes = [experiments.Change(f"rate-{name}", (f"train.learning_rate={rate}",), "here") for name, rate in CLOSE]
     begun = replace(session, changes=changes, seeds=3)
