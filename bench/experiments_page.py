@@ -46,7 +46,7 @@ def _heading(regimes: list[Regime], results: Sequence[Result]) -> Iterator[str]:
     )
     yield ""
     yield (
-        "A step's time is measured in turns with the baseline's on one machine, for as many tokens. *In equal time*, a "
+        "A step's time is its thread's, measured in turns with the baseline's, for as many tokens. *In equal time*, a "
         "change that takes r times as long is compared with the baseline after r times as many tokens, interpolated "
         "in the logarithm between the baseline's own runs of half, once and twice the length; these intervals, too, "
         "hold together with 95%. Beyond half or twice the time there is no verdict."

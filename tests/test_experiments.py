@@ -168,7 +168,7 @@ def test_a_session_whose_time_is_over_begins_no_run(session: Any) -> None:
 def test_steps_are_measured_in_turns_for_as_many_tokens(
     session: Any, experiments: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def steps(recipes: Any) -> Any:
+    def steps(recipes: Any, clock: Any) -> Any:
         assert [recipe.train.batch_size for recipe in recipes] == [8, 4]
         return zip([9.0, *[0.1] * 7, 0.7, *[0.2] * 99], [9.0, *[0.1] * 50, *[0.3] * 99], strict=False)
 

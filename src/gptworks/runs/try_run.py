@@ -143,15 +143,20 @@ def measured_step_seconds(recipe: Recipe) -> float:
     return recipe.train.batch_size * recipe.row_length / rate
 
 
-def steps_in_turns(recipes: Sequence[Recipe]) -> Iterator[tuple[float, ...]]:
+def steps_in_turns(
+    recipes: Sequence[Recipe], clock: Callable[[], float] = time.perf_counter
+) -> Iterator[tuple[float, ...]]:
     """Yield the seconds of one training step of each recipe, in this process, again and again. Since the steps take
     turns, other work on the machine slows down all recipes alike.
+
+    Args:
+        clock: returns seconds; `time.process_time` leaves out those in which other processes had the core.
 
     Raises:
         UserError: a recipe's text cannot be prepared.
     """
     keep_freed_memory()
-    yield from zip(*(step_times(_rehearsal(recipe)) for recipe in recipes), strict=True)
+    yield from zip(*(step_times(_rehearsal(recipe), clock) for recipe in recipes), strict=True)
 
 
 def _rehearsal(recipe: Recipe) -> Rehearsal:

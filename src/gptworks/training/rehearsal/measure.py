@@ -6,7 +6,7 @@ python -m gptworks.training.rehearsal.measure keep|return < rehearsal.json
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from statistics import median
 
@@ -94,7 +94,7 @@ def _small(model: ModelConfig) -> ModelConfig:
     return ModelConfig(vocab_size=64, context_length=64, n_layers=1, d_model=64, n_heads=2, d_ff=64, **kept, **shared)
 
 
-def step_times(rehearsal: Rehearsal) -> Iterator[float]:
+def step_times(rehearsal: Rehearsal, clock: Callable[[], float] = time.perf_counter) -> Iterator[float]:
     """Run training steps; yield the seconds of each, except the first, which creates the optimizer's state."""
     model, train, device = rehearsal.model, rehearsal.train, torch.device(rehearsal.device)
     step = rehearsal.new_step()
@@ -103,10 +103,10 @@ def step_times(rehearsal: Rehearsal) -> Iterator[float]:
     take(step, train, batch)
     synchronize(device)
     while True:
-        started = time.perf_counter()
+        started = clock()
         take(step, train, batch)
         synchronize(device)
-        yield time.perf_counter() - started
+        yield clock() - started
 
 
 if __name__ == "__main__":
