@@ -173,6 +173,7 @@ def test_steps_are_measured_in_turns_for_as_many_tokens(
         return zip([9.0, *[0.1] * 7, 0.7, *[0.2] * 99], [9.0, *[0.1] * 50, *[0.3] * 99], strict=False)
 
     monkeypatch.setattr(experiments, "steps_in_turns", steps)
+    monkeypatch.setattr(experiments, "STEPS_SECONDS", 60.0)
     change = experiments.Change("batch", ("train.batch_size=4", "train.micro_batch_size=4"), "here")
     length = experiments.Change("longer", (), "here", 2.0)
     for _ in range(2):  # the second time, all is measured already
