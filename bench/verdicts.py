@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
+from statistics import median
 
 from blocks import FEWEST_RUNS, MOST_RUNS, Comparison, compare
 from changes import BASELINE, LONGER, SHORTER, WITHDRAWN
@@ -32,7 +33,7 @@ class Further:
     baseline: tuple[int, ...]
     """Those of them that the baseline lacks there."""
     hours: float
-    """Hours with `CORES` runs side by side, from the shortest run on record."""
+    """Hours with `CORES` runs side by side on an idle machine."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _regime(name: str, lines: list[Result], here: Place | None) -> Regime:
     worth = WORTH * max(line.get("token_bytes", 1.0) for line in runs.values())  # a constant of the text
     here = here or (place_of(ended[-1]) if ended else None)
     rows = [
-        _row(change, list(runs.values()), times.get(change), found.get(change), worth, here)
+        _row(change, list(runs.values()), times, found.get(change), worth, here)
         for change in last
         if change != BASELINE
     ]
@@ -134,9 +135,10 @@ def _regime(name: str, lines: list[Result], here: Place | None) -> Regime:
 
 
 def _row(
-    change: str, all_runs: list[Result], time: Result | None, comparison: Comparison | None, worth: float,
+    change: str, all_runs: list[Result], times: Mapping[str, Result], comparison: Comparison | None, worth: float,
     here: Place | None,
 ) -> Row:  # fmt: skip
+    time = times.get(change)
     runs = [run for run in all_runs if run["change"] == change]
     failures = {run["seed"]: run["failed"] for run in runs if "failed" in run}
     described = next(iter(runs), time)
@@ -149,7 +151,7 @@ def _row(
     if found == "open" and change in WITHDRAWN:
         found = "withdrawn"
     elif found == "open" and comparison is not None and here is not None:
-        further = _further(change, comparison, worth, [run for run in all_runs if "failed" not in run], here)
+        further = _further(change, comparison, worth, [run for run in all_runs if "failed" not in run], times, here)
     return Row(
         change,
         tuple(described["settings"]),
@@ -188,13 +190,17 @@ def times_of(time: Result) -> StepTime:
     return step_time(ratios, len(ratios), 0.05)
 
 
-def _further(change: str, now: Comparison, worth: float, runs: Sequence[Result], here: Place) -> Further | None:
+def _further(
+    change: str, now: Comparison, worth: float, runs: Sequence[Result], times: Mapping[str, Result], here: Place
+) -> Further | None:
     for n in range(max(now.n + 1, FEWEST_RUNS), MOST_RUNS + 1):
         if (found := verdict(now.value, now.margin(n), worth)) != "open":
             seeds = next_seeds(change, runs, here, n - now.n)
             trained = seeds_of(BASELINE, runs, here)
             baseline = tuple(seed for seed in seeds if seed not in trained)
-            seconds = len(seeds) * _run_seconds(change, runs) + len(baseline) * _run_seconds(BASELINE, runs)
+            seconds = len(seeds) * _run_seconds(change, runs, times) + len(baseline) * _run_seconds(
+                BASELINE, runs, times
+            )
             return Further(found, seeds, baseline, seconds / CORES / 3600)
     return None
 
@@ -210,6 +216,16 @@ def next_seeds(change: str, runs: Sequence[Result], here: Place, n: int) -> tupl
     return tuple(islice((seed for seed in count(1) if seed not in trained), n))
 
 
-def _run_seconds(change: str, runs: Sequence[Result]) -> float:
-    """Return the seconds of a change's run with nothing else on the machine: other load only adds to the shortest."""
-    return START_SECONDS + min(run["seconds"] for run in runs if run["change"] == change)
+def _run_seconds(change: str, runs: Sequence[Result], times: Mapping[str, Result]) -> float:
+    """Return the seconds of a change's run with nothing else on the machine, for the regime's fastest training on
+    record, since other load only adds, and the change's step time, if it was measured."""
+    ratios = {name: times_of(time).ratio for name, time in times.items()}
+    of_baseline = next(run for run in runs if run["change"] == BASELINE)
+    step_tokens = of_baseline["tokens"] / of_baseline["steps"]
+    per_token = min(
+        *(run["seconds"] / run["tokens"] / ratios.get(run["change"], 1.0) for run in runs),
+        *(median(time["baseline_seconds"]) / step_tokens for time in times.values()),
+        math.inf,
+    )
+    tokens = next(run["tokens"] for run in runs if run["change"] == change)
+    return START_SECONDS + tokens * per_token * ratios.get(change, 1.0)
