@@ -204,10 +204,11 @@ class Session:
         """Yield the runs that decide open verdicts, those of the cheapest decision first."""
         known = {change.name: change for change in self.changes}
         rows = [
-            (row.further, regime.name, known[row.change])
+            (further, regime.name, known[row.change])
             for regime in regimes_of(results, self.places)
             for row in regime.rows
-            if regime.name in self.regimes and row.change in known and row.further and row.further.hours <= hours
+            if regime.name in self.regimes and row.change in known
+            if (further := row.further) and further.verdict != "open" and further.hours <= hours
         ]
         for further, regime, change in sorted(rows, key=lambda row: row[0].hours):
             for seed in further.seeds:

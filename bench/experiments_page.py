@@ -113,9 +113,9 @@ def _verdict(row: Row) -> str:
     if row.verdict != "open" or row.comparison is None:
         return row.verdict
     if (further := row.further) is None:
-        return f"open: over {MOST_RUNS} seeds" if row.comparison.n >= FEWEST_RUNS else "open: too few seeds"
-    seeds = len(further.seeds)
-    return f"open: {seeds} seed{'s' if seeds > 1 else ''}, {further.hours:.2g} h ({further.verdict})"
+        return "open: too few seeds"
+    cost = f"{len(further.seeds)} seed{'s' if len(further.seeds) > 1 else ''}, {further.hours:.2g} h"
+    return f"open: over {cost}" if further.verdict == "open" else f"open: {cost} ({further.verdict})"
 
 
 def _line(row: Row) -> str:

@@ -28,6 +28,7 @@ class Further:
     """The runs that would decide an open comparison if its difference and scatter stayed as they are."""
 
     verdict: str
+    """The verdict then; `open` if even `MOST_RUNS` pairs do not decide it."""
     seeds: tuple[int, ...]
     """Further seeds of the change, in the place of the regime's next runs."""
     baseline: tuple[int, ...]
@@ -63,7 +64,7 @@ class Row:
     verdict: str
     """better, worse, same, no gain, open, withdrawn or failed."""
     further: Further | None
-    """Of an open verdict; None: no number of pairs up to `MOST_RUNS` would decide it."""
+    """Of an open verdict; None: no change has enough runs to show the noise."""
     in_time: InTime | None = None
     """The comparison in equal time; None: a step's time is not known to differ, or by more than the lengths allow."""
 
@@ -193,16 +194,16 @@ def times_of(time: Result) -> StepTime:
 def _further(
     change: str, now: Comparison, worth: float, runs: Sequence[Result], times: Mapping[str, Result], here: Place
 ) -> Further | None:
+    if math.isinf(now.spread):
+        return None
     for n in range(max(now.n + 1, FEWEST_RUNS), MOST_RUNS + 1):
         if (found := verdict(now.value, now.margin(n), worth)) != "open":
-            seeds = next_seeds(change, runs, here, n - now.n)
-            trained = seeds_of(BASELINE, runs, here)
-            baseline = tuple(seed for seed in seeds if seed not in trained)
-            seconds = len(seeds) * _run_seconds(change, runs, times) + len(baseline) * _run_seconds(
-                BASELINE, runs, times
-            )
-            return Further(found, seeds, baseline, seconds / CORES / 3600)
-    return None
+            break
+    seeds = next_seeds(change, runs, here, n - now.n)
+    trained = seeds_of(BASELINE, runs, here)
+    baseline = tuple(seed for seed in seeds if seed not in trained)
+    seconds = len(seeds) * _run_seconds(change, runs, times) + len(baseline) * _run_seconds(BASELINE, runs, times)
+    return Further(found, seeds, baseline, seconds / CORES / 3600)
 
 
 def seeds_of(change: str, runs: Sequence[Result], here: Place) -> set[int]:

@@ -275,6 +275,15 @@ def test_what_matters_is_the_same_for_each_byte_of_text(experiments: Any) -> Non
     assert "below 0.0125 nats per token" in importlib.import_module("experiments_page").page(long)
 
 
+def test_what_no_number_of_runs_decides_has_a_cost_too(experiments: Any) -> None:
+    losses = {seed: BASELINE[seed] + off for seed, off in {1: -0.1, 2: 0.094, 3: 0.0}.items()}
+    lines = [
+        _line(name, seed, loss) for name, of in (("baseline", BASELINE), ("wild", losses)) for seed, loss in of.items()
+    ]
+    page = importlib.import_module("experiments_page").page(lines)
+    assert "| open: over 297 seeds, 7.4 h |" in page  # and 296 of the baseline, of 90 s with their starts
+
+
 @pytest.mark.parametrize(
     ("interval", "found"),
     [
