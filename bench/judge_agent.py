@@ -3,9 +3,11 @@
     python bench/judge_agent.py --folder runs/campaign --page docs/tries/campaign.html    # an hour on two cores
 
 The agent speaks the Model Context Protocol, as a language model's would, and sees nothing but the judge's answers. It
-plans each proposal and drops those that cost too much, tries the others, tries a rate again in the direction that
-helped, and ends the campaign. Two of its proposals change nothing that matters, so that the page shows what becomes of
-such changes. The folder must be new; a campaign that was interrupted is ended by `gptworks judge --folder F --finish`.
+plans each proposal and drops those that cost too much. Of the others it asks for three pairs of runs, and for three
+more as long as they look like a gain: the judge's evidence holds whenever it stops. It tries a rate again in the
+direction that helped, and ends the campaign. Two of its proposals change nothing that matters, so that the page shows
+what becomes of such changes. The folder must be new; a campaign that was interrupted is ended by `gptworks judge
+--folder F --finish`.
 """
 
 import argparse
@@ -23,6 +25,8 @@ from gptworks.judge.page import PAGE
 
 MOST_WORK = 1.6
 """Proposals whose step has more FLOPs than this, relative to the champion's, are dropped."""
+LOOK, MOST_PAIRS = 3, 15
+"""Pairs of runs between two looks at a try, and the most of one."""
 WAIT_SECONDS = 600
 
 Changes = Mapping[str, Any]
@@ -78,7 +82,9 @@ class Agent:
         if planned["work"] > MOST_WORK or not planned["affordable_pairs"]:
             say(f"{name}: dropped, a step has {planned['work']:.2f} times the FLOPs")
             return None
-        answer: dict[str, Any] = (await self.trained("try", changes=dict(changes)))["last"]
+        answer: dict[str, Any] = {"pairs": 0, "gain": 1.0, "may_continue": True}
+        while answer["may_continue"] and answer["gain"] > 0 and answer["pairs"] < MOST_PAIRS:
+            answer = (await self.trained("try", changes=dict(changes), pairs=answer["pairs"] + LOOK))["last"]
         say(f"{name}: {answer['verdict']} after {answer['pairs']} pairs, {answer['words']}")
         return answer
 
