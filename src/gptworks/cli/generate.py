@@ -41,6 +41,7 @@ def generate(
     stop: options.Stop = None,
     min_tokens: Annotated[int, Option(help="Fewest tokens before a text may end.")] = SAMPLING.min_tokens,
     ignore_eos: Annotated[bool, Option("--ignore-eos", help="The end-of-text token ends nothing.")] = False,
+    heal: Annotated[bool, Option(help="Draw the prompt's last token again, as a longer one may fit better.")] = True,
     logprobs: Annotated[int | None, Option(help="With --json: log-probabilities of tokens and N others.")] = None,
     json_schema: Annotated[Path | None, Option(metavar="FILE", help="Write JSON that this schema allows.")] = None,
     regex: Annotated[str | None, Option(help="Write a text that matches this regular expression.")] = None,
@@ -82,7 +83,7 @@ def generate(
     wanted = _given(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, seed=seed, max_tokens=max_tokens,
-        stop=tuple(stop or ()), min_tokens=min_tokens, ignore_eos=ignore_eos, logprobs=logprobs,
+        stop=tuple(stop or ()), min_tokens=min_tokens, ignore_eos=ignore_eos, heal=heal, logprobs=logprobs,
         json_schema=schema, regex=regex,
     )  # fmt: skip
     SamplingSettings(**wanted)  # invalid ones are refused before the model is loaded

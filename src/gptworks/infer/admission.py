@@ -4,13 +4,15 @@ import math
 import threading
 import warnings
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from gptworks.errors import UserError
-from gptworks.infer.constrain import Constraints
+from gptworks.infer.constrain import Constraint, Constraints
 from gptworks.infer.defaults import stated_sampling
+from gptworks.infer.healing import Healing, Spellings
 from gptworks.infer.logprobs import PromptScores
 from gptworks.infer.request import Listener, Overflow, Prompt, Request
 from gptworks.infer.room import Room
@@ -91,8 +93,16 @@ class Admission:
             raise UserError("logit_bias forbids every token of the vocabulary: leave one.")
         constrained = settings.json_schema is not None or settings.regex is not None
         grammar = self.constraints().grammar(settings) if constrained else None
+        heals = settings.heal and isinstance(prompt, str) and not constrained and prompt_logprobs is None
+        ids, ending = self.spellings.split(ids) if heals and generates else (ids, b"")
+
+        def constraint() -> Constraint | Healing | None:
+            if grammar is not None:
+                return grammar.begin()
+            return Healing(self.spellings, ending) if ending else None
+
         samples = [
-            Sample(i, ids, settings, self._tokenizer, self._special.ends, None if grammar is None else grammar.begin())
+            Sample(i, ids, settings, self._tokenizer, self._special.ends, constraint())
             for i in range(n_samples if generates else 0)
         ]
         scores = PromptScores(ids, score_from, prompt_logprobs)
@@ -118,6 +128,11 @@ class Admission:
             raise UserError("the prompt is empty and this tokenizer has no token to begin a document: give some text.")
         self._warn_of_unknown(prompt, ids)
         return ids
+
+    @cached_property
+    def spellings(self) -> Spellings:
+        """The bytes of the tokenizer's tokens."""
+        return Spellings(self._tokenizer)
 
     def constraints(self) -> Constraints:
         """Return the grammar compiler for this tokenizer; the first call makes it.

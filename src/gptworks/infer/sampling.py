@@ -81,6 +81,11 @@ class SamplingSettings:
     processed_logprobs: int | None = None
     """Like `logprobs`, but in the distribution that the token was drawn from: after bias, penalties, bans, grammar,
     temperature and filters. Dropped tokens are left out, and greedy sampling has only one. None: report nothing."""
+    heal: bool = False
+    """Draw the end of a prompt that is given as text again, so that the text does not depend on where the prompt's last
+    token ends (`gptworks.infer.healing`). Without an effect on prompts of ids, with json_schema or regex, and with
+    tokenizers whose tokens do not spell text by themselves. The tokens drawn begin with the end of the prompt; the
+    text does not."""
     json_schema: str | Mapping[str, Any] | None = None
     """The text is JSON that satisfies this schema ({}: any JSON). Needs the `constrain` extra."""
     regex: str | None = None

@@ -7,6 +7,7 @@ from typing import Literal
 from tokenizers import Tokenizer
 
 from gptworks.infer.constrain import Constraint
+from gptworks.infer.healing import Healing
 from gptworks.infer.logprobs import TokenLogprob
 from gptworks.infer.sampling import Sampler, SamplingSettings
 from gptworks.tokenizer import StreamDecoder
@@ -76,9 +77,10 @@ class Sample:
         settings: SamplingSettings,
         tokenizer: Tokenizer,
         ends: tuple[int, ...],
-        constraint: Constraint | None = None,
+        constraint: Constraint | Healing | None = None,
     ) -> None:
         self.index, self.settings, self.constraint = index, settings, constraint
+        self._n_known = constraint.n_characters if isinstance(constraint, Healing) else 0
         self.ids = list(prompt)
         """The prompt and the generated tokens."""
         self.sampler = Sampler(settings, prompt, index, ends)
@@ -94,7 +96,7 @@ class Sample:
             return self.finish("stop")
         self.ids.append(token_id)
         self.sampler.push(token_id)
-        text = self._stops.push(self._decoder.push(token_id))
+        text = self._stops.push(self._new(self._decoder.push(token_id)))
         if self._stops.found:
             return self.finish("stop", token_id, text)
         if self.constraint is not None and self.constraint.push(token_id):
@@ -106,10 +108,16 @@ class Sample:
     def finish(self, reason: FinishReason, token_id: int | None = None, text: str = "") -> Piece:
         """End the sample; return its last piece, with the held-back text up to a stop string."""
         if not self._stops.found:
-            text += self._stops.push(self._decoder.flush())
+            text += self._stops.push(self._new(self._decoder.flush()))
         text += self._stops.flush()
         self.finish_reason = "stop" if self._stops.found else reason
         return Piece(self.index, text, token_id, self.finish_reason)
+
+    def _new(self, text: str) -> str:
+        """Return decoded text without the characters that the prompt has already."""
+        n = min(self._n_known, len(text))
+        self._n_known -= n
+        return text[n:]
 
 
 @dataclass

@@ -1,0 +1,81 @@
+"""Token healing: draw the end of a prompt again, so that it does not matter where the prompt was cut.
+
+A tokenizer may spell `def ` with a token for the space, where in the training text the space belongs to the token of
+the name that follows; a model rarely saw the token that the prompt ends with. So the prompt's last token is taken off,
+and the first tokens drawn must spell its text again. The text is then drawn from the model's distribution over texts
+that begin with the prompt, whatever its tokens (Lundberg, 2023: "The art of prompt design: prompt boundaries and token
+healing").
+"""
+
+from collections.abc import Sequence
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from gptworks.special_tokens import special_tokens
+from gptworks.tokenizer import token_spellings
+
+MOST_REMOVED = 4
+"""Most tokens that are taken off: a character has up to four bytes, each of which may be a token."""
+
+
+class Spellings:
+    """The bytes of a tokenizer's tokens. V: size of its vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added, found = tokenizer.get_added_tokens_decoder(), token_spellings(tokenizer)
+        self._of = [b"" if index in added else one for index, one in enumerate(found or ())]
+        self._fewest_left = max(1, len(special_tokens(tokenizer).before))
+
+    def split(self, ids: list[int]) -> tuple[list[int], bytes]:
+        """Return a prompt without its last tokens, and their text, to be drawn again.
+
+        As few tokens are taken off as begin with a whole character. None are if no token would be left, if no token's
+        text goes on after theirs, or if tokens do not spell text by themselves.
+        """
+        for n in range(1, min(MOST_REMOVED, len(ids) - self._fewest_left) + 1 if self._of else 1):
+            kept, text = ids[:-n], self.text(ids[-n:])
+            if not self._of[ids[-n]]:
+                break
+            if text[0] & 0xC0 != 0x80:  # the first byte of a character
+                goes_on = any(len(one) > len(text) and one.startswith(text) for one in self._of)
+                return (kept, text) if goes_on else (ids, b"")
+        return ids, b""
+
+    def text(self, ids: Sequence[int]) -> bytes:
+        """Return the text of tokens, in UTF-8."""
+        return b"".join(self._of[one] for one in ids)
+
+    def allowed(self, text: bytes) -> Tensor:
+        """Return a mask of the tokens that begin with the text or with which it begins, bool [V]."""
+        return torch.tensor([bool(one) and (one.startswith(text) or text.startswith(one)) for one in self._of])
+
+
+class Healing:
+    """Follows one text until its tokens have spelled the end of the prompt again."""
+
+    def __init__(self, spellings: Spellings, text: bytes) -> None:
+        self._spellings, self._left = spellings, text
+        self.n_characters = len(text.decode())
+        """Number of characters that the prompt has already, so that they are not shown again."""
+
+    def allowed(self) -> Tensor | None:
+        """Return a mask of the tokens that may come next, bool [V]; None: all."""
+        return self._spellings.allowed(self._left) if self._left else None
+
+    def push(self, token: int) -> bool:
+        """Add a token; return False, since it never completes a text."""
+        self._left = self._left[len(self._spellings.text([token])) :]
+        return False
+
+    def accepts(self, tokens: list[int]) -> int:
+        """Return the length of the longest prefix of `tokens` that may come next."""
+        left = self._left
+        for n, token in enumerate(tokens):
+            if not left:
+                break
+            if not self._spellings.allowed(left)[token]:
+                return n
+            left = left[len(self._spellings.text([token])) :]
+        return len(tokens)
