@@ -49,7 +49,7 @@ help:
 demo: .venv/.installed
 	$(BIN)/gptworks train demo --resume
 	@echo; echo "Held-out files, chosen before training by the rule below, and how the model continues them:"
-	$(BIN)/gptworks generate runs/demo --held-out 3 --max-tokens 80 --temperature 0.3 --frequency-penalty 0.5 --seed 1
+	$(BIN)/gptworks generate runs/demo --held-out 3 --max-tokens 80 --seed 1
 	@echo; echo "Held-out text, and what compressors make of it:"
 	$(BIN)/gptworks evaluate runs/demo --compressors
 	@echo; echo "Go on with: $(BIN)/gptworks chat runs/demo"

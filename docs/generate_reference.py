@@ -20,7 +20,7 @@ from gptworks.evaluation.task import AnyTask
 FOLDER = Path(__file__).parent / "reference"
 
 PAGES = {
-    "recipe": ("The recipe", "", ["Recipe", "FreezeConfig", "SweepConfig", "SweepRange"]),
+    "recipe": ("The recipe", "", ["Recipe", "FreezeConfig", "SamplingConfig", "SweepConfig", "SweepRange"]),
     "model": ("`model`", "model", ["ModelConfig", "RopeScaling"]),
     "tokenizer": ("`tokenizer`", "tokenizer", []),
     "data": ("`data`", "data", ["DataConfig", "ValidationSplit", "MixtureMember", "Anneal"]),

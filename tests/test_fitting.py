@@ -205,7 +205,7 @@ def taken(engine: Engine) -> Iterator[list[SamplingSettings]]:
 
 
 def test_a_model_that_states_its_sampling_settings_has_them_at_every_door() -> None:
-    own = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 1.25}
+    own = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 1.25, "frequency_penalty": 0.5}
     made = engine()
     stated = Stated({"eos_token": "<|endoftext|>"}, (256,), generation=own)
     made = Engine(made.model, attach(made.tokenizer, stated), chat_template=made.chat_template, backend="torch")
@@ -228,7 +228,7 @@ def test_a_model_that_states_its_sampling_settings_has_them_at_every_door() -> N
     greedy = replace(expected, temperature=0, top_p=1.0, top_k=1)
     bare = [replace(one, stop_token_ids=(), logprobs=None, processed_logprobs=None) for one in settings]
     assert bare[:4] == [expected, greedy, replace(expected, top_k=0), expected]
-    assert [(one.temperature, one.top_k, one.repetition_penalty) for one in bare[4:]] == [(0.5, 3, 1.25)] * 2
+    assert [{name: getattr(one, name) for name in own} for one in bare[4:]] == [own] * 2
 
 
 def test_python_reads_a_conversation_that_is_too_long_without_its_oldest_turns(talk: Engine) -> None:

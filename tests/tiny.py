@@ -73,7 +73,7 @@ def gptworks(*arguments: str | Path, **options: Any) -> subprocess.CompletedProc
     return commands.run("-m", "gptworks", *arguments, **options)
 
 
-def trained(folder: Path, steps: int = 200, **model: Any) -> Path:
+def trained(folder: Path, steps: int = 200, sampling: dict[str, Any] | None = None, **model: Any) -> Path:
     """Return a trained run with a byte-level BPE and an architecture that can be exported."""
     from gptworks.recipe import parse_recipe
     from gptworks.training.loop import train
@@ -86,7 +86,7 @@ def trained(folder: Path, steps: int = 200, **model: Any) -> Path:
         "context_length": 64, "n_layers": 2, "d_model": 32, "n_heads": 2, "norm": "rmsnorm", "mlp": "swiglu",
         "qk_norm": False, "zero_init_projections": False, **model,
     }  # fmt: skip
-    tree["tokenizer"] = {"type": "bpe", "vocab_size": 320}
+    tree |= {"tokenizer": {"type": "bpe", "vocab_size": 320}, "sampling": sampling or {}}
     train(parse_recipe(tree))
     return folder / "run"
 

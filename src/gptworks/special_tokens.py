@@ -30,6 +30,9 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 GENERATION_CONFIG, MODEL_CONFIG = "generation_config.json", "config.json"
+STATED_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
+                   "presence_penalty")  # fmt: skip
+"""The sampling settings that a generation_config.json may state. transformers ignores the last two."""
 OUR_CLASS = "PreTrainedTokenizerFast"
 """Name of transformers' class in a run's tokenizer_config.json; this class uses tokenizer.json unchanged."""
 
@@ -91,7 +94,8 @@ class SpecialTokens:
 
 @dataclass(frozen=True)
 class Stated:
-    """Special tokens as the files of a tokenizer folder state them."""
+    """Special tokens as the files of a tokenizer folder state them, and sampling settings. Without names, ends, bos and
+    pad, it states only sampling settings, and the tokens are those that `by_name` finds."""
 
     names: Mapping[str, str]
     """Texts of the tokens by role; a missing role has no token."""
@@ -107,12 +111,15 @@ class Stated:
     notes: tuple[str, ...] = ()
     """Messages about contradictions in the files, and about contents that are ignored."""
 
-    def files(self) -> dict[str, dict[str, Any]]:
-        """Return the contents of the files that state these tokens in a run's tokenizer folder, by file name."""
-        return {TOKENIZER_CONFIG: our_config(self.names), GENERATION_CONFIG: self.generation_config()}
+    @property
+    def has_tokens(self) -> bool:
+        """Whether it states special tokens, and not only sampling settings."""
+        return bool(self.names or self.ends or self.others) or (self.bos, self.pad) != (None, None)
 
     def generation_config(self) -> dict[str, Any]:
-        """Return the contents of generation_config.json, with token ids."""
+        """Return the contents of generation_config.json, with token ids if it states tokens."""
+        if not self.has_tokens:
+            return dict(self.generation)
         ends: Any = list(self.ends) if len(self.ends) > 1 else next(iter(self.ends), None)
         ids = {"bos_token_id": self.bos, "eos_token_id": ends, "pad_token_id": self.pad}
         return {"_from_model_config": False, **self.generation, **{k: v for k, v in ids.items() if v is not None}}
@@ -192,13 +199,15 @@ def _some(token: int | None) -> tuple[int, ...]:
 
 
 def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
-    """Read the special tokens that a folder states; None if it states none, or only those that `by_name` finds.
+    """Read the special tokens and sampling settings that a folder states; None if it states no sampling settings and no
+    tokens, or only tokens that `by_name` finds.
 
     Raises:
         UserError: a file is not readable JSON, or a value has a wrong type.
     """
     if not stating_files(folder):
-        return None
+        sampling = _optional(folder / GENERATION_CONFIG)
+        return Stated({}, (), generation=sampling) if sampling else None
     config, by_map = _optional(folder / TOKENIZER_CONFIG), _optional(folder / TOKENS_MAP)
     generation, model = _optional(folder / GENERATION_CONFIG), _optional(folder / MODEL_CONFIG)
     names, notes = _names(config, by_map, str(model.get("model_type")), tokenizer)
@@ -226,12 +235,14 @@ def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
 
 def stating_files(folder: Path) -> list[Path]:
     """Return the files that state a folder's special tokens, apart from tokenizer.json. Empty if there is none, or only
-    the tokenizer_config.json that gptworks writes: then `by_name` finds the tokens.
+    those of a trained tokenizer's run, a tokenizer_config.json and sampling settings: then `by_name` finds the tokens.
 
     Raises:
-        UserError: tokenizer_config.json is not readable JSON.
+        UserError: tokenizer_config.json or generation_config.json is not readable JSON.
     """
     others = [file for name in (TOKENS_MAP, GENERATION_CONFIG, MODEL_CONFIG) if (file := folder / name).exists()]
+    if others == [folder / GENERATION_CONFIG] and _optional(others[0]).keys() <= {"do_sample", *STATED_SAMPLING}:
+        others = []
     config = folder / TOKENIZER_CONFIG
     return [] if not others and _is_ours(_optional(config)) else [*([config] if config.exists() else []), *others]
 
@@ -339,7 +350,7 @@ def attach(tokenizer: Tokenizer, stated: Stated | None) -> Tokenizer:
         special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
         new = [name for name in (*stated.names.values(), *stated.others) if name not in special]
         tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in dict.fromkeys(new)])
-        vars(tokenizer)[_KEY] = stated, as_stated(tokenizer, stated)
+        vars(tokenizer)[_KEY] = stated, as_stated(tokenizer, stated) if stated.has_tokens else by_name(tokenizer)
     return tokenizer
 
 

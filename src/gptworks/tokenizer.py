@@ -7,10 +7,11 @@ Special tokens are added by their ids (`document_frame`, `prompt_ids`).
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Encoding, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import PreTokenizer
@@ -21,6 +22,7 @@ from gptworks.errors import UserError
 from gptworks.files import SUMS_FILE, check_sums, read_text, write_whole
 from gptworks.gpt2_vocabulary import BYTE_CHARACTERS, N_RANKS, read_gpt2_vocabulary
 from gptworks.special_tokens import (
+    GENERATION_CONFIG,
     SEPARATOR,
     TOKENIZER_CONFIG,
     Stated,
@@ -314,15 +316,19 @@ def _plain_text(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, sampling: Mapping[str, Any] | None = None) -> None:
     """Write tokenizer.json, and tokenizer_config.json so that `transformers.AutoTokenizer` can read the folder; also
-    generation_config.json if files stated the special tokens. Remove old checksums."""
+    generation_config.json if files stated the special tokens, or `sampling` states sampling settings. Remove old
+    checksums."""
     stated = stated_of(tokenizer)
-    files = {TOKENIZER_CONFIG: our_config(special_tokens(tokenizer).names)} if stated is None else stated.files()
+    tokens = stated if stated is not None and stated.has_tokens else Stated({}, ())
+    generation = replace(tokens, generation={**tokens.generation, **(sampling or {})}).generation_config()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SUMS_FILE).unlink(missing_ok=True)
+    (folder / GENERATION_CONFIG).unlink(missing_ok=True)
     write_whole(folder / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
-    for name, contents in files.items():
+    files = {TOKENIZER_CONFIG: our_config(special_tokens(tokenizer).names)}
+    for name, contents in (files | ({GENERATION_CONFIG: generation} if generation else {})).items():
         write_whole(folder / name, json.dumps(contents, indent=2, ensure_ascii=False) + "\n")
 
 

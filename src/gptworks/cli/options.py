@@ -93,7 +93,7 @@ HostMemoryGiB = Annotated[float | None, Option(help="Memory of the host of a nod
 
 
 def _stated(default: float, text: str) -> Any:
-    """Return a sampling option for which an imported model may state its own default; None: it is not given."""
+    """Return a sampling option for which a model may state its own default; None: it is not given."""
     return Option(help=text, show_default=f"{default:g}, or the model's own")
 
 
@@ -110,8 +110,12 @@ RepetitionPenalty = Annotated[
 ]
 Seed = Annotated[int | None, Option(help="The same seed gives the same text.")]
 Stop = Annotated[list[str] | None, Option(help="End before this string; repeatable.")]
-FrequencyPenalty = Annotated[float, Option(help="Subtracted from a token's logit each time it was generated.")]
-PresencePenalty = Annotated[float, Option(help="Subtracted once from the logit of a generated token.")]
+FrequencyPenalty = Annotated[
+    float | None, _stated(SAMPLING.frequency_penalty, "Subtracted from a token's logit each time it was generated.")
+]
+PresencePenalty = Annotated[
+    float | None, _stated(SAMPLING.presence_penalty, "Subtracted once from the logit of a generated token.")
+]
 Context = Annotated[int | None, Option("--context", min=1, help="Of prompt and answer. Default: the model's.")]
 Cache = Annotated[CacheName, Option("--cache", help="How keys and values are kept.")]
 Speculative = Annotated[

@@ -20,6 +20,7 @@ from gptworks.config.objective import DataFault, ObjectiveConfig
 from gptworks.config.optimizers import RateFactors
 from gptworks.config.recipe import AnyRecipe, DatasetRecipe, Recipe
 from gptworks.config.rope_scaling import RopeScaling
+from gptworks.config.sampling import SamplingConfig
 from gptworks.config.sources import (
     LANGUAGES,
     ArchiveSource,

@@ -11,6 +11,7 @@ from gptworks.config.data import DataConfig
 from gptworks.config.defaults import train_defaults
 from gptworks.config.model import ModelConfig
 from gptworks.config.objective import NextTokenObjective, ObjectiveConfig
+from gptworks.config.sampling import SamplingConfig
 from gptworks.config.sweep import SweepConfig
 from gptworks.config.tokenizer import (
     BPETokenizer,
@@ -69,6 +70,7 @@ class Recipe(Section):
         validate_default=True,
         description="Training. Defaults depend on the model and the objective.",
     )
+    sampling: SamplingConfig = Field(SamplingConfig(), description="How the model's texts are sampled by default.")
     sweep: Free[SweepConfig | None] = Field(None, description="Search by `gptworks sweep`; training ignores it.")
 
     @field_validator("train", mode="before")

@@ -1,7 +1,8 @@
 """Default sampling settings of a model: those that its generation_config.json states, else those of SAMPLING.
 
 The values are used by the commands, the server, the studio and Python wherever a request does not give its own. As in
-transformers, `do_sample: false` means greedy. Only imported models, and runs tuned from them, state such values.
+transformers, `do_sample: false` means greedy. Imported models, and runs tuned from them, state what their files did;
+the recipe's `sampling` overrides it.
 """
 
 from collections.abc import Mapping
@@ -12,10 +13,7 @@ from gptworks.choices import SAMPLING, Sampling
 from gptworks.errors import UserError
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.json_files import read_json
-from gptworks.special_tokens import GENERATION_CONFIG
-
-STATED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""The sampling settings that a generation_config.json may state."""
+from gptworks.special_tokens import GENERATION_CONFIG, STATED_SAMPLING
 
 
 def stated_sampling(generation: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -23,7 +21,7 @@ def stated_sampling(generation: Mapping[str, Any]) -> tuple[dict[str, Any], tupl
     model's texts are sampled with them, or that they are out of range and left out."""
     stated: dict[str, Any] = {}
     notes = []
-    for name in STATED:
+    for name in STATED_SAMPLING:
         value = generation.get(name)
         if value is None:
             continue

@@ -148,7 +148,7 @@ class Session:
             each = "".join(f"\n  {change_words({path: pair})}" for path, pair in changes.items())
             self.display.message(f"changed from step {step:,} on:{each}")
         save_recipe(recipe, folder / "recipe.yaml", history.lines())
-        save_tokenizer(setup.prepared.tokenizer, folder / "tokenizer")
+        save_tokenizer(setup.prepared.tokenizer, folder / "tokenizer", recipe.sampling.stated())
         if self.engine.chat_template is not None:
             save_chat_template(self.engine.chat_template, folder / "tokenizer")
         save_other_templates(other_templates(setup.prepared.folder / "tokenizer"), folder / "tokenizer")

@@ -211,8 +211,9 @@ def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary | None) -> None:
 
 
 def add_sampling(writer: GGUFWriter, stated: Stated | None) -> None:
-    """Write the sampling settings that an imported model states; llama.cpp uses them where a user gives none."""
+    """Write the sampling settings that a model states and llama.cpp has a key for; it uses them where a user gives
+    none."""
     sampling, _ = stated_sampling({} if stated is None else stated.generation)
-    for name, value in sampling.items():
+    for name in (name for name in sampling if name not in ("frequency_penalty", "presence_penalty")):
         add = writer.add_int32 if name == "top_k" else writer.add_float32
-        add(f"general.sampling.{_THEIR_NAMES.get(name, name)}", value)
+        add(f"general.sampling.{_THEIR_NAMES.get(name, name)}", sampling[name])

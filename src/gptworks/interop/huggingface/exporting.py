@@ -179,9 +179,9 @@ def _write_settings(
     """
     stated, special = stated_of(tokenizer), special_tokens(tokenizer)
     ends = special.ends if template is None or original is not None else template.end_token_ids
-    if stated is None:
-        bos = special.eos if special.separator else special.bos
-        generation = Stated({}, ends, bos, special.pad).generation_config()
+    if stated is None or not stated.has_tokens:
+        bos, sampling = special.eos if special.separator else special.bos, {} if stated is None else stated.generation
+        generation = Stated(special.names, ends, bos, special.pad, sampling).generation_config()
         ids = {"bos_token_id": bos, "eos_token_id": special.eos, "pad_token_id": special.pad}
     else:
         generation = replace(stated, ends=ends).generation_config()
@@ -189,7 +189,7 @@ def _write_settings(
     dtype = str(DTYPES[precision]).removeprefix("torch.")
     named = {"dtype": dtype, "torch_dtype": dtype}  # the older name too, without which some tools assume fp32
     _write_json(folder / "config.json", family.write(config) | ids | named | {"use_cache": True})
-    _write_json(folder / "generation_config.json", generation)
+    _write_json(folder / "generation_config.json", {"_from_model_config": False} | generation)
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gptworks.special_tokens import GENERATION_CONFIG, ROLES, TOKENIZER_CONFIG, TOKENS_MAP
+from gptworks.special_tokens import GENERATION_CONFIG, ROLES, STATED_SAMPLING, TOKENIZER_CONFIG, TOKENS_MAP
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ TOKENS_MAP_KEYS = Keys(
 
 GENERATION_KEYS = Keys(
     GENERATION_CONFIG,
-    _keys("bos_token_id eos_token_id pad_token_id do_sample temperature top_k top_p min_p repetition_penalty"),
+    _keys("bos_token_id eos_token_id pad_token_id do_sample", *STATED_SAMPLING),
     _keys(
         # names and versions
         "transformers_version _from_model_config _name_or_path model_type trust_remote_code",

@@ -1,0 +1,37 @@
+"""Sampling settings that a recipe recommends for its model."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from gptworks.config.base import Free, Section
+
+
+class SamplingConfig(Section):
+    """Default sampling settings of the model in commands, servers, the studio and exports. An option or a request
+    overrides them. None: the default of every model."""
+
+    temperature: Free[Annotated[float, Field(ge=0, le=1e6)] | None] = Field(None, description="0: greedy.")
+    top_k: Free[Annotated[int, Field(ge=0, lt=2**31)] | None] = Field(
+        None, description="Keep the k likeliest tokens. 0: all."
+    )
+    top_p: Free[Annotated[float, Field(gt=0, le=1)] | None] = Field(
+        None, description="Keep the likeliest tokens that hold this much probability."
+    )
+    min_p: Free[Annotated[float, Field(ge=0, lt=1)] | None] = Field(
+        None, description="Drop tokens below this share of the likeliest one's probability."
+    )
+    repetition_penalty: Free[Annotated[float, Field(ge=1e-3, le=1e3)] | None] = Field(
+        None, description="Above 1: tokens that occurred become less likely."
+    )
+    frequency_penalty: Free[Annotated[float, Field(ge=0, le=100)] | None] = Field(
+        None, description="Subtracted from a token's logit each time it was generated."
+    )
+    presence_penalty: Free[Annotated[float, Field(ge=0, le=100)] | None] = Field(
+        None, description="Subtracted once from the logit of a generated token."
+    )
+
+    def stated(self) -> dict[str, Any]:
+        """Return the settings that are not None, as a generation_config.json states them; empty if all are None."""
+        given = self.model_dump(exclude_none=True)
+        return {"do_sample": self.temperature != 0, **given} if given else {}
