@@ -123,15 +123,17 @@ def functions(engine: Engine, first_seed: int, sampling: dict[str, float]) -> li
     """Return the 50 functions that a model writes."""
     found = []
     for seed, beginning in enumerate(FUNCTIONS.split(), first_seed):
-        (made,) = engine.complete(f"{BEFORE}def {beginning}", max_tokens=160, seed=seed, **sampling)
+        (made,) = engine.complete(f"{BEFORE}def {beginning}", max_tokens=160, seed=seed, heal=True, **sampling)
         found.append(first_function(f"def {beginning}{made.text}", finished=made.finish_reason == "stop"))
     return found
 
 
 def completions(engine: Engine, first_seed: int, sampling: dict[str, float]) -> list[tuple[str, str]]:
-    """Return the 20 prompts, each with the text that a model continues it with."""
+    """Return the 20 prompts, each with the text that `gptworks generate` continues it with."""
     seeds = enumerate(PROMPTS, first_seed)
-    return [(prompt, engine.generate(prompt, max_tokens=160, seed=seed, **sampling)) for seed, prompt in seeds]
+    return [
+        (prompt, engine.generate(prompt, max_tokens=160, seed=seed, heal=True, **sampling)) for seed, prompt in seeds
+    ]
 
 
 def main() -> None:
