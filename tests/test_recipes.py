@@ -55,7 +55,7 @@ def test_an_installed_package_has_its_recipes_and_plans_one_by_name_in_any_folde
     listed = {row["name"]: row for row in gptworks("recipes")}
     assert listed.keys() == {one.name for one in shipped_recipes()}
     assert listed["demo"]["file"].startswith(str(installed))
-    assert (listed["demo"]["parameters"], listed["demo"]["time"]) == (2_264_640, "3 to 5 minutes on two CPU cores")
+    assert (listed["demo"]["parameters"], listed["demo"]["time"]) == (2_264_640, "2 to 5 minutes on two CPU cores")
     assert gptworks("plan", "demo", "train.max_steps=7")["steps"] == 7
     assert sorted(installed.rglob("*")) == before and not [*tmp_path.iterdir()], "nothing is written"
 
