@@ -81,8 +81,8 @@ def save_theirs(folder: Path, config: Any, seed: int = 0, **options: Any) -> Any
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()  # `to` would change it for all
     shake(model, seed=seed)
-    model.save_pretrained(folder, **options)
     save_tokenizer(byte_tokenizer(), folder)
+    model.save_pretrained(folder, **options)
     return model
 
 

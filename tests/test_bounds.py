@@ -28,6 +28,11 @@ OF_OTHER_FORM = {
     "pattern": "texts of a pattern: the longest one that fits is shorter than the class's bound",
     "$ref": "sections inside have bounds of their own, and other keys that they need",
     "CodeSource.languages": "names from a list",
+    **{
+        f"{kind}.{name}": "a share, which only a whole recipe knows"
+        for name in ("smaller_batches", "shorter_contexts")
+        for kind in ("BatchSettings", "OptimizerSettings", "TrainConfig")
+    },
 }
 """Where a value just inside the bound is refused for another reason than a bound."""
 

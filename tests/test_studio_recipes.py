@@ -86,6 +86,7 @@ def test_hostile_recipes_are_listed_with_the_reason_beside_the_others(
     folder: Path, process: Confined, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_SHARED", process)
+    monkeypatch.setattr("gptworks.studio.library._READ_SECONDS", 600.0)
     with open_studio(folder) as studio, studio.http() as http:
         models = {one["id"]: one for one in http.get("/studio/state").json()["models"]}
         rows = {one["id"]: one for one in http.get("/studio/runs").json()["runs"]}
@@ -113,5 +114,5 @@ def test_recipes_that_take_long_wait_for_the_next_look(folder: Path, process: Co
     library.recipes = Recipes(process)
     first: dict[str, Any] = {one["id"]: one for one in library.describe_all(seconds=-1.0)}
     assert all("is not read yet" in one["problem"] for one in first.values())
-    then = {one["id"]: one for one in library.describe_all()}
+    then = {one["id"]: one for one in library.describe_all(seconds=600.0)}
     assert then["a"]["parameters"] and library.describe_all(seconds=-1.0) == [*then.values()]

@@ -247,7 +247,7 @@ def test_a_recipe_reads_and_writes_nothing_outside_and_runs_no_code(http: httpx.
     assert not (folder / "x.yaml").exists() and not (folder / "x").exists()
     reward = {"type": "reward", "reward": f"{folder}/reward.py:f"}
     records = [{"type": "conversations", "path": str(folder / "c.jsonl")}]
-    tree = yaml.safe_load(text) | {"objective": reward}
+    tree = yaml.safe_load(text) | {"objective": reward, "train": {"max_steps": 10, "batch_size": 8}}
     tree["data"] = {"sources": records}
     (problem,) = checked(http, yaml.safe_dump(tree))["problems"]
     assert "file of Python" in problem["message"]

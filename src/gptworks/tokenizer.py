@@ -319,7 +319,7 @@ def _plain_text(tokenizer: Tokenizer) -> Tokenizer:
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, sampling: Mapping[str, Any] | None = None) -> None:
     """Write tokenizer.json, and tokenizer_config.json so that `transformers.AutoTokenizer` can read the folder; also
     generation_config.json if files stated the special tokens, or `sampling` states sampling settings. Remove old
-    checksums."""
+    checksums, and a generation_config.json of an earlier tokenizer."""
     stated = stated_of(tokenizer)
     tokens = stated if stated is not None and stated.has_tokens else Stated({}, ())
     generation = replace(tokens, generation={**tokens.generation, **(sampling or {})}).generation_config()

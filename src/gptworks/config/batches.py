@@ -1,10 +1,11 @@
 """Settings of a run's length and batches."""
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from gptworks.config.base import Fixed, Free, PositiveInt, PositiveTime, Section, Steering
 
@@ -18,10 +19,19 @@ FUTURE_WEIGHT = 0.3
 Weight = Annotated[float, Field(ge=0, le=1000)]
 
 
-_SHARE: dict[str, Any] = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}
-_WHOLE: dict[str, Any] = {"type": "integer", "exclusiveMinimum": 0, "maximum": 10**9}
-OrShare = Annotated[PositiveInt, WithJsonSchema({"anyOf": [_WHOLE, _SHARE]})]
+def _whole(number: Any) -> Any:
+    if isinstance(number, float) and not number.is_integer():
+        raise ValueError(f"{number:g} is no whole number, and no share between 0 and 1 of a run with max_steps")
+    return number
+
+
+OrShare = Annotated[
+    PositiveInt,
+    BeforeValidator(_whole),
+    WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "maximum": 10**9}),
+]
 """A whole number that a recipe may give as a share; see `in_whole_numbers`."""
+_IN_STAGES = ("smaller_batches", "shorter_contexts")
 
 
 def in_whole_numbers(given: Mapping[str, Any], context_length: int) -> dict[str, Any]:
@@ -32,7 +42,7 @@ def in_whole_numbers(given: Mapping[str, Any], context_length: int) -> dict[str,
         ValueError: a share of the run is given without `max_steps`, or a share of the context is not whole.
     """
     found: dict[str, Any] = {}
-    for name in ("smaller_batches", "shorter_contexts"):
+    for name in _IN_STAGES:
         pairs = given.get(name)
         if not isinstance(pairs, list | tuple) or not all(
             isinstance(one, list | tuple) and len(one) == 2 for one in pairs
@@ -50,8 +60,17 @@ def in_whole_numbers(given: Mapping[str, Any], context_length: int) -> dict[str,
     return found
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2
+def without_shares(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given settings without those that use shares, which an invalid model or length leaves unknown."""
+    return {
+        name: value
+        for name, value in given.items()
+        if name not in _IN_STAGES or not _is_pairs(value) or not any(map(_is_share, itertools.chain(*value)))
+    }
+
+
+def _is_pairs(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(one, list | tuple) and len(one) == 2 for one in value)
 
 
 def _is_share(number: Any) -> bool:

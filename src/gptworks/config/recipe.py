@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from gptworks.config.base import MOST_NAME_CHARACTERS, Fixed, Free, Place, RemotePath, Repeat, Section, Start
-from gptworks.config.batches import in_whole_numbers
+from gptworks.config.batches import in_whole_numbers, without_shares
 from gptworks.config.data import DataConfig
 from gptworks.config.defaults import train_defaults
 from gptworks.config.model import ModelConfig
@@ -78,7 +78,8 @@ class Recipe(Section):
     def _fill_in(cls, given: Any, info: ValidationInfo) -> Any:
         rest = info.data
         if not isinstance(given, dict) or not {"model", "objective", "adapter", "initialize_from"} <= rest.keys():
-            return given  # validated already, or another section is invalid, which pydantic reports
+            # validated already, or another section is invalid, which pydantic reports
+            return without_shares(given) if isinstance(given, dict) else given
         tunes, adapter = rest["initialize_from"] is not None, rest["adapter"] is not None
         given = given | in_whole_numbers(given, rest["model"].context_length)
         return train_defaults(given, rest["model"], rest["objective"], tunes, adapter) | given

@@ -153,13 +153,13 @@ class Library:
         run.check_inside()
         return run
 
-    def describe_all(self, seconds: float = _READ_SECONDS) -> list[dict[str, Any]]:
+    def describe_all(self, seconds: float | None = None) -> list[dict[str, Any]]:
         """Return the runs as /studio/state shows them. Reads files.
 
         Args:
-            seconds: time after which recipes that were never read are left to the next call.
+            seconds: time after which recipes that were never read are left to the next call. None: 10.
         """
-        until = time.monotonic() + seconds
+        until = time.monotonic() + (_READ_SECONDS if seconds is None else seconds)
         return [self.describe(run, reads=time.monotonic() < until) for run in self.runs().values()]
 
     def describe(self, run: RunFolder, *, reads: bool = True) -> dict[str, Any]:
