@@ -244,6 +244,12 @@ def test_shares_of_the_run_and_of_the_context_follow_their_lengths(tmp_path: Pat
         assert (train.shorter_contexts, train.smaller_batches) == (contexts, batches)
 
 
+def test_a_wrong_length_of_the_run_is_the_only_fault_of_its_shares(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        parse_recipe(tiny.recipe_tree(tmp_path, shorter_contexts=[[0.5, 0.5]], max_steps=-5))
+    assert "max_steps" in str(refused.value) and "shorter_contexts" not in str(refused.value)
+
+
 def test_lengths_that_are_not_below_the_context_cut_nothing(tmp_path: Path) -> None:
     """A run is evaluated at a shorter context than it was trained with."""
     train = parse_recipe(tiny.recipe_tree(tmp_path, shorter_contexts=[[3, 16], [6, 32], [8, 64]])).train

@@ -43,10 +43,8 @@ def in_whole_numbers(given: Mapping[str, Any], context_length: int) -> dict[str,
     """
     found: dict[str, Any] = {}
     for name in _IN_STAGES:
-        pairs = given.get(name)
-        if not isinstance(pairs, list | tuple) or not all(
-            isinstance(one, list | tuple) and len(one) == 2 for one in pairs
-        ):
+        pairs: Any = given.get(name)
+        if not _is_pairs(pairs):
             continue  # pydantic reports it
         found[name], last = [], 0
         for until, size in pairs:
@@ -82,7 +80,7 @@ def _steps(name: str, until: Any, max_steps: Any) -> Any:
         return until
     if not isinstance(max_steps, int):
         raise ValueError(f"{name} has {until:g}, a share of max_steps: set max_steps, or give a number of steps")
-    return math.floor(round(until * max_steps, 6))
+    return math.floor(round(until * max(0, max_steps), 6))  # a number below 1 is reported at max_steps alone
 
 
 def _tokens(length: Any, context_length: int) -> Any:
