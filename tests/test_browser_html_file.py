@@ -72,6 +72,7 @@ def test_one_reads_a_text_and_looks_into_a_token(run: Path, tmp_path: Path, open
     page.locator(".read-text .text .t").nth(9).click()
     token = page.locator("section.token")
     token.get_by_text("token 10 ·").wait_for()
+    token.locator(".lens tbody tr").nth(2).wait_for()
     assert token.locator(".lens tbody tr").count() == 3, "two blocks and the embedding"
     token.locator(".map canvas").click(position={"x": 3, "y": 3})
     page.wait_for_selector(".toolbar >> text=Underlined: what block 0 head 0 looks at")
