@@ -244,9 +244,10 @@ def test_shares_of_the_run_and_of_the_context_follow_their_lengths(tmp_path: Pat
         assert (train.shorter_contexts, train.smaller_batches) == (contexts, batches)
 
 
-def test_a_wrong_length_of_the_run_is_the_only_fault_of_its_shares(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [-5, "none"])
+def test_a_wrong_length_of_the_run_is_the_only_fault_of_its_shares(steps: object, tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
-        parse_recipe(tiny.recipe_tree(tmp_path, shorter_contexts=[[0.5, 0.5]], max_steps=-5))
+        parse_recipe(tiny.recipe_tree(tmp_path, shorter_contexts=[[0.5, 0.5]], max_steps=steps))
     assert "max_steps" in str(refused.value) and "shorter_contexts" not in str(refused.value)
 
 

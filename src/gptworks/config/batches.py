@@ -78,9 +78,10 @@ def _is_share(number: Any) -> bool:
 def _steps(name: str, until: Any, max_steps: Any) -> Any:
     if not _is_share(until):
         return until
-    if not isinstance(max_steps, int):
+    if max_steps is None:
         raise ValueError(f"{name} has {until:g}, a share of max_steps: set max_steps, or give a number of steps")
-    return math.floor(round(until * max(0, max_steps), 6))  # a number below 1 is reported at max_steps alone
+    known = max_steps if isinstance(max_steps, int) else 0  # another value is reported at max_steps alone
+    return math.floor(round(until * max(0, known), 6))
 
 
 def _tokens(length: Any, context_length: int) -> Any:
