@@ -30,9 +30,10 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 GENERATION_CONFIG, MODEL_CONFIG = "generation_config.json", "config.json"
-STATED_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty",
-                   "presence_penalty")  # fmt: skip
-"""The sampling settings that a generation_config.json may state. transformers ignores the last two."""
+THEIR_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""The sampling settings that transformers and llama.cpp read from a model's files."""
+STATED_SAMPLING = (*THEIR_SAMPLING, "frequency_penalty", "presence_penalty")
+"""The sampling settings that a generation_config.json may state."""
 OUR_CLASS = "PreTrainedTokenizerFast"
 """Name of transformers' class in a run's tokenizer_config.json; this class uses tokenizer.json unchanged."""
 

@@ -41,20 +41,13 @@ def in_whole_numbers(given: Mapping[str, Any], context_length: int) -> dict[str,
     Raises:
         ValueError: a share of the run is given without `max_steps`, or a share of the context is not whole.
     """
-    found: dict[str, Any] = {}
-    for name in _IN_STAGES:
-        pairs: Any = given.get(name)
-        if not _is_pairs(pairs):
-            continue  # pydantic reports it
-        found[name], last = [], 0
-        for until, size in pairs:
-            steps = _steps(name, until, given.get("max_steps"))
-            if steps is not until and steps == last:
-                continue
-            last = steps
-            whole = size if name == "smaller_batches" else _tokens(size, context_length)
-            if name == "smaller_batches" or not isinstance(whole, int) or whole < context_length:
-                found[name].append((steps, whole))
+    steps = given.get("max_steps")
+    found = {name: _in_steps(name, given[name], steps) for name in _IN_STAGES if _is_pairs(given.get(name))}
+    if (contexts := found.get("shorter_contexts")) is not None:
+        lengths = [(until, _tokens(length, context_length)) for until, length in contexts]
+        found["shorter_contexts"] = [
+            (until, length) for until, length in lengths if not isinstance(length, int) or length < context_length
+        ]
     return found
 
 
@@ -73,6 +66,16 @@ def _is_pairs(value: Any) -> bool:
 
 def _is_share(number: Any) -> bool:
     return isinstance(number, float) and 0 < number < 1
+
+
+def _in_steps(name: str, pairs: Any, max_steps: Any) -> list[tuple[Any, Any]]:
+    found, last = list[tuple[Any, Any]](), 0
+    for until, size in pairs:
+        steps = _steps(name, until, max_steps)
+        if steps is until or steps != last:
+            found.append((steps, size))
+        last = steps
+    return found
 
 
 def _steps(name: str, until: Any, max_steps: Any) -> Any:

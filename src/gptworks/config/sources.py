@@ -100,7 +100,7 @@ class TextSource(FileSource):
 
 
 class LinesSource(FileSource):
-    """Files of UTF-8 text that hold many documents: every so many lines are one document."""
+    """Files of UTF-8 text with a document in each `lines` lines."""
 
     type: Measured[Literal["lines"]]
     extensions: Measured[tuple[str, ...]] = Field((".txt", ".md", ".text"), description="Files to read from a folder.")

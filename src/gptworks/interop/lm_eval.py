@@ -29,7 +29,7 @@ from gptworks.evaluation.scoring import SLOTS, complete_all, score_pairs
 from gptworks.files import read_text
 from gptworks.infer.engine import Engine, load
 from gptworks.infer.sampling import SamplingSettings
-from gptworks.special_tokens import special_tokens
+from gptworks.special_tokens import THEIR_SAMPLING, special_tokens
 from gptworks.tokenizer import document_frame, encode_text, pack_tokenizer, unpack_tokenizer
 from gptworks.yaml_files import MAX_BYTES, compose_yaml
 
@@ -45,7 +45,6 @@ except ImportError:
 
 TIES_SHARED = "acc, ties shared"
 """Name of the accuracy of a multiple choice in which the right one of n tied choices counts 1/n."""
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @register_model("gptworks")
@@ -173,10 +172,10 @@ class GptworksLM(TemplateLM):  # type: ignore[misc]
 
 def _sampling(options: dict[str, Any], max_tokens: int, until: list[str], seed: int) -> SamplingSettings:
     sampled = options.pop("do_sample", False)
-    given = {name: options.pop(name) for name in _SAMPLING if name in options}
+    given = {name: options.pop(name) for name in THEIR_SAMPLING if name in options}
     if options:
         raise UserError(f"generation_kwargs has {', '.join(options)}: known are until, max_gen_toks, do_sample, "
-                        f"{', '.join(_SAMPLING)}.")  # fmt: skip
+                        f"{', '.join(THEIR_SAMPLING)}.")  # fmt: skip
     if not sampled:
         given["temperature"] = 0.0
     return SamplingSettings(**given, max_tokens=max_tokens, stop=tuple(until), seed=seed)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from gptworks.errors import UserError
 from gptworks.infer.defaults import stated_sampling
-from gptworks.special_tokens import Stated, special_tokens
+from gptworks.special_tokens import THEIR_SAMPLING, Stated, special_tokens
 
 # PATTERNS: splitting pattern of byte-level BPE in `tokenizer.json` → llama.cpp's two names for it (None: no name). The
 # second name is for `ignore_merges`, which keeps a word whole if it is a token.
@@ -214,6 +214,6 @@ def add_sampling(writer: GGUFWriter, stated: Stated | None) -> None:
     """Write the sampling settings that a model states and llama.cpp has a key for; it uses them where a user gives
     none."""
     sampling, _ = stated_sampling({} if stated is None else stated.generation)
-    for name in (name for name in sampling if name not in ("frequency_penalty", "presence_penalty")):
+    for name in (name for name in THEIR_SAMPLING if name in sampling):
         add = writer.add_int32 if name == "top_k" else writer.add_float32
         add(f"general.sampling.{_THEIR_NAMES.get(name, name)}", sampling[name])
