@@ -41,7 +41,8 @@ export function bytesOf(text, n) {
 
 export const BLOCK_BYTES = 7 * 2 ** 21;
 
-/** The bytes of a file next to the page. The browser refuses other bytes than those of this sum. */
+/** The bytes of a file next to the page. The browser asks the server whether its copy is still the file, since a later
+ * export has the same names, and refuses other bytes than those of this sum. */
 export async function fetched([file, sum]) {
   if (location.protocol === "file:")
     throw new Error(
@@ -49,7 +50,7 @@ export async function fetched([file, sum]) {
         "run python -m http.server and open http://localhost:8000, or upload the folder to a host.",
     );
   const again = "Reload the page; if that does not help, upload the whole exported folder again.";
-  const answer = await fetch(file, { integrity: `sha256-${sum}` }).catch(() => {
+  const answer = await fetch(file, { cache: "no-cache", integrity: `sha256-${sum}` }).catch(() => {
     throw new Error(`${file} did not arrive, or is not the file that this page was exported with. ${again}`);
   });
   if (!answer.ok) throw new Error(`${file}: the server answers ${answer.status}. ${again}`);
