@@ -313,11 +313,14 @@ def test_a_long_text_is_appended_to_and_can_be_stopped(page: Any, studio: Studio
 def test_settings_have_the_engines_defaults_and_are_sent(page: Any) -> None:
     choose(page, "base")
     given = SamplingSettings()
-    names = "temperature top_k top_p min_p repetition_penalty frequency_penalty presence_penalty max_tokens min_tokens"
+    names = (
+        "temperature top_k top_p min_p repetition_penalty frequency_penalty presence_penalty dry_multiplier dry_base "
+        "dry_allowed_length max_tokens min_tokens"
+    )
     for name in names.split():
         assert float(page.locator(f"#setting-{name}").input_value()) == getattr(given, name), name
         assert page.locator(f"#setting-{name}-about").inner_text().strip()
-    changed = dict(zip(names.split(), (0.3, 7, 0.9, 0.02, 1.1, 0.2, -0.1, 9, 2), strict=True)) | {"seed": 42}
+    changed = dict(zip(names.split(), (0.3, 7, 0.9, 0.02, 1.1, 0.2, -0.1, 0.8, 2, 4, 9, 2), strict=True)) | {"seed": 42}
     for name, value in changed.items():
         setting(page, name, value)
     setting(page, "stop", "\\n\nzzz")

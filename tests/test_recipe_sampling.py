@@ -23,7 +23,7 @@ from gptworks.recipe import parse_recipe
 from gptworks.special_tokens import special_tokens
 from gptworks.training.loop import train
 
-OWN = {"temperature": 0.3, "top_k": 40, "frequency_penalty": 1.0}
+OWN = {"temperature": 0.3, "top_k": 40, "frequency_penalty": 1.0, "dry_multiplier": 2.0, "dry_allowed_length": 3}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,8 @@ def test_texts_are_sampled_as_the_recipe_recommends_unless_options_differ(run: P
     expected = engine.generate("the quick", SamplingSettings(**OWN, seed=3, max_tokens=12, heal=True))
     plain = engine.generate("the quick", SamplingSettings(seed=3, max_tokens=12, heal=True))
     assert said(run) == expected != plain
-    assert said(run, "--temperature", "0.8", "--top-k", "0", "--frequency-penalty", "0") == plain
+    off = "--temperature 0.8 --top-k 0 --frequency-penalty 0 --dry-multiplier 0"
+    assert said(run, *off.split()) == plain
 
 
 def test_the_special_tokens_are_those_of_a_run_without_sampling_settings(run: Path, tmp_path: Path) -> None:
@@ -68,7 +69,7 @@ def test_exports_hand_the_settings_on(run: Path, tmp_path: Path) -> None:
     assert load(tmp_path / "back").defaults == SamplingSettings(**OWN)
     fields = gguf.GGUFReader(export_gguf(run, tmp_path / "run.gguf").file).fields
     own = {name.rpartition(".")[2]: field.contents() for name, field in fields.items() if "sampling" in name}
-    assert own == {"temp": pytest.approx(0.3), "top_k": 40}  # llama.cpp has no key for the frequency penalty
+    assert own == {"temp": pytest.approx(0.3), "top_k": 40}  # llama.cpp has no keys for the others
 
 
 def test_a_resumed_run_has_the_settings_of_its_recipe_then(tmp_path: Path) -> None:

@@ -218,6 +218,7 @@ MIXED = [
     SamplingSettings(seed=5, top_k=280, top_p=0.97, temperature=1.5), SamplingSettings(seed=6, top_p=0.99999),
     SamplingSettings(seed=7, repetition_penalty=1.5, frequency_penalty=0.3, top_k=50, top_p=0.9, min_p=0.01),
     SamplingSettings(temperature=0, presence_penalty=2.0, logit_bias={4: 3.0}), SamplingSettings(seed=8, min_tokens=9),
+    SamplingSettings(seed=9, dry_multiplier=1, dry_allowed_length=1),
 ]  # fmt: skip
 
 
@@ -413,7 +414,8 @@ def test_nothing_is_reported_unless_requested() -> None:
         ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf), ("top_k", -1), ("top_p", 0.0),
         ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.0), ("repetition_penalty", 0.0), ("max_tokens", 0),
         ("stop", ("",)), ("frequency_penalty", math.inf), ("presence_penalty", math.nan), ("logprobs", -1),
-        ("min_tokens", 201), ("logit_bias", {3: math.inf}),
+        ("min_tokens", 201), ("logit_bias", {3: math.inf}), ("dry_multiplier", -1), ("dry_multiplier", math.nan),
+        ("dry_base", 0.5), ("dry_allowed_length", 0), ("dry_allowed_length", 51),
     ],
 )  # fmt: skip
 def test_impossible_settings_are_refused_by_name_and_value(name: str, value: object) -> None:

@@ -93,6 +93,7 @@ def of(engine: Engine, prompt: str | list[int], **settings: Any) -> list[str]:
         {"temperature": 0, "frequency_penalty": 1.5, "presence_penalty": 0.5}, {"temperature": 0, "max_tokens": 500},
         {"temperature": 0, "logit_bias": {"70": 90}},
         {"seed": 1, "extra_body": {"top_k": 5, "min_p": 0.02, "repetition_penalty": 1.2, "min_tokens": 3}},
+        {"temperature": 0, "max_tokens": 60, "extra_body": {"dry_multiplier": 1.5, "dry_allowed_length": 3}},
     ],
     ids=str,
 )  # fmt: skip

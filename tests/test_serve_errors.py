@@ -52,6 +52,7 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
         ("stream_options", {"include_usage": 1}), ("prompt", []), ("prompt", ["a", 1]), ("prompt", [[]]),
         ("prompt", [1.5]), ("prompt", [-1]), ("prompt", None), ("prompt", ["a"] * 65), ("prompt", "a" * 19_000),
         ("prompt", [1] * (CONTEXT + 1)), ("prompt", [100_000]), ("prompt", "a" * (CONTEXT + 1)), ("min_tokens", -1),
+        ("dry_multiplier", -1), ("dry_base", 0), ("dry_allowed_length", 1.5), ("dry_penalty_last_n", 64),
     ],
 )  # fmt: skip
 def test_a_field_out_of_bounds_is_named(http: httpx.Client, field: str, value: Any) -> None:

@@ -42,9 +42,14 @@ class Sampling(NamedTuple):
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
     max_tokens: int = 200
     """The server's own defaults are those of OpenAI's API: 16 for completions, the rest of the context for chats."""
     min_tokens: int = 0
 
 
 SAMPLING = Sampling()
+DRY_RANGES = {"dry_multiplier": (0, 100), "dry_base": (1, 10), "dry_allowed_length": (1, 50)}
+"""Minimum and maximum of the settings of the DRY penalty."""

@@ -37,6 +37,9 @@ def generate(
     repetition_penalty: options.RepetitionPenalty = None,
     frequency_penalty: options.FrequencyPenalty = None,
     presence_penalty: options.PresencePenalty = None,
+    dry_multiplier: options.DryMultiplier = None,
+    dry_base: options.DryBase = None,
+    dry_allowed_length: options.DryAllowedLength = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
     min_tokens: Annotated[int, Option(help="Fewest tokens before a text may end.")] = SAMPLING.min_tokens,
@@ -82,7 +85,8 @@ def generate(
     schema = None if json_schema is None else read_given(json_schema, 1 << 24)
     wanted = _given(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, seed=seed, max_tokens=max_tokens,
+        frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, dry_multiplier=dry_multiplier,
+        dry_base=dry_base, dry_allowed_length=dry_allowed_length, seed=seed, max_tokens=max_tokens,
         stop=tuple(stop or ()), min_tokens=min_tokens, ignore_eos=ignore_eos, heal=heal, logprobs=logprobs,
         json_schema=schema, regex=regex,
     )  # fmt: skip
@@ -254,6 +258,9 @@ def chat(
     repetition_penalty: options.RepetitionPenalty = None,
     frequency_penalty: options.FrequencyPenalty = None,
     presence_penalty: options.PresencePenalty = None,
+    dry_multiplier: options.DryMultiplier = None,
+    dry_base: options.DryBase = None,
+    dry_allowed_length: options.DryAllowedLength = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
     system: Annotated[str, Option(help="System message; needs a chat template.")] = "",
@@ -271,7 +278,8 @@ def chat(
     session = chat_session(
         engine, system=system, **_given(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-            frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, seed=seed, max_tokens=max_tokens,
+            frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, dry_multiplier=dry_multiplier,
+            dry_base=dry_base, dry_allowed_length=dry_allowed_length, seed=seed, max_tokens=max_tokens,
             stop=tuple(stop or ()),
         ),
     )  # fmt: skip

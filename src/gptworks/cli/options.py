@@ -116,6 +116,16 @@ FrequencyPenalty = Annotated[
 PresencePenalty = Annotated[
     float | None, _stated(SAMPLING.presence_penalty, "Subtracted once from the logit of a generated token.")
 ]
+DryMultiplier = Annotated[
+    float | None,
+    _stated(SAMPLING.dry_multiplier, "Above 0: tokens that would go on repeating text become less likely (DRY)."),
+]
+DryBase = Annotated[
+    float | None, _stated(SAMPLING.dry_base, "DRY: factor by which the penalty grows with each repeated token.")
+]
+DryAllowedLength = Annotated[
+    int | None, _stated(SAMPLING.dry_allowed_length, "DRY: tokens that may be repeated without a penalty.")
+]
 Context = Annotated[int | None, Option("--context", min=1, help="Of prompt and answer. Default: the model's.")]
 Cache = Annotated[CacheName, Option("--cache", help="How keys and values are kept.")]
 Speculative = Annotated[

@@ -26,7 +26,8 @@ def stated_sampling(generation: Mapping[str, Any]) -> tuple[dict[str, Any], tupl
         if value is None:
             continue
         try:
-            if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
+            kind = int if isinstance(getattr(SAMPLING, name), int) else int | float
+            if isinstance(value, bool) or not isinstance(value, kind):
                 raise UserError(f"{name}={value!r}: it must be a number.")
             SamplingSettings.of(None, **{name: value})
         except UserError as error:

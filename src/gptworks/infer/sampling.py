@@ -12,18 +12,18 @@ import dataclasses
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptworks.choices import SAMPLING
+from gptworks.choices import DRY_RANGES, SAMPLING
 from gptworks.errors import RunError, UserError, did_you_mean
 from gptworks.infer.logprobs import TokenLogprob
+from gptworks.infer.penalties import Repeats, adjust
 from gptworks.model.cache import on_device
 
 _GREEDY_BELOW = 1e-5
@@ -61,6 +61,13 @@ class SamplingSettings:
     """Number subtracted from a token's logit for each time it was generated (OpenAI's definition). 0: off."""
     presence_penalty: float = SAMPLING.presence_penalty
     """Number subtracted once from the logit of each token that was already generated (OpenAI's definition). 0: off."""
+    dry_multiplier: float = SAMPLING.dry_multiplier
+    """Above 0: a token that would go on repeating earlier text becomes less likely, by multiplier · base^(n − allowed),
+    where n is the number of tokens repeated so far, if allowed or more (see `Repeats`). 0: off."""
+    dry_base: float = SAMPLING.dry_base
+    """Factor by which the penalty of `dry_multiplier` grows with each repeated token."""
+    dry_allowed_length: int = SAMPLING.dry_allowed_length
+    """Number of tokens that may repeat earlier text before `dry_multiplier` has an effect."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Number to add to a token's logit, by token id. −inf: the token is never chosen; a large number: nearly always."""
     seed: int | None = None
@@ -103,6 +110,10 @@ class SamplingSettings:
             ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 1e3, "0.001 to 1000; 1 is off"),
             ("frequency_penalty", math.isfinite(self.frequency_penalty), "a number; 0 is off"),
             ("presence_penalty", math.isfinite(self.presence_penalty), "a number; 0 is off"),
+            *(
+                (name, low <= getattr(self, name) <= high, f"{low} to {high}")
+                for name, (low, high) in DRY_RANGES.items()
+            ),
             ("logit_bias", all(bias < math.inf for bias in self.logit_bias.values()), "numbers, or -inf for never"),
             ("max_tokens", self.max_tokens >= 1, "1 or more"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, f"0 to max_tokens={self.max_tokens}"),
@@ -164,6 +175,7 @@ class Sampler:
         self._drawn: deque[float] = deque()
         self.seen = Counter(prompt) if settings.repetition_penalty != 1 else None
         self.generated = Counter[int]() if settings.frequency_penalty or settings.presence_penalty else None
+        self.repeats = Repeats(prompt) if settings.dry_multiplier else None
 
     def push(self, token: int) -> None:
         """Record the text's next token, for limits and penalties."""
@@ -171,6 +183,8 @@ class Sampler:
         for counts in (self.seen, self.generated):
             if counts is not None:
                 counts[token] += 1
+        if self.repeats is not None:
+            self.repeats.push(token)
 
     def share(self, ahead: int = 0) -> float:
         """Return the random number, in (0, 1], of a future draw. ahead: 0 for the next draw, 1 for the one after it."""
@@ -192,7 +206,7 @@ class Sampler:
     @property
     def adjusts(self) -> bool:
         """Whether a bias, a penalty or a ban changes the next logits."""
-        return bool(self.seen or self.generated or self.settings.logit_bias or self.banned)
+        return bool(self.seen or self.generated or self.repeats or self.settings.logit_bias or self.banned)
 
 
 def sample(
@@ -406,47 +420,6 @@ def draw(weights: Tensor, share: Tensor) -> Tensor:
     inner = blocks[torch.arange(len(block), device=block.device), block[:, 0]].double().cumsum(-1)  # B, _BLOCK
     place = torch.searchsorted(inner, torch.minimum(target - before, inner[:, -1:]))
     return (block * _BLOCK + place)[:, 0]
-
-
-def adjust(logits: Tensor, samplers: Sequence[Sampler], allowed: Sequence[Tensor | None] | None = None) -> Tensor:
-    """Return a copy of the logits [B, V] with each text's bias and penalties, and −inf for tokens not allowed next."""
-    logits = logits.clone()
-    device = logits.device
-
-    def places(parts: Callable[[Sampler], Any]) -> Iterator[list[Tensor]]:
-        """Yield the row numbers, token ids and amounts of all texts as three tensors; nothing if there are none."""
-        found = [(row, *part) for row, sampler in enumerate(samplers) if (part := parts(sampler)) and len(part[0])]
-        if found:
-            rows = np.repeat([row for row, _, _ in found], [len(ids) for _, ids, _ in found])
-            ids, numbers = (np.concatenate([part[i] for part in found]) for i in (1, 2))
-            arrays = rows, ids.astype(np.int64), numbers.astype(np.float32)
-            yield [torch.from_numpy(array).to(device, non_blocking=True) for array in arrays]
-
-    for rows, ids, numbers in places(lambda s: tuple(zip(*s.settings.logit_bias.items(), strict=True))):
-        logits[rows, ids] += numbers
-    for rows, ids, numbers in places(_repetition):
-        scores = logits[rows, ids]
-        logits[rows, ids] = torch.where(scores < 0, scores * numbers, scores / numbers)
-    for rows, ids, numbers in places(_frequency_and_presence):
-        logits[rows, ids] -= numbers
-    for row, sampler in enumerate(samplers):
-        mask = allowed[row] if allowed is not None else None
-        if mask is not None:
-            logits[row].masked_fill_(~mask.to(device, non_blocking=True), -math.inf)
-        for token in sampler.banned:
-            logits[row, token] = -math.inf
-    return logits
-
-
-def _repetition(sampler: Sampler) -> tuple[np.ndarray, np.ndarray]:
-    seen: Mapping[int, int] = sampler.seen or {}
-    return np.fromiter(seen, np.int64, len(seen)), np.full(len(seen), sampler.settings.repetition_penalty)
-
-
-def _frequency_and_presence(sampler: Sampler) -> tuple[np.ndarray, np.ndarray]:
-    generated: Mapping[int, int] = sampler.generated or {}
-    ids, counts = (np.fromiter(part, np.int64, len(generated)) for part in (generated, generated.values()))
-    return ids, counts * sampler.settings.frequency_penalty + sampler.settings.presence_penalty
 
 
 def _column(numbers: Sequence[float], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

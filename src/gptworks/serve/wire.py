@@ -35,6 +35,8 @@ REFUSED = {
     "bad_words": "give their tokens in `logit_bias`",
     **dict.fromkeys(("length_penalty", "early_stopping"), "the server samples"),
     **dict.fromkeys(("typical_p", "mirostat"), "the filters are top_k, top_p and min_p"),
+    "dry_penalty_last_n": "the DRY penalty looks for repetitions in the whole text",
+    "dry_sequence_breakers": "the DRY penalty has no sequence breakers",
     "cache_prompt": "prompts with the same beginning share its computation automatically",
 }
 """Fields of OpenAI's, vLLM's and llama.cpp's APIs that are not supported, and why. They may have a value that requests
@@ -46,7 +48,8 @@ _REQUESTS_NOTHING: dict[str, tuple[Any, ...]] = {
     "include_obfuscation": (False,), "continuous_usage_stats": (False,), "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False), "include_stop_str_in_output": (False,), "stop_token_ids": ([],),
     "bad_words": ([],), "length_penalty": (1, 1.0), "early_stopping": (False,), "typical_p": (1, 1.0),
-    "mirostat": (0,), "cache_prompt": (True,), "store": (False,), "metadata": ({},), "reasoning_effort": ("none",),
+    "mirostat": (0,), "cache_prompt": (True,), "dry_penalty_last_n": (-1,),
+    "dry_sequence_breakers": ([],), "store": (False,), "metadata": ({},), "reasoning_effort": ("none",),
     "service_tier": ("auto", "default"),
 }  # fmt: skip
 """Values of these fields that request what the server does anyway; some clients always send them."""

@@ -46,6 +46,9 @@ class PlaySettings(Wire):
     repetition_penalty: _Number | None = None
     frequency_penalty: _Number | None = None
     presence_penalty: _Number | None = None
+    dry_multiplier: _Number | None = None
+    dry_base: _Number | None = None
+    dry_allowed_length: _Tokens | None = None
     max_tokens: _Tokens | None = None
     min_tokens: _Tokens | None = None
     stop: openai.Stops = ()

@@ -3,6 +3,8 @@
 
 const GREEDY_BELOW = 1e-5;
 const MOST_IDS = 2 ** 21;
+const LONGEST_REPEAT = 64; // a longer repetition counts as this long
+const LARGEST_PENALTY = 1e30; // a score stays finite
 
 /** Settings that leave the model's probabilities as they are. */
 export const NEUTRAL = {
@@ -13,6 +15,9 @@ export const NEUTRAL = {
   repetition_penalty: 1,
   frequency_penalty: 0,
   presence_penalty: 0,
+  dry_multiplier: 0,
+  dry_base: 1.75,
+  dry_allowed_length: 2,
   min_tokens: 0,
 };
 
@@ -110,12 +115,45 @@ export function scored(logits, id, n) {
   return { logprob: own - normalizer, rank, top };
 }
 
+/** Finds tokens that would go on repeating earlier text: Repeats of gptworks/infer/penalties.py. */
+export class Repeats {
+  constructor(text) {
+    this.tokens = [...text];
+    // For each token: how many tokens that end with it are also the end of the text; at most LONGEST_REPEAT.
+    this.lengths = this.tokens.map(() => 0);
+    const last = this.tokens.splice(-LONGEST_REPEAT);
+    for (const id of last) this.push(id);
+  }
+
+  push(id) {
+    const { tokens, lengths } = this;
+    for (let i = tokens.length - 1; i >= 0; i--) {
+      lengths[i] = tokens[i] === id ? Math.min((i ? lengths[i - 1] : 0) + 1, LONGEST_REPEAT) : 0;
+    }
+    lengths[tokens.length] = 0;
+    tokens.push(id);
+  }
+
+  /** The tokens that would continue a repetition, each with the number to subtract from its score. */
+  penalties({ dry_multiplier, dry_base, dry_allowed_length }, ends) {
+    const longest = new Map();
+    for (let i = 0; i < this.tokens.length - 1; i++) {
+      const id = this.tokens[i + 1];
+      if (this.lengths[i] >= dry_allowed_length && !ends.includes(id))
+        longest.set(id, Math.max(longest.get(id) ?? 0, this.lengths[i]));
+    }
+    const penalty = (n) => Math.min(dry_multiplier * dry_base ** (n - dry_allowed_length), LARGEST_PENALTY);
+    return [...longest].map(([id, n]) => [id, penalty(n)]);
+  }
+}
+
 export class Sampler {
   constructor(settings, prompt, ends) {
     this.settings = settings;
     this.ends = ends;
     this.generated = new Map();
     this.seen = new Set(settings.repetition_penalty === 1 ? [] : prompt);
+    this.repeats = settings.dry_multiplier ? new Repeats(prompt) : null;
     this.n = 0;
     this.next = numbers(settings.seed);
   }
@@ -157,6 +195,8 @@ export class Sampler {
       scores[id] = scores[id] < 0 ? scores[id] * settings.repetition_penalty : scores[id] / settings.repetition_penalty;
     }
     for (const [id, n] of this.generated) scores[id] -= n * settings.frequency_penalty + settings.presence_penalty;
+    if (this.repeats)
+      for (const [id, penalty] of this.repeats.penalties(settings, this.ends)) scores[id] -= penalty;
     if (this.n < settings.min_tokens) for (const id of this.ends) scores[id] = -Infinity;
     return scores;
   }
@@ -197,6 +237,7 @@ export class Sampler {
     if (this.settings.repetition_penalty !== 1) this.seen.add(id);
     if (this.settings.frequency_penalty || this.settings.presence_penalty)
       this.generated.set(id, (this.generated.get(id) ?? 0) + 1);
+    this.repeats?.push(id);
   }
 }
 
