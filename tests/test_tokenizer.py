@@ -159,6 +159,16 @@ def test_frames_and_prompts(names: list[str], frame: tuple[list[int], list[int]]
     assert prompt_ids(tokenizer, "") == frame[0]
 
 
+def test_prompts_of_a_recipe_begin_documents_and_documents_stay_as_they_are(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    save_tokenizer(bpe(begin_prompts=True), tmp_path)
+    tokenizer, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    plain = prompt_ids(BPE, "the cat")
+    assert prompt_ids(tokenizer, "the cat") == theirs("the cat")["input_ids"] == [0, *plain]
+    assert prompt_ids(tokenizer, "") == [0] and encode_text(tokenizer, "the cat") == plain
+    assert document_frame(tokenizer) == document_frame(BPE) == ([0], [])
+
+
 def test_a_special_name_in_the_plain_vocabulary_does_not_count() -> None:
     tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "a": 1}, unk_token="a"))
     assert special_tokens(tokenizer).bos is None

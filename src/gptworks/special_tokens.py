@@ -73,8 +73,7 @@ class SpecialTokens:
     """Token for text that the tokenizer does not know; None if it knows every text."""
     pad: int | None
     separator: bool
-    """Whether `eos` separates documents, like GPT-2's `<|endoftext|>`: there is no other bos token, and the
-    tokenizer puts no token before or after a text."""
+    """Whether `eos` separates documents, like GPT-2's `<|endoftext|>`: there is no other bos token."""
     ends: tuple[int, ...]
     """Tokens each of which ends generation."""
     before: tuple[int, ...]
@@ -131,7 +130,8 @@ class Stated:
 
 
 def by_name(tokenizer: Tokenizer) -> SpecialTokens:
-    """Return the special tokens with well-known names. A name that is only in the plain vocabulary does not count."""
+    """Return the special tokens with well-known names. A name that is only in the plain vocabulary does not count. A
+    separator begins a prompt only if the post-processor puts it there (`tokenizer.begin_prompts`)."""
     ids = {token.content: index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
     def first(names: tuple[str, ...]) -> int | None:
@@ -142,7 +142,8 @@ def by_name(tokenizer: Tokenizer) -> SpecialTokens:
     begin, end = _some(eos if separator else bos), _some(eos)
     found = {"bos_token": begin, "eos_token": end, "unk_token": _some(unk), "pad_token": _some(pad)}
     names = {role: tokenizer.id_to_token(token) or "" for role, tokens in found.items() for token in tokens}
-    before, document = (() if separator else begin), (begin, () if separator else end)
+    before = post_processed(tokenizer)[0] if separator else begin
+    document = begin, () if separator else end
     return SpecialTokens(bos, eos, unk, pad, separator, end, before, (), begin, document, names)
 
 

@@ -13,7 +13,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Encoding, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Encoding,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers.pre_tokenizers import PreTokenizer
 
 from gptworks.config import BPETokenizer, CharTokenizer, DatasetTokenizer, FileTokenizer, TokenizerConfig, WordTokenizer
@@ -139,6 +150,10 @@ def _train_bpe(config: BPETokenizer, texts: Iterable[str], report: Callable[[str
             f"tokenizer.vocab_size={config.vocab_size} and the training text yields {reached} tokens: a merge needs a "
             f"pair that occurs twice. Set tokenizer.vocab_size to {reached} or less, or give more text."
         )
+    if config.begin_prompts:
+        before = {"single": [SEPARATOR, "$A"], "pair": [SEPARATOR, "$A", "$B"]}
+        special = [(SEPARATOR, tokenizer.token_to_id(SEPARATOR))]
+        tokenizer.post_processor = processors.TemplateProcessing(**before, special_tokens=special)
     return tokenizer
 
 

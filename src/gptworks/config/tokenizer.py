@@ -37,6 +37,11 @@ class BPETokenizer(_Tokenizer):
         description="How text is split before merging. llama3, gpt2: the patterns of those models, which GGUF exports "
         "support. code: indentation joins the preceding line break, which gives the fewest tokens for code.",
     )
+    begin_prompts: Measured[bool] = Field(
+        False,
+        description="Put the separator before prompts too, so that a prompt begins a document, as a text that someone "
+        "types does. For data of many documents: the model must have seen how they begin.",
+    )
 
 
 class CharTokenizer(_Tokenizer):

@@ -41,10 +41,12 @@ def made_from(recipe: AnyRecipe) -> dict[str, Any]:
 
 
 def _settings(recipe: AnyRecipe) -> dict[str, Any]:
-    data = recipe.data
+    data, tokenizer = recipe.data, recipe.tokenizer.model_dump(mode="json")
+    if tokenizer.get("begin_prompts") is False:  # as in the datasets that were built before this setting
+        del tokenizer["begin_prompts"]
     return {
         "sources": [source.model_dump(mode="json") for source in data.sources],
-        "tokenizer": recipe.tokenizer.model_dump(mode="json"),
+        "tokenizer": tokenizer,
         "validation": data.validation.model_dump(mode="json"),
         "shard_tokens": data.shard_tokens,
         **({"reading": READING_VERSION} if data.records else {}),
