@@ -195,8 +195,7 @@ export class Sampler {
       scores[id] = scores[id] < 0 ? scores[id] * settings.repetition_penalty : scores[id] / settings.repetition_penalty;
     }
     for (const [id, n] of this.generated) scores[id] -= n * settings.frequency_penalty + settings.presence_penalty;
-    if (this.repeats)
-      for (const [id, penalty] of this.repeats.penalties(settings, this.ends)) scores[id] -= penalty;
+    if (this.repeats) for (const [id, penalty] of this.repeats.penalties(settings, this.ends)) scores[id] -= penalty;
     if (this.n < settings.min_tokens) for (const id of this.ends) scores[id] = -Infinity;
     return scores;
   }
