@@ -3,8 +3,9 @@
     python bench/completions.py runs/demo
 
 * 50 functions: the model continues `def NAME(ARGUMENT` after two imports, by at most 160 tokens. A function ends before
-  the first line that is not indented. One that has not ended is cut after its last complete line, so an open bracket
-  or string makes it invalid. `ast.parse` of the Python that runs this script then parses each function.
+  the first line that is not indented. One that has not ended is cut after its last complete line, and gets a `pass` for
+  an empty block and a `finally` for each open `try`; an open bracket or string makes it invalid. `ast.parse` of the
+  Python that runs this script then parses each function.
 * 20 prompts as a newcomer types them, continued by at most 160 tokens: see `loops` and `begins_with_garbage`.
 
 One sample each, each with its own seed, sampled with the model's own settings unless options give others. Both rules
@@ -61,7 +62,26 @@ def first_function(text: str, finished: bool) -> str:
     for number, line in enumerate(lines[1:], 1):
         if line.strip() and not line[0].isspace() and line[0] not in ")]}#":
             return "".join(lines[:number])
-    return "".join(lines if finished or lines[-1].endswith("\n") else lines[:-1])
+    if finished:
+        return text
+    return with_blocks_ended("".join(lines if lines[-1].endswith("\n") else lines[:-1]))
+
+
+def with_blocks_ended(source: str) -> str:
+    """Return a function, cut after a line, with a `pass` for an empty block and a `finally` for each open `try`. One
+    that is no more than its first line is left as it is."""
+    lines = [line for line in source.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    indent, tries = "", []
+    for line in lines:
+        code = line.lstrip()
+        indent = line[: len(line) - len(code)]
+        handles = code.startswith(("except", "finally"))
+        tries = [one for one in tries if len(one) < len(indent) or (one == indent and not handles)]
+        if code.startswith("try:"):
+            tries.append(indent)
+    is_empty = len(lines) > 1 and lines[-1].split(" #")[0].rstrip().endswith(":")
+    ends = [f"{indent} pass\n"] if is_empty else []
+    return "".join([source, *ends, *(f"{one}finally:\n{one} pass\n" for one in reversed(tries))])
 
 
 def parses(source: str) -> bool:
