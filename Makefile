@@ -224,7 +224,7 @@ league: .venv/.installed
 	$(BIN)/python bench/league.py $(LEAGUE)
 
 # Without a network: BAND_SETTINGS="data.sources.0.path=tinyshakespeare.txt" BANDS=shakespeare-char
-BANDS ?= demo shakespeare-char shakespeare-experts
+BANDS ?= demo shakespeare-char shakespeare-deep
 bands: .venv/.installed
 	mkdir -p src/gptworks/runs/bands
 	set -e; for recipe in $(BANDS); do \

@@ -140,7 +140,14 @@ def test_the_lines_of_a_run_fit_80_columns_of_a_terminal_and_are_plain_elsewhere
     long = [line for line in re.split(r"[\r\n]+", shown) if len(line) > 80 and str(tmp_path) not in line]
     assert not long
     assert "loss: how badly" in plain.getvalue() and "full speed: " in plain.getvalue() and "MFU" in plain.getvalue()
-    assert re.search(r"held out: .* 2 of \d+ sequences", " ".join(plain.getvalue().split()))
+    assert re.search(r"held out: .* 2 of \d+ sequences$", plain.getvalue(), re.MULTILINE)
+
+
+def test_a_run_whose_context_grows_says_until_when_its_evaluations_read_farther(tmp_path: Path) -> None:
+    tree = tiny.recipe_tree(tmp_path, max_steps=6, shorter_contexts=[[2, 8], [4, 16], [5, 32]])
+    out = io.StringIO()
+    train(parse_recipe(tree), display=Display(Console(file=out, width=200)))
+    assert "sequences of 32 tokens: longer than the rows to learn from until step 4\n" in out.getvalue()
 
 
 def test_a_sample_that_cannot_begin_names_its_setting(tmp_path: Path) -> None:

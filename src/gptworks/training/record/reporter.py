@@ -79,9 +79,11 @@ class Reporter(Listener):
         what = f"{unit}; lower is better"
         if unit == "nats per token":
             what = f"how badly the next token is predicted, in nats; blind guessing has {guessing:.2f}"
-        n_there = self.objective.n_validation
+        n_there, context = self.objective.n_validation, self.recipe.model.context_length
         n_read = self.objective.n_evaluated or n_there
         share = f"{n_read:,} of {counted(n_there, 'sequence')}" if n_read < n_there else counted(n_there, "sequence")
+        if stages := [step for step, length in self.recipe.train.shorter_contexts if length < context]:
+            share += f" of {context:,} tokens: longer than the rows to learn from until step {stages[-1]:,}"
         reaches = "this machine reaches" if self._ranks.size == 1 else f"{self._ranks.size} such devices reach"
         lines = [
             f"loss: {what}",
@@ -195,7 +197,7 @@ class Reporter(Listener):
 
     def evaluated(self, progress: Progress, found: Evaluation) -> None:
         report, figures = found.report, found.figures
-        n_there = self.objective.n_validation
+        n_there, context = self.objective.n_validation, self.recipe.model.context_length
         n_read = self.objective.n_evaluated or n_there
         likelihood = report.unit == "nats per token"
         self.log.write(
