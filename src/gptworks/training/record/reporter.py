@@ -197,7 +197,7 @@ class Reporter(Listener):
 
     def evaluated(self, progress: Progress, found: Evaluation) -> None:
         report, figures = found.report, found.figures
-        n_there, context = self.objective.n_validation, self.recipe.model.context_length
+        n_there = self.objective.n_validation
         n_read = self.objective.n_evaluated or n_there
         likelihood = report.unit == "nats per token"
         self.log.write(
