@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,18 @@ def test_more_speed_and_time_make_a_larger_model_and_little_text_bounds_it(texts
     assert draft.epochs == pytest.approx(EPOCHS, rel=0.05)
     assert draft.minutes < 1
     assert "epochs; reading a text more often teaches little" in draft.text()
+
+
+@pytest.mark.parametrize("flops_per_second", [1e9, 1e11, 1e13])
+def test_a_run_grows_to_a_context_that_suits_its_width(texts: Texts, flops_per_second: float) -> None:
+    much = replace(texts, items=tuple(replace(item, n_bytes=200_000_000) for item in texts.items))
+    recipe = drafted(much, 10, flops_per_second).plan.recipe
+    width, context = recipe.model.d_model, recipe.model.context_length
+    assert context == 1024 or 2 * width < context <= 4 * width, "attention costs about as much as the matrices"
+    assert recipe.train.batch_size * context % 1024 == 0, "a step is of as many tokens as were planned"
+    assert [length for _, length in recipe.train.shorter_contexts] == [context // 4, context // 2]
+    shares = [step / recipe.train.max_steps for step, _ in recipe.train.shorter_contexts]
+    assert shares == pytest.approx([0.35, 0.7], abs=1 / recipe.train.max_steps)
 
 
 def test_a_text_that_repeats_itself_gets_the_vocabulary_that_it_has_pairs_for(tmp_path: Path) -> None:

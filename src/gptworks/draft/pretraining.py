@@ -53,12 +53,25 @@ LEAST_VOCABULARY, N_BYTES = 512, 256
 STEP_TOKENS, LEAST_STEP_TOKENS, MANY_TOKENS = 4096, 1024, 2**23
 """Usual and minimum number of tokens per step; runs of more than MANY_TOKENS tokens have larger steps."""
 
+MOST_CONTEXT, CONTEXT_PER_WIDTH = 1024, 4
+"""Longest context, a power of 2, and the longest for each channel of the width: beyond, attention costs more than the
+matrices."""
+
+GROWING = ((0.35, 0.25), (0.7, 0.5))
+"""Stages of `train.shorter_contexts`: up to these shares of the run, these shares of the context."""
+
+WIDEST_UNTIED = 512
+"""Widest model that gets a head of its own, which learns faster at these widths; wider models were not compared."""
+
 LEAST_STEPS = 200
 """A run that would have fewer steps than this gets smaller steps instead."""
 
 MOST_MEASURED = 4
 
 N_EVALUATIONS, N_SAMPLES = 8, 4
+"""How often a run evaluates, and how often it saves and samples."""
+
+LEAST_EVALUATED_TOKENS = 4096
 
 Shape = tuple[int, int]
 Measure = Callable[[Rehearsal], Measured]
@@ -210,7 +223,7 @@ class Search:
         """Return the recipe of a shape, planned with micro-batches that fit in memory."""
         vocab_size, bytes_per_token = self.tokenizer(next(size for width, size in VOCABULARIES if shape[0] >= width))
         n_train_tokens = self.n_train_tokens(bytes_per_token)
-        context = 1024 if shape[0] >= 1280 else 512 if shape[0] >= 768 else 256
+        context = min(MOST_CONTEXT, 1 << (CONTEXT_PER_WIDTH * shape[0]).bit_length() - 1)
         while context > 32 and 4 * context > n_train_tokens * self.fraction:
             context //= 2
         why = self.length_reason(steps * step_tokens, n_train_tokens, rate)
@@ -221,7 +234,7 @@ class Search:
                 ("vocab_size", vocab_size, f"{bytes_per_token:.2f} bytes a token, measured on this text"),
             ],
             "data": self._data(),
-            "train": self._train(steps, step_tokens // context, why),
+            "train": self._train(steps, step_tokens, context, why),
         }
         return self.planned(sections, n_train_tokens)
 
@@ -252,6 +265,7 @@ class Search:
             ("n_layers", n_layers, ""),
             ("d_model", width, ""),
             ("n_heads", width // d_head, f"of {d_head}"),
+            *([("tie_embeddings", False, "a head of its own learns faster")] if width <= WIDEST_UNTIED else []),
             ("init", "induction", "begins with two heads that copy, and learns faster"),
         ]
 
@@ -275,11 +289,13 @@ class Search:
             return f"{EPOCHS} epochs; reading a text more often teaches little (Muennighoff et al., 2023)"
         return f"{self.minutes:g} minutes at {rate or 0:,.0f} tokens/s, as measured here"
 
-    def _train(self, steps: int, batch: int, length: str) -> list[Row]:
-        n_evaluated = max(16, min(512, steps * batch // 100))
+    def _train(self, steps: int, step_tokens: int, context: int, length: str) -> list[Row]:
+        batch = step_tokens // context
+        n_evaluated = max(LEAST_EVALUATED_TOKENS // context, min(512, steps * batch // 100))
         return [
             ("max_steps", steps, length),
             ("batch_size", batch, "sequences a step"),
+            ("shorter_contexts", [list(one) for one in GROWING], "short texts first: quicker, and learned as well"),
             ("evaluate_every", max(1, steps // N_EVALUATIONS), ""),
             ("evaluate_sequences", n_evaluated, "all evaluations together take some 3% of the time"),
             ("checkpoint_every", max(1, steps // N_SAMPLES), "the most that a crash can lose"),
