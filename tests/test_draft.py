@@ -108,6 +108,14 @@ def test_a_run_grows_to_a_context_that_suits_its_width(texts: Texts, flops_per_s
     assert shares == pytest.approx([0.35, 0.7], abs=1 / recipe.train.max_steps)
 
 
+@pytest.mark.parametrize(("n_bytes", "decay"), [(100_000, 0.5), (10_000_000, 0.01)])
+def test_weights_decay_in_a_run_that_reads_its_text_often(texts: Texts, n_bytes: int, decay: float) -> None:
+    some = replace(texts, items=tuple(replace(item, n_bytes=n_bytes) for item in texts.items))
+    draft = drafted(some, 1, 1e11)
+    assert (draft.epochs > 3.5) is (decay == 0.5)
+    assert draft.plan.recipe.train.weight_decay == decay
+
+
 def test_a_text_that_repeats_itself_gets_the_vocabulary_that_it_has_pairs_for(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("The keeper of the lighthouse counted the ships and wrote them down.\n" * 2000)
     recipe = drafted(look_at(tmp_path), 1, 1e9).plan.recipe

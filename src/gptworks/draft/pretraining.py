@@ -53,6 +53,9 @@ LEAST_VOCABULARY, N_BYTES = 512, 256
 STEP_TOKENS, LEAST_STEP_TOKENS, MANY_TOKENS = 4096, 1024, 2**23
 """Usual and minimum number of tokens per step; runs of more than MANY_TOKENS tokens have larger steps."""
 
+MANY_EPOCHS = 3
+"""From this many epochs on, weights decay strongly."""
+
 MOST_CONTEXT, CONTEXT_PER_WIDTH = 1024, 4
 """Longest context, a power of 2, and the longest for each channel of the width: beyond, attention costs more than the
 matrices."""
@@ -234,7 +237,7 @@ class Search:
                 ("vocab_size", vocab_size, f"{bytes_per_token:.2f} bytes a token, measured on this text"),
             ],
             "data": self._data(),
-            "train": self._train(steps, step_tokens, context, why),
+            "train": self._train(steps, step_tokens, context, why) + self._decay(steps * step_tokens, n_train_tokens),
         }
         return self.planned(sections, n_train_tokens)
 
@@ -303,6 +306,13 @@ class Search:
             ("sample_every", max(1, steps // N_SAMPLES), ""),
             ("sample_held_out", 2, "beginnings of held-out text, chosen before training"),
         ]
+
+    def _decay(self, tokens: int, n_train_tokens: int) -> list[Row]:
+        """Return the settings of a run that reads its text so often that it would learn it by heart."""
+        if tokens < MANY_EPOCHS * n_train_tokens:
+            return []
+        why = f"as the text is read {tokens / n_train_tokens:.2g} times (Kim et al., 2025)"
+        return [("weight_decay", 0.5, why), ("cautious_weight_decay", True, "")]
 
     def _tokenizer(self, most: int) -> tuple[int, float]:
         """Return the size of a vocabulary of at most `most` tokens for this text, and its bytes per token."""
