@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gptworks.config.base import Measured, Place, Section, ShortPath
+from gptworks.config.base import Free, Measured, Place, Section, ShortPath
 
 
 class _Tokenizer(Section):
@@ -37,7 +37,7 @@ class BPETokenizer(_Tokenizer):
         description="How text is split before merging. llama3, gpt2: the patterns of those models, which GGUF exports "
         "support. code: indentation joins the preceding line break, which gives the fewest tokens for code.",
     )
-    begin_prompts: Measured[bool] = Field(
+    begin_prompts: Free[bool] = Field(
         False,
         description="Put the separator before prompts too, so that a prompt begins a document, as a text that someone "
         "types does. For data of many documents: the model must have seen how they begin.",
