@@ -8,8 +8,8 @@ from gptworks.choices import DRY_RANGES
 from gptworks.config.base import Free, Section
 
 
-def _within(name: str) -> Any:
-    """Return the range of a setting of the DRY penalty."""
+def dry_range(name: str) -> Any:
+    """Return the range of a setting of the DRY penalty, for its type."""
     low, high = DRY_RANGES[name]
     return Field(ge=low, le=high)
 
@@ -37,13 +37,13 @@ class SamplingConfig(Section):
     presence_penalty: Free[Annotated[float, Field(ge=0, le=100)] | None] = Field(
         None, description="Subtracted once from the logit of a generated token."
     )
-    dry_multiplier: Free[Annotated[float, _within("dry_multiplier")] | None] = Field(
+    dry_multiplier: Free[Annotated[float, dry_range("dry_multiplier")] | None] = Field(
         None, description="Above 0: tokens that would go on repeating earlier text become less likely (DRY). 0: off."
     )
-    dry_base: Free[Annotated[float, _within("dry_base")] | None] = Field(
+    dry_base: Free[Annotated[float, dry_range("dry_base")] | None] = Field(
         None, description="DRY: factor by which the penalty grows with each repeated token."
     )
-    dry_allowed_length: Free[Annotated[int, _within("dry_allowed_length")] | None] = Field(
+    dry_allowed_length: Free[Annotated[int, dry_range("dry_allowed_length")] | None] = Field(
         None, description="DRY: tokens that may be repeated without a penalty."
     )
 

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from gptworks.choices import DRY_RANGES
+from gptworks.config.sampling import dry_range
 from gptworks.serve.settings import (
     MAX_BIASES,
     MAX_LOGPROBS,
@@ -91,11 +91,6 @@ ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 FinishReason = Literal["stop", "length"]
 
 
-def _within(name: str) -> Any:
-    low, high = DRY_RANGES[name]
-    return Field(ge=low, le=high)
-
-
 class StreamOptions(Wire):
     include_usage: bool = False
 
@@ -121,9 +116,9 @@ class SamplingFields(Wire):
     repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     ignore_eos: bool | None = None
-    dry_multiplier: Annotated[float, _within("dry_multiplier")] | None = None
-    dry_base: Annotated[float, _within("dry_base")] | None = None
-    dry_allowed_length: Annotated[int, _within("dry_allowed_length")] | None = None
+    dry_multiplier: Annotated[float, dry_range("dry_multiplier")] | None = None
+    dry_base: Annotated[float, dry_range("dry_base")] | None = None
+    dry_allowed_length: Annotated[int, dry_range("dry_allowed_length")] | None = None
 
     @model_validator(mode="after")
     def _streams(self) -> Self:

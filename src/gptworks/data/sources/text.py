@@ -1,4 +1,4 @@
-"""The sources of plain text: UTF-8 files, each of which is a document or holds documents of equally many lines."""
+"""The sources of plain text: UTF-8 files, each of one document or of documents with the same number of lines."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice

@@ -79,11 +79,12 @@ class Reporter(Listener):
         what = f"{unit}; lower is better"
         if unit == "nats per token":
             what = f"how badly the next token is predicted, in nats; blind guessing has {guessing:.2f}"
-        n_there, context = self.objective.n_validation, self.recipe.model.context_length
+        n_there = self.objective.n_validation
         n_read = self.objective.n_evaluated or n_there
         share = f"{n_read:,} of {counted(n_there, 'sequence')}" if n_read < n_there else counted(n_there, "sequence")
-        if stages := [step for step, length in self.recipe.train.shorter_contexts if length < context]:
-            share += f" of {context:,} tokens: longer than the rows to learn from until step {stages[-1]:,}"
+        if stages := self.recipe.train.shorter_contexts:  # each is shorter than the context
+            context, (step, _) = self.recipe.model.context_length, stages[-1]
+            share += f" of {context:,} tokens: longer than the rows to learn from until step {step:,}"
         reaches = "this machine reaches" if self._ranks.size == 1 else f"{self._ranks.size} such devices reach"
         lines = [
             f"loss: {what}",
