@@ -30,6 +30,13 @@ class DataConfig(Section):
         (), description="Filters for the text of the sources, in order."
     )
     validation: ValidationSplit = Field(ValidationSplit(), description="The held-out text.")
+    snippets: Measured[float] = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="For Python: further training documents, each of statements from inside a training file; their "
+        "size as a share of the files'. A model then also continues prompts that few files begin with, such as `for`.",
+    )
     cache_dir: Free[Annotated[ShortPath, Place.PATH]] = Field(
         Path("data"), description="Folder for the datasets that are built, each in a folder of its own."
     )
@@ -80,6 +87,12 @@ class DataConfig(Section):
             raise ValueError(
                 "`data.clean` applies to the text of `data.sources`: "
                 + ("leave it out for conversations and preferences" if self.records else "move it to the members")
+            )
+        if self.snippets and (self.records or self.validation.by == "tail"):
+            raise ValueError(
+                "`data.snippets` are of whole training documents of text, which "
+                + ("conversations and preferences are not" if self.records else "validation.by=tail does not leave")
+                + ": leave it out"
             )
         if self.records and self.validation.by == "tail":
             raise ValueError("validation.by=tail with sources of records, which are held out as units: leave it out")

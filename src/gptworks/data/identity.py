@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,13 @@ def _settings(recipe: AnyRecipe) -> dict[str, Any]:
         "shard_tokens": data.shard_tokens,
         **({"reading": READING_VERSION} if data.records else {}),
         **({"clean": [one.model_dump(mode="json") for one in data.clean]} if data.clean else {}),
+        **({"snippets": data.snippets, "python": _python_version()} if data.snippets else {}),
     }
+
+
+def _python_version() -> str:
+    """Return the version that decides which texts are Python, and so give snippets."""
+    return ".".join(platform.python_version_tuple()[:2])
 
 
 def folder_for(recipe: AnyRecipe, made: dict[str, Any]) -> Path:

@@ -18,6 +18,7 @@ from gptworks.config import Section, SourceConfig, ValidationSplit
 from gptworks.data.encoders import Encoder, choose_encoder, compared, plain_encoder
 from gptworks.data.shard_writer import ShardWriter, split_writers
 from gptworks.data.shards import SPLITS, Dtype, ShardFile, Split, SplitFiles
+from gptworks.data.snippets import with_snippets
 from gptworks.data.sources import base
 from gptworks.data.sources.base import Piece, Source, Unit
 from gptworks.data.sources.choose import choose_source
@@ -76,6 +77,7 @@ class JobSettings:
     tokenizer: str
     """The tokenizer, serialized by `pack_tokenizer`."""
     validation: ValidationSplit
+    snippets: float
     shard_tokens: int
     dtype: Dtype
 
@@ -163,7 +165,7 @@ class _JobWriter:
         validation, encoder = self._settings.validation, self._encoder
         prefix, suffix = (np.array(ids, dtype=np.uint32) for ids in document_frame(self._tokenizer))
         round_trips, at_first_tail = True, validation.by == "tail" and job.number == 0
-        parts = split_documents(job.pieces(), validation, job.opening())
+        parts = with_snippets(split_documents(job.pieces(), validation, job.opening()), self._settings.snippets)
         for number, batch in enumerate(batches_of(parts, lambda part: len(part[1].text), batch_bytes())):
             if number == 0:
                 sample = (piece.text[:_SAMPLED_CHARACTERS] for _, piece in batch[:_SAMPLED_PIECES])

@@ -196,7 +196,7 @@ def work_on(work: Path, recipe: AnyRecipe, report: Report, part: tuple[int, int]
     validation = split_by(data, texts.sources)
     tokenizer = keep_tokenizer(work / TOKENIZER_FOLDER, recipe, [(data, 1.0, texts)], report)
     dtype = dtype_for(vocabulary_size(tokenizer))
-    settings = JobSettings(pack_tokenizer(tokenizer), validation, data.shard_tokens, dtype)
+    settings = JobSettings(pack_tokenizer(tokenizer), validation, data.snippets, data.shard_tokens, dtype)
     advance = adding_up(report, "shards", texts.total_bytes if part == (1, 1) else None)
     run_jobs(work, texts.jobs[k - 1 :: n], settings, data.processes, advance, lambda line: report(line, 0, None))
 

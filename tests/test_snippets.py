@@ -1,0 +1,133 @@
+"""Snippets: training documents of statements from inside Python files."""
+
+import ast
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gptworks.config import Recipe
+from gptworks.data.opened import Prepared, held_out_text
+from gptworks.data.prepare import prepare
+from gptworks.data.shards import TokenShards
+from gptworks.data.snippets import MOST_LINES, snippets
+from gptworks.data.sources.code import stdlib_files
+from tiny import plain_model
+
+FILES = [text for file in stdlib_files()[:120:2] if len(text := file.read_text(encoding="utf-8")) > 100]
+
+
+def test_snippets_are_statements_of_their_file_without_its_indentation() -> None:
+    n = 0
+    for text in FILES:
+        lines = [line.strip() for line in text.split("\n")]
+        for snippet in snippets(text, 0.2):
+            said = snippet.split("\n")
+            assert said.pop() == "" and 0 < len(said) <= MOST_LINES
+            assert snippet == textwrap.dedent(snippet) and not snippet[0].isspace()
+            assert ast.parse(snippet).body
+            stripped = [line.strip() for line in said]
+            assert any(lines[i : i + len(said)] == stripped for i in range(len(lines)))
+            n += 1
+    assert n > 100
+
+
+def test_snippets_have_their_share_of_the_text() -> None:
+    n_characters = sum(map(len, FILES))
+    for share in (0.02, 0.2):
+        made = sum(len(snippet) for text in FILES for snippet in snippets(text, share))
+        assert made == pytest.approx(share * n_characters, rel=0.2)
+    assert not any(snippets(text, 0) for text in FILES)
+    assert [snippets(text, 0.1) for text in FILES] == [snippets(text, 0.1) for text in FILES]
+
+
+def test_rare_kinds_of_statements_are_as_likely_as_common_ones() -> None:
+    found = []
+    for number in range(200):
+        assignments = "".join(f"name_{i} = {i + number}\n\n\n" for i in range(100))
+        found += snippets(f"{assignments}while name_{number % 7}:\n    name_1 -= 1\n", 0.01)
+    first = [snippet.split(maxsplit=1)[0] for snippet in found]
+    assert 0.3 < first.count("while") / len(first) < 0.7
+
+
+def test_a_snippet_starts_with_the_comment_or_decorator_before_it() -> None:
+    source = "class A:\n    # Twice\n    # as much.\n    @cached\n    def double(self, x):\n        return 2 * x\n"
+    made = {one for n in range(40) for one in snippets(f"{source}#{n}", 1.0)}
+    (found,) = (one for one in made if "double" in one and "class" not in one)
+    assert found == textwrap.dedent(source.partition("\n")[2])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Once upon a time there was a model.\n", "hello\n", "x = 1\ny = 2\n", '{"a": [1, 2]}\n', "def f(:\n    pass\n",
+        "for x in y:\n" + "\n".join(f"{' ' * i}if x:" for i in range(1, 300)) + "\n" + " " * 300 + "pass\n",
+        "if x:\n    y = " + "-" * 100_000 + "1\n", "if x:\n    y = " + "(" * 5000 + ")" * 5000 + "\n",
+        "if x:\n    y = '\0'\n",
+    ],
+    ids=lambda text: text[:20],
+)  # fmt: skip
+def test_other_texts_have_no_snippets(text: str) -> None:
+    assert snippets(text, 1.0) == []
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\r"])
+def test_line_ends_of_other_systems_are_read_as_python_does(end: str) -> None:
+    source = "def f(x):\n    for y in x:\n        print(y)\n    return x\n"
+    assert {"for y in x:\n    print(y)\n", "return x\n"} & {
+        one for n in range(20) for one in snippets(f"{source}#{n}\n".replace("\n", end), 1.0)
+    }
+
+
+def test_parts_of_lines_and_strings_are_no_snippets() -> None:
+    source = "if x: y = 1\nelif z:\n    a = 2\nelse: b = 3\n\ndef f():\n    c = '''\nleft\n'''\n    d = 4; e = 5\n"
+    found = {one for n in range(100) for one in snippets(f"{source}#{n}\n", 1.0)}
+    assert {one.split(maxsplit=1)[0] for one in found} == {"if", "def", "a", "d"}
+
+
+def recipe(folder: Path, **data: Any) -> Recipe:
+    return Recipe(
+        name="test",
+        model=plain_model(context_length=8, n_layers=1, d_model=8, n_heads=1),
+        tokenizer={"type": "bpe", "vocab_size": 300},
+        data={
+            "sources": [{"type": "code", "path": str(folder / "code")}], "cache_dir": folder / "data",
+            "validation": {"fraction": 0.3, "by": "document"}, **data,
+        },
+        train={"max_steps": 1},
+    )  # fmt: skip
+
+
+def documents(prepared: Prepared) -> list[str]:
+    shards = TokenShards(prepared.folder, "train")
+    parts = np.split(shards.read(0, shards.n_tokens), shards.document_starts()[1:])
+    return [prepared.tokenizer.decode(part.tolist()) for part in parts]
+
+
+def test_only_training_files_give_snippets_and_held_out_text_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    for number in range(40):
+        body = f"def function_{number}(x):\n    while x > {number}:\n        x -= {number}\n    return x\n"
+        (tmp_path / "code" / f"{number}.py").write_text(f'"""Module {number}."""\n\n\n{body}')
+    plain, made = (prepare(recipe(tmp_path, snippets=share)) for share in (0.0, 0.5))
+    assert plain.folder != made.folder and [*held_out_text(plain)] == [*held_out_text(made)]
+    files, more = documents(plain), documents(made)
+    added = more[len(files) :]
+    assert more[: len(files)] == files
+    assert len(added) > 5 and not any(one.startswith('"""') for one in added)
+    own = {number for one in files for number in re.findall(r"Module (\d+)", one)}
+    held_out = {str(number) for number in range(40)} - own
+    assert held_out
+    numbers = [set(re.findall(r"function_(\d+)|> (\d+)", one)) for one in added]
+    assert all({a or b for a, b in found} <= own for found in numbers)
+    assert 0.25 < sum(map(len, added)) / sum(map(len, files)) < 0.75
+
+
+def test_snippets_need_whole_documents_of_text(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`data.snippets` are of whole training documents.*by=tail"):
+        recipe(tmp_path, snippets=0.1, validation={"by": "tail"})
+    with pytest.raises(ValueError, match="conversations and preferences"):
+        recipe(tmp_path, snippets=0.1, sources=[{"type": "conversations", "path": "chats.jsonl"}], validation={})
