@@ -118,8 +118,8 @@ def first_hour(name: str, minutes: float, small: Path | None) -> dict[str, Any]:
         of_time = other_recipe(tree, settings, other.stem, runs["gptworks"]["seconds"] / 60)
         other.write_text(json.dumps(of_time, indent=2), encoding="utf-8")  # JSON is valid YAML
         runs[words] = train(other)
-    kept = {key: drafted[key] for key in ("read", "fields", "skipped", "reasons", "minutes", "epochs")}
-    return {"about": about, "parameters": drafted["plan"]["parameters"], "drafted": kept, "recipe": tree, "runs": runs}
+    plan = drafted.pop("plan")
+    return {"about": about, "parameters": plan["parameters"], "drafted": drafted, "recipe": tree, "runs": runs}
 
 
 def tune(name: str, instructions: Path | None) -> dict[str, str]:
@@ -147,6 +147,11 @@ def table(results: Mapping[str, Any]) -> str:
         cells = "".join(f"{figures[column]:>20.3f}" for column in columns)
         lines.append(f"{name:<13}{cells}{result['parameters']['total']:>14,}")
     return "\n".join(lines)
+
+
+def write(figures: Mapping[str, Any]) -> None:
+    """Write what is known so far."""
+    Path("results.json").write_text(json.dumps(figures, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def xz(result: Mapping[str, Any]) -> float:
@@ -183,11 +188,12 @@ def main() -> None:
     machine = {"device": device_name(device), "torch": torch.__version__, "cores": os.cpu_count()}
     results: dict[str, Any] = {}
     names = options.folder or list(FOLDERS)
+    figures = {"machine": machine, "minutes": options.minutes, "settings": OTHERS, "folders": results}
     for name in names:
         results[name] = first_hour(name, options.minutes, text)
+        write(figures)
     tuned = tune("code" if "code" in names else names[0], instructions)
-    figures = {"machine": machine, "minutes": options.minutes, "settings": OTHERS, "folders": results, "tuned": tuned}
-    Path("results.json").write_text(json.dumps(figures, indent=2, ensure_ascii=False), encoding="utf-8")
+    write(figures | {"tuned": tuned})
     print(f"\n{options.minutes:g} minutes a run on {machine['device']}\n{table(results)}")
     print(f"\n{tuned['question']}\n→ {tuned['answer']}\n\nall figures: {Path('results.json').resolve()}")
     lost = [name for name, result in results.items() if result["runs"]["gptworks"]["bits_per_byte"] >= xz(result)]

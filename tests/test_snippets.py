@@ -13,11 +13,14 @@ from gptworks.config import Recipe
 from gptworks.data.opened import Prepared, held_out_text
 from gptworks.data.prepare import prepare
 from gptworks.data.shards import TokenShards
-from gptworks.data.snippets import MOST_LINES, snippets
+from gptworks.data.snippets import MOST_CHARACTERS, MOST_DEPTH, MOST_LINES, snippets
 from gptworks.data.sources.code import stdlib_files
+from gptworks.errors import UserError
+from gptworks.planning.tokens import data_size
 from tiny import plain_model
 
-FILES = [text for file in stdlib_files()[:120:2] if len(text := file.read_text(encoding="utf-8")) > 100]
+TEXTS = [file.read_text(encoding="utf-8") for file in stdlib_files()[:120:2]]
+FILES = [text for text in TEXTS if 100 < len(text) <= MOST_CHARACTERS]
 
 
 def test_snippets_are_statements_of_their_file_without_its_indentation() -> None:
@@ -74,18 +77,42 @@ def test_other_texts_have_no_snippets(text: str) -> None:
     assert snippets(text, 1.0) == []
 
 
+def test_a_block_of_30_000_statements_gives_its_share() -> None:
+    text = "if x:\n    pass\n" + "x = 1\n" * 30_000
+    assert sum(map(len, snippets(text, 0.1))) == pytest.approx(0.1 * len(text), rel=0.1)
+
+
 @pytest.mark.parametrize("end", ["\r\n", "\r"])
 def test_line_ends_of_other_systems_are_read_as_python_does(end: str) -> None:
     source = "def f(x):\n    for y in x:\n        print(y)\n    return x\n"
-    assert {"for y in x:\n    print(y)\n", "return x\n"} & {
-        one for n in range(20) for one in snippets(f"{source}#{n}\n".replace("\n", end), 1.0)
-    }
+    found = {one for n in range(20) for one in snippets(f"{source}#{n}\n".replace("\n", end), 1.0)}
+    assert "for y in x:\n    print(y)\n" in found and "\r" not in "".join(found)
+
+
+def test_the_choice_is_the_same_in_every_process() -> None:
+    text = "import a\n\n\ndef f(x):\n    while x:\n        x -= 1\n    with x:\n        pass\n    return x\n"
+    assert snippets(text, 1.0) == ["import a\n", text.partition("\n\n\n")[2]]
 
 
 def test_parts_of_lines_and_strings_are_no_snippets() -> None:
     source = "if x: y = 1\nelif z:\n    a = 2\nelse: b = 3\n\ndef f():\n    c = '''\nleft\n'''\n    d = 4; e = 5\n"
     found = {one for n in range(100) for one in snippets(f"{source}#{n}\n", 1.0)}
     assert {one.split(maxsplit=1)[0] for one in found} == {"if", "def", "a", "d"}
+    for broken in (
+        "a = 1; b = '''\nc\n'''", "import a; b(\n1)", "a = 1 \\\n\nb = 2", "'''a\n# b'''\nfor c in d: pass",
+    ):  # fmt: skip
+        for n in range(20):
+            assert all(ast.parse(one) for one in snippets(f"if x: pass\n{broken}\n#{n}\n", 1.0))
+
+
+def test_the_depth_of_the_call_does_not_decide_what_is_parsed() -> None:
+    def deeper(n: int, text: str) -> list[str]:
+        return deeper(n - 1, text) if n else snippets(text, 1.0)
+
+    for depth in (100, 400, 2900):
+        text = f"for x in y:\n    pass\nz = {'-' * depth}1\n"
+        assert deeper(0, text) == deeper(80, text)
+        assert bool(deeper(0, text)) == (depth < MOST_DEPTH)
 
 
 def recipe(folder: Path, **data: Any) -> Recipe:
@@ -127,7 +154,19 @@ def test_only_training_files_give_snippets_and_held_out_text_stays_as_it_is(tmp_
 
 
 def test_snippets_need_whole_documents_of_text(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"`data.snippets` are of whole training documents.*by=tail"):
+    with pytest.raises(ValueError, match=r"`data.snippets` needs whole documents.*by=tail cuts them: set by=document"):
         recipe(tmp_path, snippets=0.1, validation={"by": "tail"})
-    with pytest.raises(ValueError, match="conversations and preferences"):
+    with pytest.raises(ValueError, match="these sources are records"):
         recipe(tmp_path, snippets=0.1, sources=[{"type": "conversations", "path": "chats.jsonl"}], validation={})
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.py").write_text("def f(x):\n    return x\n" * 50)
+    with pytest.raises(UserError, match="so few that the end of each is held out"):
+        prepare(recipe(tmp_path, snippets=0.1, validation={}))
+    assert not list((tmp_path / "data").glob("shards-*"))
+
+
+def test_a_plan_counts_snippets(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.py").write_text("x = 1\n" * 10_000)
+    few, many = (data_size(recipe(tmp_path, snippets=share)).train_tokens for share in (0.0, 0.5))
+    assert few and many == pytest.approx(1.5 * few, rel=0.001)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from gptworks.config.base import Free, Measured, Place, PositiveInt, Repeat, Section, ShortPath, Steering
+from gptworks.config.base import Fixed, Free, Measured, Place, PositiveInt, Repeat, Section, ShortPath, Steering
 from gptworks.config.cleaning import FilterConfig, check_order
 from gptworks.config.mixture import Anneal, MixtureMember, check_mixture
 from gptworks.config.sources import ConversationsSource, PreferencesSource, RecordsSource, SourceConfig
@@ -30,12 +30,13 @@ class DataConfig(Section):
         (), description="Filters for the text of the sources, in order."
     )
     validation: ValidationSplit = Field(ValidationSplit(), description="The held-out text.")
-    snippets: Measured[float] = Field(
+    snippets: Fixed[float] = Field(
         0.0,
         ge=0,
         le=1,
         description="For Python: further training documents, each of statements from inside a training file; their "
-        "size as a share of the files'. A model then also continues prompts that few files begin with, such as `for`.",
+        "size as a share of the Python files' size. A model then also continues prompts with which few files begin, "
+        "such as `for`.",
     )
     cache_dir: Free[Annotated[ShortPath, Place.PATH]] = Field(
         Path("data"), description="Folder for the datasets that are built, each in a folder of its own."
@@ -90,9 +91,9 @@ class DataConfig(Section):
             )
         if self.snippets and (self.records or self.validation.by == "tail"):
             raise ValueError(
-                "`data.snippets` are of whole training documents of text, which "
-                + ("conversations and preferences are not" if self.records else "validation.by=tail does not leave")
-                + ": leave it out"
+                "`data.snippets` needs whole documents of text, and "
+                + ("these sources are records" if self.records else "validation.by=tail cuts them: set by=document")
+                + ", or remove data.snippets"
             )
         if self.records and self.validation.by == "tail":
             raise ValueError("validation.by=tail with sources of records, which are held out as units: leave it out")

@@ -12,14 +12,15 @@ from gptworks.data.cleaning.choose import files_signature
 from gptworks.data.conversations.reading import READING_VERSION
 from gptworks.data.opened import datasets_in, sha256_text
 from gptworks.data.shards import FORMAT_VERSION
+from gptworks.data.snippets import SNIPPETS_VERSION
 from gptworks.data.sources.choose import source_signature
 from gptworks.errors import UserError
 from gptworks.files import sha256_file
 from gptworks.special_tokens import stating_files
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 
-_CONTENTS = ("format_version", "sources_signature", "clean_files", "tokenizer_files", "chat_template")
-"""Keys of the identity that cannot be compared if the sources or the tokenizer's files are gone."""
+_CONTENTS = ("format_version", "sources_signature", "clean_files", "tokenizer_files", "chat_template", "snippets_by")
+"""Keys of the identity that are no settings; if the sources or the tokenizer's files are gone, they can't be compared."""
 _PLACES = ("path", "url", "sha256")
 
 
@@ -38,6 +39,8 @@ def made_from(recipe: AnyRecipe) -> dict[str, Any]:
     }
     if others := find_other_templates(recipe.tokenizer):
         made["other_templates"] = sha256_text(json.dumps(others, sort_keys=True))
+    if data.snippets:  # the version of Python decides which texts are Python
+        made["snippets_by"] = [SNIPPETS_VERSION, *platform.python_version_tuple()[:2]]
     return made | ({"clean_files": files_signature(data.clean)} if data.clean else {})
 
 
@@ -52,13 +55,8 @@ def _settings(recipe: AnyRecipe) -> dict[str, Any]:
         "shard_tokens": data.shard_tokens,
         **({"reading": READING_VERSION} if data.records else {}),
         **({"clean": [one.model_dump(mode="json") for one in data.clean]} if data.clean else {}),
-        **({"snippets": data.snippets, "python": _python_version()} if data.snippets else {}),
+        **({"snippets": data.snippets} if data.snippets else {}),
     }
-
-
-def _python_version() -> str:
-    """Return the version that decides which texts are Python, and so give snippets."""
-    return ".".join(platform.python_version_tuple()[:2])
 
 
 def folder_for(recipe: AnyRecipe, made: dict[str, Any]) -> Path:

@@ -194,10 +194,16 @@ def work_on(work: Path, recipe: AnyRecipe, report: Report, part: tuple[int, int]
     data, (k, n) = recipe.data, part
     texts = cleaned_texts(work, data, report)
     validation = split_by(data, texts.sources)
+    if data.snippets and validation.by == "tail":
+        raise UserError(
+            "data.snippets needs whole training documents, and these are so few that the end of each is held out: "
+            "give more documents, set data.validation.by=document, or remove data.snippets."
+        )
     tokenizer = keep_tokenizer(work / TOKENIZER_FOLDER, recipe, [(data, 1.0, texts)], report)
     dtype = dtype_for(vocabulary_size(tokenizer))
     settings = JobSettings(pack_tokenizer(tokenizer), validation, data.snippets, data.shard_tokens, dtype)
-    advance = adding_up(report, "shards", texts.total_bytes if part == (1, 1) else None)
+    total_bytes = round(texts.total_bytes * (1 + data.snippets)) if part == (1, 1) else None
+    advance = adding_up(report, "shards", total_bytes)
     run_jobs(work, texts.jobs[k - 1 :: n], settings, data.processes, advance, lambda line: report(line, 0, None))
 
 

@@ -12,34 +12,52 @@ import warnings
 from collections.abc import Iterable, Iterator
 
 from gptworks.data.shards import Split
-from gptworks.data.sources.base import Piece, text_document
+from gptworks.data.sources.base import UNIT_BYTES, Piece, text_document
 
+SNIPPETS_VERSION = 1
+"""Number of the rules below: other rules give another dataset."""
 MOST_LINES = 40
-_ANYWHERE = (ast.Assign, ast.Expr)
+MOST_CHARACTERS = 200_000
+"""Longest text that is parsed: Python takes seconds and much memory for some longer ones."""
+MOST_DEPTH = 200
+"""Deepest syntax tree: how much deeper ones Python can parse depends on the place of the call."""
+
+_ALSO_IN_PROSE = (ast.Assign, ast.Expr)
 _KINDS = (
-    *_ANYWHERE, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.With, ast.If, ast.Try,
-    ast.Import, ast.ImportFrom,
+    *_ALSO_IN_PROSE, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.While, ast.With, ast.If,
+    ast.Try, ast.Import, ast.ImportFrom,
 )  # fmt: skip
+"""Kinds of statements that a snippet may begin with."""
 
 Place = tuple[int, tuple[int, ...]]
-"""A snippet's first line, from 0, and the ends that it may have."""
+"""Index of a snippet's first line, and the indexes after its last line that are possible."""
 
 
 def with_snippets(parts: Iterable[tuple[Split, Piece]], share: float) -> Iterator[tuple[Split, Piece]]:
-    """Yield the parts, then the snippets of the training documents among them; a held-out document gives none.
+    """Yield the parts, and the snippets of the training documents among them; a held-out document gives none.
 
-    Only documents of one piece give snippets. They come last, so that training text seldom has a snippet beside its
-    own file, from which it could be copied.
+    Only documents of one piece give snippets. Snippets come after many documents, so that training text seldom has a
+    snippet beside its own file, from which it could be copied.
 
     Args:
-        share: the snippets' size as a share of these documents' size, on average. 0: no snippets.
+        share: size of the snippets as a share of the Python files' size, on average. 0: no snippets.
     """
     made: list[str] = []
+    n_characters = 0
     for split, piece in parts:
         yield split, piece
         if share and split == "train" and piece.starts_document and piece.ends_document:
-            made += snippets(piece.text, share)
-    for text in made:
+            more = snippets(piece.text, share)
+            made += more
+            n_characters += sum(map(len, more))
+            if n_characters > UNIT_BYTES:
+                yield from _documents(made)
+                made, n_characters = [], 0
+    yield from _documents(made)
+
+
+def _documents(texts: Iterable[str]) -> Iterator[tuple[Split, Piece]]:
+    for text in texts:
         for piece in text_document(text):
             yield "train", piece
 
@@ -48,16 +66,18 @@ def snippets(text: str, share: float) -> list[str]:
     """Return snippets of a Python file: statements that follow each other anywhere in it, with the comment before them
     and without their indentation.
 
-    The choice depends only on the text. The kinds of statements that the file has are equally likely, so that `while`
-    is not rarer than assignments. A text that is not Python, or has nothing but assignments and expressions, gives
-    none.
+    The choice depends only on the text. Of the kinds of statements in `_KINDS`, those that the file has are drawn
+    equally often, so that `while` is not rarer than assignments. A text that is not Python, has nothing but assignments
+    and expressions, or is longer than `MOST_CHARACTERS` gives none.
 
     Args:
-        share: the snippets' size as a share of the text's, on average.
+        share: size of the snippets as a share of the text's size, on average.
     """
+    if len(text) > MOST_CHARACTERS:
+        return []
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    places = _places("\n".join(lines), lines)
-    if places.keys() <= {*_ANYWHERE}:
+    places = _places(lines)
+    if places.keys() <= {*_ALSO_IN_PROSE}:
         return []
     chance = random.Random(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest())
     kinds, left, found = [*places], share * len(text), list[str]()
@@ -67,7 +87,7 @@ def snippets(text: str, share: float) -> list[str]:
         if not places[kind]:
             kinds.remove(kind)
         snippet = textwrap.dedent("\n".join(lines[first : chance.choice(ends)])) + "\n"
-        if snippet[0].isspace():  # a string in it has lines with less indentation
+        if _parsed(snippet) is None:  # such as `elif`, or the beginning of a string
             continue
         if chance.random() * len(snippet) > left:  # a short file, too, has its share on average
             break
@@ -76,35 +96,41 @@ def snippets(text: str, share: float) -> list[str]:
     return found
 
 
-def _places(text: str, lines: list[str]) -> dict[type, list[Place]]:
-    """Return where snippets can begin, by kind of statement; nothing if the text is not Python."""
+def _parsed(text: str) -> ast.Module | None:
+    """Return the syntax tree of a text; None if it is not Python."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            tree = ast.parse(text)
+            return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return {}
+        return None
+
+
+def _places(lines: list[str]) -> dict[type, list[Place]]:
+    """Return where snippets can begin, by kind of statement; nothing if the lines are not Python or nested deeply."""
     places: dict[type, list[Place]] = {}
-    for parent in ast.walk(tree):
-        for name in ("body", "orelse", "finalbody"):
-            block = getattr(parent, name, [])
-            for number, one in enumerate(block if isinstance(block, list) else []):  # a lambda's is no list
-                if isinstance(one, _KINDS) and (place := _place(block[number:], lines)):
-                    places.setdefault(type(one), []).append(place)
-    return places
+    tree = _parsed("\n".join(lines))
+    level: list[ast.AST] = [] if tree is None else [tree]
+    for _ in range(MOST_DEPTH):
+        for parent in level:
+            for name in ("body", "orelse", "finalbody"):
+                block = getattr(parent, name, [])
+                for number, one in enumerate(block if isinstance(block, list) else []):  # a lambda's is no list
+                    if isinstance(one, _KINDS) and (place := _place(block[number : number + MOST_LINES], lines)):
+                        places.setdefault(type(one), []).append(place)
+        level = [child for parent in level for child in ast.iter_child_nodes(parent)]
+    return {} if level else places
 
 
 def _place(block: list[ast.stmt], lines: list[str]) -> Place | None:
-    """Return the place of a snippet that begins with the first of these statements; None if it begins within a line or
-    with `elif`, is a docstring, or is too long."""
+    """Return the place of a snippet that begins with the first of these statements; None if that is a constant, such
+    as a docstring, or too long."""
     one = block[0]
     if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant):
         return None
     decorators: list[ast.expr] = getattr(one, "decorator_list", [])
     first = (decorators[0] if decorators else one).lineno - 1
-    indentation = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
-    if len(indentation) != one.col_offset or lines[first].startswith(f"{indentation}elif"):
-        return None
-    while first and lines[first - 1].startswith(f"{indentation}#"):
+    comment = lines[first][: len(lines[first]) - len(lines[first].lstrip())] + "#"
+    while first and lines[first - 1].startswith(comment):
         first -= 1
     ends = tuple(each.end_lineno for each in block if each.end_lineno and each.end_lineno - first <= MOST_LINES)
-    return (first, ends) if ends and ends[0] == one.end_lineno else None
+    return (first, ends) if ends else None

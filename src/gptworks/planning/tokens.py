@@ -13,7 +13,8 @@ BYTES_PER_TOKEN = 4.0
 
 def data_size(recipe: Recipe) -> DataSize:
     """Estimate the size of the training split: bytes of the sources, without the held-out share, divided by the bytes
-    per token (1 for a character tokenizer, else `BYTES_PER_TOKEN`). Sizes of built datasets of a mixture are exact."""
+    per token (1 for a character tokenizer, else `BYTES_PER_TOKEN`), as if all text were Python where there are
+    snippets. Sizes of built datasets of a mixture are exact."""
     if recipe.data.mixture:
         return _mixture_size(recipe)
     try:
@@ -24,7 +25,8 @@ def data_size(recipe: Recipe) -> DataSize:
     if len(known) < len(sizes):
         return DataSize(estimated=True)
     rate = 1.0 if recipe.tokenizer.type == "char" else BYTES_PER_TOKEN
-    tokens = int(sum(known) * (1 - recipe.data.validation.fraction) / rate)
+    share = (1 - recipe.data.validation.fraction) * (1 + recipe.data.snippets)
+    tokens = int(sum(known) * share / rate)
     packed = bool(recipe.data.conversations) and recipe.objective.several_texts
     return DataSize(tokens, max(1, tokens // recipe.row_length) if packed else None, estimated=True)
 
