@@ -20,7 +20,7 @@ from gptworks.special_tokens import stating_files
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 
 _CONTENTS = ("format_version", "sources_signature", "clean_files", "tokenizer_files", "chat_template", "snippets_by")
-"""Keys of the identity that are no settings; if the sources or the tokenizer's files are gone, they can't be compared."""
+"""Keys of the identity that are no settings; without the sources or the tokenizer's files, they can't be compared."""
 _PLACES = ("path", "url", "sha256")
 
 

@@ -202,8 +202,8 @@ def work_on(work: Path, recipe: AnyRecipe, report: Report, part: tuple[int, int]
     tokenizer = keep_tokenizer(work / TOKENIZER_FOLDER, recipe, [(data, 1.0, texts)], report)
     dtype = dtype_for(vocabulary_size(tokenizer))
     settings = JobSettings(pack_tokenizer(tokenizer), validation, data.snippets, data.shard_tokens, dtype)
-    total_bytes = round(texts.total_bytes * (1 + data.snippets)) if part == (1, 1) else None
-    advance = adding_up(report, "shards", total_bytes)
+    known = texts.total_bytes if part == (1, 1) else None
+    advance = adding_up(report, "shards", known and round(known * (1 + data.snippets)))
     run_jobs(work, texts.jobs[k - 1 :: n], settings, data.processes, advance, lambda line: report(line, 0, None))
 
 
