@@ -36,8 +36,8 @@ Place = tuple[int, tuple[int, ...]]
 def with_snippets(parts: Iterable[tuple[Split, Piece]], share: float) -> Iterator[tuple[Split, Piece]]:
     """Yield the parts, and the snippets of the training documents among them; a held-out document gives none.
 
-    Only documents of one piece give snippets. Snippets come after many documents, so that training text seldom has a
-    snippet beside its own file, from which it could be copied.
+    Only documents of one piece give snippets. Snippets come after many documents, so that a row seldom has a snippet
+    and its file: the model could copy it from there.
 
     Args:
         share: size of the snippets as a share of the Python files' size, on average. 0: no snippets.
@@ -114,7 +114,7 @@ def _places(lines: list[str]) -> dict[type, list[Place]]:
         for parent in level:
             for name in ("body", "orelse", "finalbody"):
                 block = getattr(parent, name, [])
-                for number, one in enumerate(block if isinstance(block, list) else []):  # a lambda's is no list
+                for number, one in enumerate(block if isinstance(block, list) else []):  # in a lambda, an expression
                     if isinstance(one, _KINDS) and (place := _place(block[number : number + MOST_LINES], lines)):
                         places.setdefault(type(one), []).append(place)
         level = [child for parent in level for child in ast.iter_child_nodes(parent)]
