@@ -78,6 +78,22 @@ def test_a_folder_is_chosen_with_the_keys_alone(new_page: Callable[..., Any], be
     assert page.evaluate("() => document.activeElement.textContent") == "Browse…"
 
 
+def test_the_folders_open_again_right_after_they_are_closed(new_page: Callable[..., Any], begun: Studio) -> None:
+    page = new_page()
+    page.goto(f"{begun.url}/#/home")
+    browse = page.get_by_role("button", name="Browse…")
+    browse.click()
+    cancel = page.get_by_role("dialog", name="Choose a folder").get_by_role("button", name="Cancel")
+    again = """async ([cancel, browse]) => {
+      cancel.click();
+      for (let i = 0; i < 10; i++) await null;  // the page renders; the dialog's close event is still to come
+      browse.click();
+      await new Promise((done) => setTimeout(done, 300));
+      return document.querySelectorAll("dialog[open]").length;
+    }"""
+    assert page.evaluate(again, [cancel.element_handle(), browse.element_handle()]) == 1
+
+
 def test_the_table_names_every_file_that_is_left_out(
     new_page: Callable[..., Any], begun: Studio, tmp_path: Path
 ) -> None:

@@ -39,7 +39,10 @@ export function Picker({ start, choose, close }) {
     (all.find((one) => one.dataset.name === toFocus.current) ?? all[0] ?? dialog.current).focus();
     toFocus.current = null;
   }, [found]);
-  const end = () => dialog.current.close(); // which gives the focus back
+  const end = () => {
+    dialog.current.close(); // gives the focus back; its close event comes later, when this dialog may be gone
+    close();
+  };
   const pick = (path) => (choose(path), end());
   const buttons = () => [...list.current.querySelectorAll("button:not([disabled])")];
   const open = (folder, from = "") => {
@@ -62,7 +65,7 @@ export function Picker({ start, choose, close }) {
     all[Math.max(0, Math.min(all.length - 1, to))].focus();
   };
   return html`<dialog class="home-picker card" ref=${dialog} tabindex="-1" aria-label="Choose a folder"
-    onClose=${close}>
+    onClose=${(event) => event.target.isConnected && close()}>
     <div class="toolbar"><h2>Choose a folder</h2><span class="fill"></span>
       <button class="button small" onClick=${end}>Cancel</button></div>
     ${
