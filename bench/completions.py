@@ -161,8 +161,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     for name in ("temperature", "top-p", "min-p", "repetition-penalty", "frequency-penalty", "presence-penalty",
-                 "dry-multiplier", "dry-base", "dry-allowed-length"):  # fmt: skip
+                 "dry-multiplier", "dry-base"):  # fmt: skip
         parser.add_argument(f"--{name}", type=float, help="default: the model's own")
+    parser.add_argument("--dry-allowed-length", type=int, help="default: the model's own")
     parser.add_argument("--first-seed", type=int, default=1, help="of the first text; each next has the next")
     parser.add_argument("--show", action="store_true", help="print the texts, too")
     given = vars(parser.parse_args())

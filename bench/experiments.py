@@ -41,8 +41,9 @@ from gptworks.recipe import load_recipe, read_recipe
 from gptworks.runs.settings import fingerprint
 from gptworks.runs.trials import check_comparable, open_folder
 from gptworks.runs.try_run import steps_in_turns
+from rates import TUNING_SEED, next_factor, tuned_factor, tuning_losses
 from recorded import REPOSITORY, Result, add_result, all_threads, provenance, read_results, train_recorded
-from verdicts import Place, next_seeds, regimes_of, seeds_of
+from verdicts import Place, compared_runs, next_seeds, regimes_of, seeds_of
 
 REGIMES = ("shakespeare", "stdlib", "mixture")
 REGIMES_FOLDER = REPOSITORY / "bench" / "regimes"
@@ -54,6 +55,9 @@ PROBE_STEPS = 8
 """Number of steps of the baseline whose loss shows whether the source computes as it did."""
 PARTS, LEAST_STEPS, MOST_STEPS, STEPS_SECONDS = 5, 15, 40, 4.0
 """A measurement of step times: its parts, whose ratios are compared, and its bounds in steps and seconds."""
+
+RATES = ("learning_rate", "muon_learning_rate")
+"""The settings of `train` that a factor multiplies."""
 
 NOTHING = Change(BASELINE, (), "")
 
@@ -69,13 +73,14 @@ class Laboratory:
     shakespeare: Path | None
     """The file of TinyShakespeare; None: download it."""
 
-    def recipe(self, regime: str, change: Change = NOTHING, seed: int = 1) -> Recipe:
-        """Return the recipe of a run; it trains on as many tokens as the baseline, or the change's multiple of them.
+    def recipe(self, regime: str, change: Change = NOTHING, seed: int = 1, factor: float = 1.0) -> Recipe:
+        """Return the recipe of a run; it trains on as many tokens as the baseline, or the change's multiple of them, at
+        `factor` times the change's own learning rates.
 
         Raises:
             UserError: the change is not valid there, changes nothing, or makes losses incomparable.
         """
-        return recipe_of(self.folder / f"{regime}.yaml", self._places(regime), change, seed)
+        return recipe_of(self.folder / f"{regime}.yaml", self._places(regime), change, seed, factor)
 
     def _places(self, regime: str) -> tuple[str, ...]:
         places = [f"run_dir={self.work / 'runs' / regime}", f"data.cache_dir={self.work / 'data'}"]
@@ -93,7 +98,7 @@ def _tree(path: Path) -> dict[str, Any]:
     return read_recipe(path)[1]
 
 
-def recipe_of(path: Path, places: Sequence[str], change: Change, seed: int) -> Recipe:
+def recipe_of(path: Path, places: Sequence[str], change: Change, seed: int, factor: float = 1.0) -> Recipe:
     """See `Laboratory.recipe`. `places` are overrides of paths in the regime's recipe, which do not affect the loss."""
     tree = _tree(path)
     baseline = load_recipe(tree, places)
@@ -112,8 +117,9 @@ def recipe_of(path: Path, places: Sequence[str], change: Change, seed: int) -> R
     if steps % 2 or recipe.train.samples_before(steps) != samples:
         raise UserError(f"change {change.name}: {samples:,} sequences are no even number of its batches of {batch}.")
     length = (f"train.max_steps={steps}", f"train.evaluate_every={steps // 2}", f"train.checkpoint_every={steps}")
-    recipe = load_recipe(tree, [*places, *change.settings, *length])
-    name = f"{change.name}-{seed}"
+    rates = (f"train.{key}={factor * getattr(recipe.train, key):.6g}" for key in RATES if factor != 1)
+    recipe = load_recipe(tree, [*places, *change.settings, *length, *rates])
+    name = f"{change.name}-{factor:g}-{seed}".replace(".", "-")
     return recipe.model_copy(update={"seed": seed, "name": name, "run_dir": recipe.run_dir / name})
 
 
@@ -124,6 +130,8 @@ class Run:
     regime: str
     change: Change
     seed: int
+    factor: float = 1.0
+    """What multiplies the learning rates."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,7 @@ class Session:
     regimes: Sequence[str]
     changes: Sequence[Change]
     seeds: int
-    """Number of runs that each change gets."""
+    """Number of runs that each change gets at its factor of the learning rates."""
     threads: int
     report: Callable[[str], None]
     jobs: int = 1
@@ -188,14 +196,23 @@ class Session:
     def wanted(self) -> Iterator[Run]:
         """Yield the runs to do, the most useful first, as the results are now."""
         results = read_results(self.results)
+        yield from self._tuning_runs(results)
         yield from self._first_runs(results) if self.hours is None else self._deciding_runs(results, self.hours)
 
+    def _tuning_runs(self, results: Sequence[Result]) -> Iterator[Run]:
+        """Yield the next run in each search for a factor of the learning rates that is not over."""
+        for regime in self.regimes:
+            for change in (NOTHING, *self.changes):
+                losses = tuning_losses(self._runs(results, regime, change), self.places[regime][1])
+                if (factor := next_factor(losses)) is not None:
+                    yield Run(regime, change, TUNING_SEED, factor)
+
     def _first_runs(self, results: Sequence[Result]) -> Iterator[Run]:
-        """Yield every change's first run, then its second, and so on, so that partial results are useful."""
+        """Yield every change's first compared run, then its second, and so on, so that partial results are useful."""
         for n in range(1, self.seeds + 1):
             for regime in self.regimes:
                 for change in self.changes:
-                    runs = self._runs(results, regime, change)
+                    runs = self._compared(results, regime, change)
                     if len(runs) < n:
                         (*_, seed) = next_seeds(change.name, runs, self.places[regime], n - len(runs))
                         yield from self._pair(results, regime, change, seed)
@@ -215,10 +232,17 @@ class Session:
                 yield from self._pair(results, regime, change, seed)
 
     def _pair(self, results: Sequence[Result], regime: str, change: Change, seed: int) -> Iterator[Run]:
-        """Yield a change's run, after the baseline's if it is missing."""
-        if seed not in seeds_of(BASELINE, self._runs(results, regime, NOTHING), self.places[regime]):
-            yield Run(regime, NOTHING, seed)
-        yield Run(regime, change, seed)
+        """Yield a change's run, after the baseline's if it is missing; none while a factor of theirs is not known."""
+        factor, of_baseline = (tuned_factor(self._runs(results, regime, each)) for each in (change, NOTHING))
+        if factor is None or of_baseline is None:
+            return
+        if seed not in seeds_of(BASELINE, self._compared(results, regime, NOTHING), self.places[regime]):
+            yield Run(regime, NOTHING, seed, of_baseline)
+        yield Run(regime, change, seed, factor)
+
+    def _compared(self, results: Sequence[Result], regime: str, change: Change) -> list[Result]:
+        runs = self._runs(results, regime, change)
+        return compared_runs(runs, {change.name: tuned_factor(runs)})
 
     def _runs(self, results: Sequence[Result], regime: str, change: Change) -> list[Result]:
         expected = self.described("run", regime, change)
@@ -241,16 +265,16 @@ class Session:
                     if line is not None:
                         add_result(self.results, line)
                         found = line.get("failed") or round(line["loss"], 4)
-                        self.report(f"{run.regime}, {run.change.name}, seed {run.seed}: {found}")
+                        self.report(f"{run.regime}, {run.change.name}, {run.factor:g} ×, seed {run.seed}: {found}")
 
     def _train(self, run: Run, stop_asked: Callable[[], Any]) -> Result | None:
         """Return the line of a run; None if a stop was asked for."""
         _, data, numerics = self.places[run.regime]
-        recipe = self.laboratory.recipe(run.regime, run.change, run.seed)
+        recipe = self.laboratory.recipe(run.regime, run.change, run.seed, run.factor)
         recipe = recipe.model_copy(update={"run_dir": recipe.run_dir.parent / numerics / recipe.name})
         held_out = self.manifests[run.regime].splits["validation"]
         line = self.described("run", run.regime, run.change) | {
-            "seed": run.seed, "data": data, "numerics": numerics,
+            "seed": run.seed, "rates": run.factor, "data": data, "numerics": numerics,
             "token_bytes": round(held_out.text_bytes / held_out.tokens, 4),
         }  # fmt: skip
         try:
@@ -321,7 +345,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--times", action="store_true", help="measure steps instead, in CPU time if of one thread")
     parser.add_argument("--regime", action="append", choices=REGIMES, help="this one alone; repeatable")
     parser.add_argument("--change", action="append", help="this one alone, and the baseline; repeatable")
-    parser.add_argument("--seeds", type=int, default=FEWEST_RUNS, help="number of runs of each change")
+    parser.add_argument("--seeds", type=int, default=FEWEST_RUNS, help="number of compared runs of each change")
     parser.add_argument("--decide", type=float, metavar="HOURS", help="train what decides an open verdict in HOURS")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so long")
     parser.add_argument("--threads", type=int, default=1, help="threads of a run")

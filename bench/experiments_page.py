@@ -6,6 +6,7 @@ from pathlib import Path
 
 from blocks import FEWEST_RUNS, MOST_RUNS
 from gptworks.files import write_whole
+from rates import MOST_FACTORS, TUNING_SEED
 from recorded import Result
 from verdicts import CORES, WORTH, Regime, Row, regimes_of
 
@@ -53,8 +54,14 @@ def _heading(regimes: list[Regime], results: Sequence[Result]) -> Iterator[str]:
     )
     yield ""
     yield (
-        f"{sum(len(regime.runs) for regime in regimes):,} runs. Rates and schedules are the baseline's or the change's "
-        "defaults, not tuned for the change; and what holds at these sizes may not hold at others."
+        "Learning rates are tuned for the baseline and for each change on each regime: a factor of all rates is the "
+        f"best of up to {MOST_FACTORS} powers of two for seed {TUNING_SEED}, which takes no part in the comparison "
+        "(`bench/rates.py`). **rates unknown**: this search is not over, for the change or the baseline."
+    )
+    yield ""
+    yield (
+        f"{sum(len(regime.runs) for regime in regimes):,} runs. Schedules and all else are the baseline's or the "
+        "change's defaults; and what holds at these sizes may not hold at others."
     )
     yield ""
     dates = sorted({line["date"] for line in results})
@@ -81,15 +88,22 @@ def _summary(regimes: list[Regime]) -> Iterator[str]:
 def _baselines(regimes: list[Regime]) -> Iterator[str]:
     if not regimes:
         return
-    yield from ("", "## Baselines", "", "| regime | parameters | steps | tokens read | loss, by seed |")
-    yield "|---|---:|---:|---:|---|"
+    yield from ("", "## Baselines", "", "| regime | parameters | steps | tokens read | rates | loss, by seed |")
+    yield "|---|---:|---:|---:|---:|---|"
     for regime in regimes:
         losses = ", ".join(f"{run['loss']:.4f} ({run['seed']})" for run in regime.baseline)
         if regime.baseline:
             run = regime.baseline[-1]
-            yield f"| {regime.name} | {run['parameters']:,} | {run['steps']:,} | {run['tokens']:,} | {losses} |"
+            cells = (
+                f"{run['parameters']:,}",
+                f"{run['steps']:,}",
+                f"{run['tokens']:,}",
+                _factor(regime.factor),
+                losses,
+            )
+            yield f"| {regime.name} | {' | '.join(cells)} |"
         else:
-            yield f"| {regime.name} | | | | none ended |"
+            yield f"| {regime.name} | | | | | none ended |"
 
 
 def _tables(regimes: list[Regime]) -> Iterator[str]:
@@ -100,8 +114,8 @@ def _tables(regimes: list[Regime]) -> Iterator[str]:
             continue
         yield f"Differences below {regime.worth:.4f} nats per token do not matter here."
         yield ""
-        yield "| change | verdict | difference | interval | seeds | parameters | time of a step | in equal time |"
-        yield "|---|---|---:|---|---:|---:|---:|---|"
+        yield "| change | verdict | difference | interval | seeds | rates | parameters | step time | in equal time |"
+        yield "|---|---|---:|---|---:|---:|---:|---:|---|"
         for row in regime.rows:
             yield _line(row)
         for row in regime.rows:
@@ -110,8 +124,10 @@ def _tables(regimes: list[Regime]) -> Iterator[str]:
 
 
 def _verdict(row: Row) -> str:
-    if row.verdict != "open" or row.comparison is None:
+    if row.verdict != "open":
         return row.verdict
+    if row.comparison is None:
+        return "rates unknown" if row.factor is None else "open"
     if (further := row.further) is None:
         return "open: too few seeds"
     cost = f"{len(further.seeds)} seed{'s' if len(further.seeds) > 1 else ''}, {further.hours:.2g} h"
@@ -126,8 +142,12 @@ def _line(row: Row) -> str:
     time = "" if row.step_time is None else f"{row.step_time.ratio:.2f} × ({row.step_time.interval})"
     parameters = "" if row.parameters is None else f"{row.parameters:,}"
     in_time = "" if row.in_time is None else f"{row.in_time.verdict}: {_interval(row.in_time.low, row.in_time.high)}"
-    cells = (row.change, _verdict(row), difference, interval, n, parameters, time, in_time)
+    cells = (row.change, _verdict(row), difference, interval, n, _factor(row.factor), parameters, time, in_time)
     return f"| {' | '.join(cells)} |"
+
+
+def _factor(factor: float | None) -> str:
+    return "" if factor is None else f"{factor:g} ×"
 
 
 def _interval(low: float, high: float) -> str:

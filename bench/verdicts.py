@@ -9,6 +9,7 @@ from statistics import median
 from blocks import FEWEST_RUNS, MOST_RUNS, Comparison, compare
 from changes import BASELINE, LONGER, SHORTER, WITHDRAWN
 from gptworks.runs.step_time import StepTime, step_time
+from rates import TUNING_SEED, factor_of, tuned_factor
 from recorded import Result
 
 WORTH = 0.005
@@ -53,18 +54,21 @@ class Row:
     change: str
     settings: tuple[str, ...]
     source: str
+    factor: float | None
+    """What multiplies the learning rates, see `rates`; None: not known yet."""
     parameters: int | None
     """Number of the model's parameters; None: no run finished."""
     comparison: Comparison | None
-    """Last loss minus the baseline's, in nats per token; None: no seed, text and processor has runs of both."""
+    """Last loss minus the baseline's, in nats per token, both at their own factors; None: no seed, text and processor
+    has runs of both."""
     failures: dict[int, str]
-    """Why a run failed, by seed."""
+    """Why a run at its factor failed, by seed."""
     step_time: StepTime | None
     """Step time relative to the baseline's, for equally many tokens; None: not measured."""
     verdict: str
     """better, worse, same, no gain, open, withdrawn or failed."""
     further: Further | None
-    """Of an open verdict; None: no change has enough runs to show the noise."""
+    """Of an open verdict; None: a factor is not known, or no change has enough runs to show the noise."""
     in_time: InTime | None = None
     """The comparison in equal time; None: a step's time is not known to differ, or by more than the lengths allow."""
 
@@ -75,7 +79,9 @@ class Regime:
 
     name: str
     baseline: tuple[Result, ...]
-    """The finished runs of the baseline, oldest first."""
+    """The finished runs of the baseline at its factor, oldest first."""
+    factor: float | None
+    """The baseline's."""
     rows: tuple[Row, ...]
     """By loss, lowest first; then changes without a comparison, then failed ones."""
     runs: tuple[Result, ...]
@@ -115,33 +121,41 @@ def _regime(name: str, lines: list[Result], here: Place | None) -> Regime:
     last = {line["change"]: line["settings"] for line in lines}
     lines = [line for line in lines if line["settings"] == last[line["change"]]]
     runs = {
-        (line["change"], line["seed"], line["processor"], line.get("numerics", "")): line
+        (line["change"], factor_of(line), line["seed"], line["processor"], line.get("numerics", "")): line
         for line in lines
         if line["kind"] == "run"
     }
     times = {line["change"]: line for line in lines if line["kind"] == "time"}
-    ended = [line for line in runs.values() if "failed" not in line]
+    factors = {change: tuned_factor([run for run in runs.values() if run["change"] == change]) for change in last}
+    compared = compared_runs(list(runs.values()), factors)
+    ended = [line for line in compared if "failed" not in line]
     found = compare([(line["change"], (line["seed"], *place_of(line)), line["loss"]) for line in ended], BASELINE)
     baseline = [line for line in ended if line["change"] == BASELINE]
     worth = WORTH * max(line.get("token_bytes", 1.0) for line in runs.values())  # a constant of the text
     here = here or (place_of(ended[-1]) if ended else None)
     rows = [
-        _row(change, list(runs.values()), times, found.get(change), worth, here)
+        _row(change, factors, list(runs.values()), times, found.get(change), worth, here)
         for change in last
         if change != BASELINE
     ]
     rows = [replace(row, in_time=_in_time(row, found.get(SHORTER), found.get(LONGER), worth)) for row in rows]
     rows.sort(key=lambda row: (bool(row.failures), row.comparison is None, row.comparison and row.comparison.value))
-    return Regime(name, tuple(baseline), tuple(rows), tuple(runs.values()), worth)
+    return Regime(name, tuple(baseline), factors.get(BASELINE), tuple(rows), tuple(runs.values()), worth)
+
+
+def compared_runs(runs: Sequence[Result], factors: Mapping[str, float | None]) -> list[Result]:
+    """Return the runs that are compared: those at their change's factor, with other seeds than that which chose it."""
+    return [run for run in runs if run["seed"] != TUNING_SEED and factor_of(run) == factors.get(run["change"])]
 
 
 def _row(
-    change: str, all_runs: list[Result], times: Mapping[str, Result], comparison: Comparison | None, worth: float,
-    here: Place | None,
+    change: str, factors: Mapping[str, float | None], all_runs: list[Result], times: Mapping[str, Result],
+    comparison: Comparison | None, worth: float, here: Place | None,
 ) -> Row:  # fmt: skip
     time = times.get(change)
     runs = [run for run in all_runs if run["change"] == change]
-    failures = {run["seed"]: run["failed"] for run in runs if "failed" in run}
+    compared = compared_runs(all_runs, factors)
+    failures = {run["seed"]: run["failed"] for run in compared if run["change"] == change and "failed" in run}
     described = next(iter(runs), time)
     assert described is not None
     found, further = "open", None
@@ -152,11 +166,12 @@ def _row(
     if found == "open" and change in WITHDRAWN:
         found = "withdrawn"
     elif found == "open" and comparison is not None and here is not None:
-        further = _further(change, comparison, worth, [run for run in all_runs if "failed" not in run], times, here)
+        further = _further(change, comparison, worth, [run for run in compared if "failed" not in run], times, here)
     return Row(
         change,
         tuple(described["settings"]),
         described["source"],
+        factors.get(change),
         next((run["parameters"] for run in runs if "failed" not in run), None),
         comparison,
         failures,
@@ -207,14 +222,14 @@ def _further(
 
 
 def seeds_of(change: str, runs: Sequence[Result], here: Place) -> set[int]:
-    """Return the seeds that a change was trained with in a place."""
+    """Return the seeds of a change's compared runs in a place."""
     return {run["seed"] for run in runs if run["change"] == change and place_of(run) == here}
 
 
 def next_seeds(change: str, runs: Sequence[Result], here: Place, n: int) -> tuple[int, ...]:
     """Return the next `n` seeds of a change in a place."""
     trained = seeds_of(change, runs, here)
-    return tuple(islice((seed for seed in count(1) if seed not in trained), n))
+    return tuple(islice((seed for seed in count(TUNING_SEED + 1) if seed not in trained), n))
 
 
 def _run_seconds(change: str, runs: Sequence[Result], times: Mapping[str, Result]) -> float:

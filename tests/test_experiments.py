@@ -70,8 +70,8 @@ def test_a_change_that_is_none_or_compares_nothing_is_refused(
 
 @pytest.fixture
 def session(experiments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A session of two changes, two runs of each and one regime, whose runs are fake and take no time; the second
-    change fails."""
+    """A session of two changes, two compared runs of each and one regime, whose runs are fake and take no time: the
+    lower a learning rate, the lower the loss. The second change fails."""
     trainer = tmp_path / "trainer.py"
     trainer.write_text(TRAINER, encoding="utf-8")
     monkeypatch.setattr("gptworks.runs.trials.TRAIN", (sys.executable, "-S", str(trainer)))
@@ -79,7 +79,10 @@ def session(experiments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     tree = tiny.recipe_tree(tmp_path, max_steps=10, learning_rate=0.1)
     (tmp_path / "stdlib.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     laboratory = experiments.Laboratory(tmp_path, tmp_path / "work", None)
-    changes = [experiments.Change(f"rate-{n}", (f"train.learning_rate=0.{n}",), "here") for n in (3, 95)]
+    changes = [
+        experiments.Change(name, (f"train.learning_rate={rate}",), "here")
+        for name, rate in (("rate-2", 0.2), ("rate-10", 10))
+    ]
     return experiments.Session(laboratory, tmp_path / "results.jsonl", ["stdlib"], changes, 2, 1, lambda _: None)
 
 
@@ -90,11 +93,17 @@ def test_runs_go_seed_by_seed_and_a_later_session_adds_what_is_missing(session: 
     session.train(lambda: None, math.inf)
     lines = experiments.read_results(session.results)
     assert lines[: len(first)] == first
-    assert [(line["seed"], line["change"]) for line in lines] == [
-        (seed, change) for seed in (1, 2) for change in ("baseline", "rate-3", "rate-95")
-    ]
+    tuned = [("baseline", 1.0), ("baseline", 0.5), ("baseline", 0.25), ("baseline", 0.125)]
+    tuned += [("rate-2", factor) for factor in (1.0, 0.5, 0.25, 0.125)]
+    tuned += [("rate-10", factor) for factor in (1.0, 0.5, 2.0)]
+    assert [(line["change"], line["rates"], line["seed"]) for line in lines] == [
+        *((*each, 1) for each in tuned),
+        *((change, rates, seed) for seed in (2, 3) for change, rates in (
+            ("baseline", 0.125), ("rate-2", 0.125), ("rate-10", 1.0),
+        )),
+    ]  # fmt: skip
     for line in lines:
-        failed = line["change"] == "rate-95"
+        failed = line["change"] == "rate-10"
         assert ("loss" in line, "failed" in line) == (not failed, failed)
         if failed:
             assert "no space left on device" in line["failed"] and "log is" not in line["failed"]
@@ -104,8 +113,8 @@ def test_runs_go_seed_by_seed_and_a_later_session_adds_what_is_missing(session: 
     session.train(lambda: None, math.inf)
     assert experiments.read_results(session.results) == lines
     page = importlib.import_module("experiments_page").page(lines)
-    mean = statistics.fmean(lines[i + 1]["loss"] - lines[i]["loss"] for i in (0, 3))
-    assert f"| rate-3 | open: too few seeds | {mean:+.4f} |  | 2 | {lines[0]['parameters']:,} |  |" in page
+    mean = statistics.fmean(lines[i + 1]["loss"] - lines[i]["loss"] for i in (11, 14))
+    assert f"| rate-2 | open: too few seeds | {mean:+.4f} |  | 2 | 0.125 × | {lines[0]['parameters']:,} |  |" in page
     assert page.count("no space left on device") == 2
 
 
@@ -119,8 +128,8 @@ def test_a_source_that_computes_otherwise_has_pairs_of_its_own(
     monkeypatch.setattr(experiments.Session, "numerics", lambda self, regime: "other")
     replace(session, changes=changes).train(lambda: None, math.inf)
     lines = experiments.read_results(session.results)
-    assert [(line["change"], line["seed"]) for line in lines] == [("baseline", 1), ("rate-3", 1)] * 2
-    assert [line["numerics"] == "other" for line in lines] == [False, False, True, True]
+    assert [(line["change"], line["seed"]) for line in lines[8:]] == [("baseline", 2), ("rate-2", 2)] * 2
+    assert [line["numerics"] == "other" for line in lines] == [*[False] * 10, True, True]  # rates are tuned once
     found = importlib.import_module("verdicts").regimes_of(lines)[0].rows[0]
     assert found.comparison.n == 2  # the first run has counted
 
@@ -151,7 +160,7 @@ def test_open_verdicts_get_the_runs_that_decide_them_and_cost_the_least(session:
     assert rows["rate-far"].verdict == "worse"
     (cheap, costly) = sorted((row for row in rows.values() if row.verdict == "open"), key=lambda row: row.further.hours)
     asked = replace(begun, hours=(cheap.further.hours + costly.further.hours) / 2, jobs=2)
-    assert next(asked.wanted()) == experiments.Run("stdlib", experiments.NOTHING, 4)
+    assert next(asked.wanted()) == experiments.Run("stdlib", experiments.NOTHING, 5, 0.125)
     asked.train(lambda: None, math.inf)
     added = experiments.read_results(session.results)[len(lines) :]
     assert {line["change"] for line in added[:2]} == {"baseline", cheap.change}
@@ -198,37 +207,48 @@ def test_real_steps_take_turns(session: Any, experiments: Any, monkeypatch: pyte
 def _line(change: str, seed: int, loss: float | None, **more: Any) -> dict[str, Any]:
     """Return a result line; without a loss, one of a failed run."""
     ended: dict[str, Any] = {"failed": f"{change} burst"} if loss is None else {
-        "steps": 480, "tokens": 983_040, "parameters": 860_000, "losses": {"480": loss}, "loss": loss, "data": "d",
+        "steps": 480, "tokens": 983_040, "parameters": 860_000, "losses": {"480": loss}, "loss": loss,
         "seconds": 90.0 if change == "bad" else 80.0,
     }  # fmt: skip
     return {
         "kind": "run", "change": change, "settings": [] if change == "baseline" else [f"model.{change}=1"],
-        "source": f"{change} et al.", "regime": "letters", "recipe": "r2", "seed": seed, **ended,
+        "source": f"{change} et al.", "regime": "letters", "recipe": "r2", "seed": seed, "data": "d", **ended,
         "processor": "P", "precision": "bf16", "torch": "2.13", "gptworks": "0.1", "commit": "abc",
         "date": "2026-11-23",
     } | more  # fmt: skip
 
 
-BASELINE = {1: 1.60, 2: 1.64, 3: 1.61, 4: 1.63}
+BASELINE = {2: 1.60, 3: 1.64, 4: 1.61, 5: 1.63}
 LOSSES = {
-    "good": {1: 1.55, 2: 1.592, 3: 1.559, 4: 1.581},
-    "bad": {1: 1.70, 2: 1.741, 3: 1.708, 4: 1.731},
-    "even": {1: 1.6004, 2: 1.6397, 3: 1.6101, 4: 1.6295},
-    "unclear": {1: 1.65, 2: 1.60, 3: 1.62},
-    "young": {1: 1.50, 2: 1.54},
+    "good": {2: 1.55, 3: 1.592, 4: 1.559, 5: 1.581},
+    "bad": {2: 1.70, 3: 1.741, 4: 1.708, 5: 1.731},
+    "even": {2: 1.6004, 3: 1.6397, 4: 1.6101, 5: 1.6295},
+    "unclear": {2: 1.65, 3: 1.60, 4: 1.62},
+    "young": {2: 1.50, 3: 1.54},
 }
-CLOSE = [("near", 0.096), ("nearer", 0.0974), ("far", 0.3)]
+CLOSE = [("near", 0.0736), ("nearer", 0.0792), ("far", 0.9)]
+
+
+def _tuned(change: str) -> list[dict[str, Any]]:
+    """Return the runs of a search for a change's learning rates, which finds those of its recipe."""
+    return [_line(change, 1, loss, rates=factor) for factor, loss in ((1.0, 2.0), (0.5, 2.1), (2.0, None))]
+
+
+def _lines(losses: dict[str, dict[int, float]]) -> list[dict[str, Any]]:
+    """Return the tuning and compared runs of each change."""
+    tuned = [line for change in losses for line in _tuned(change)]
+    return tuned + [_line(change, seed, loss) for change, of in losses.items() for seed, loss in of.items()]
 
 
 def _planted() -> list[dict[str, Any]]:
-    lines = [_line("baseline", seed, loss) for seed, loss in BASELINE.items()]
-    lines += [_line(change, seed, loss) for change, losses in LOSSES.items() for seed, loss in losses.items()]
-    lines += [_line("burst", 1, 1.2), _line("burst", 2, None)]
-    # none of these counts: an earlier recipe, earlier settings, another processor's or text's runs, an earlier try
+    lines = _lines({"baseline": BASELINE} | LOSSES)
+    lines += [*_tuned("burst"), _line("burst", 2, 1.2), _line("burst", 3, None)]
+    # none of these counts: an earlier recipe, earlier settings, another processor's or text's runs, an earlier try,
+    # other rates
     lines = [
-        _line("baseline", 1, 9.0, recipe="r1"), _line("good", 1, 9.0, recipe="r1"),
-        _line("good", 1, 8.0, settings=["model.good=2"]), _line("good", 1, None),
-        _line("young", 3, 7.0, processor="Q"), _line("young", 4, 6.0, data="e"), *lines,
+        _line("baseline", 2, 9.0, recipe="r1"), _line("good", 2, 9.0, recipe="r1"),
+        _line("good", 2, 8.0, settings=["model.good=2"]), _line("good", 2, None), _line("good", 3, 5.0, rates=0.5),
+        _line("young", 4, 7.0, processor="Q"), _line("young", 5, 6.0, data="e"), _line("untuned", 2, 1.0), *lines,
     ]  # fmt: skip
     time = {"kind": "time", "seconds": [1.1, 1.3, 1.2], "baseline_seconds": [1.0, 1.0, 1.0]}
     return [*lines, _line("good", 0, 0.0) | time]
@@ -245,7 +265,7 @@ def test_the_page_has_the_differences_intervals_and_verdicts_of_the_file(experim
     }  # fmt: skip
     assert {name: cells[name][1] for name in verdicts} == verdicts
     assert [name for name in cells if name in verdicts] == ["young", "good", "even", "unclear", "bad", "burst"]
-    counted = [("baseline", BASELINE), *LOSSES.items(), ("burst", {1: 1.2})]
+    counted = [("baseline", BASELINE), *LOSSES.items(), ("burst", {2: 1.2})]
     runs = [(change, seed, loss) for change, losses in counted for seed, loss in losses.items()]
     # runs of another processor or text have no baseline beside them, but take part in the fit
     runs += [("young", 7, 7.0), ("young", 8, 6.0)]
@@ -259,29 +279,51 @@ def test_the_page_has_the_differences_intervals_and_verdicts_of_the_file(experim
     times = np.log([1.1, 1.3, 1.2])
     error = 4.303 * times.std(ddof=1) / math.sqrt(3)  # the table's t of 2 degrees of freedom for 95%
     ratio, low, high = np.exp([times.mean(), times.mean() - error, times.mean() + error])
-    assert cells["good"][5:] == ["860,000", f"{ratio:.2f} × ({low:.2f} to {high:.2f})"]
-    assert "**burst**, seed 2, failed: burst burst" in table and table.count("failed:") == 1
-    assert "| letters | 860,000 | 480 | 983,040 | 1.6000 (1), 1.6400 (2), 1.6100 (3), 1.6300 (4) |" in page
+    assert cells["good"][5:] == ["1 ×", "860,000", f"{ratio:.2f} × ({low:.2f} to {high:.2f})"]
+    assert "**burst**, seed 3, failed: burst burst" in table and table.count("failed:") == 1
+    assert "| untuned | rates unknown |" in table
+    assert "| letters | 860,000 | 480 | 983,040 | 1 × | 1.6000 (2), 1.6400 (3), 1.6100 (4), 1.6300 (5) |" in page
     assert "| good | `model.good=1` | good et al. | better |" in page
     assert "2026-11-23; P, Q; bf16; torch 2.13; gptworks 0.1 at abc" in page
 
 
 def test_what_matters_is_the_same_for_each_byte_of_text(experiments: Any) -> None:
     verdicts = importlib.import_module("verdicts")
-    lines = [_line("baseline", seed, loss) for seed, loss in BASELINE.items()]
-    lines += [_line("even", seed, loss) for seed, loss in LOSSES["even"].items()]
+    lines = _lines({"baseline": BASELINE, "even": LOSSES["even"]})
     long = [*lines, _line("good", 1, 1.55, token_bytes=2.5)]  # newer runs say how long the text's tokens are
     assert [verdicts.regimes_of(each)[0].worth for each in (lines, long)] == pytest.approx([0.005, 0.0125])
     assert "below 0.0125 nats per token" in importlib.import_module("experiments_page").page(long)
 
 
 def test_what_no_number_of_runs_decides_has_a_cost_too(experiments: Any) -> None:
-    losses = {seed: BASELINE[seed] + off for seed, off in {1: -0.1, 2: 0.094, 3: 0.0}.items()}
-    lines = [
-        _line(name, seed, loss) for name, of in (("baseline", BASELINE), ("wild", losses)) for seed, loss in of.items()
-    ]
-    page = importlib.import_module("experiments_page").page(lines)
+    losses = {seed: BASELINE[seed] + off for seed, off in {2: -0.1, 3: 0.094, 4: 0.0}.items()}
+    page = importlib.import_module("experiments_page").page(_lines({"baseline": BASELINE, "wild": losses}))
     assert "| open: over 297 seeds, 7.4 h |" in page  # and 296 of the baseline, of 90 s with their starts
+
+
+@pytest.mark.parametrize(
+    ("losses", "wanted"),
+    [
+        ({}, 1), ({1: 2.0}, 0.5), ({1: 2.0, 0.5: 1.9}, 0.25), ({1: 2.0, 0.5: 2.0}, 2), ({1: 2.0, 0.5: 2.1}, 2),
+        ({1: 2.0, 0.5: 1.9, 0.25: 1.95}, None), ({1: 2.0, 0.5: 2.1, 2: 1.9}, 4),
+        ({1: 2.0, 0.5: 2.1, 2: 1.9, 4: 1.8}, None),
+        ({1: math.inf, 0.5: 1.9}, 0.25), ({1: math.inf, 0.5: math.inf, 2: math.inf}, None),
+    ],
+)  # fmt: skip
+def test_rates_are_halved_or_doubled_as_long_as_that_helps(
+    experiments: Any, losses: dict[float, float], wanted: float | None
+) -> None:
+    assert importlib.import_module("rates").next_factor(losses) == wanted
+
+
+def test_the_seed_that_chose_the_rates_does_not_count(experiments: Any) -> None:
+    verdicts = importlib.import_module("verdicts")
+    lucky = [_line("even", 1, 1.0, rates=0.5), _line("even", 1, 1.1, rates=0.25)]
+    at_half = [_line("even", seed, loss, rates=0.5) for seed, loss in LOSSES["even"].items()]
+    before = _lines({"baseline": BASELINE, "good": LOSSES["good"]})
+    (row,) = (row for row in verdicts.regimes_of([*before, _line("even", 1, 1.2), *lucky, *at_half])[0].rows
+              if row.change == "even")  # fmt: skip
+    assert (row.factor, row.comparison.n, row.verdict) == (0.5, 4, "same")
 
 
 @pytest.mark.parametrize(
@@ -302,11 +344,12 @@ def test_a_change_that_takes_longer_is_compared_with_a_longer_baseline(
 ) -> None:
     verdicts = importlib.import_module("verdicts")
     other = "twice-as-long" if ratio > 1 else "half-as-long"
-    lines = [_line("baseline", seed, loss) for seed, loss in BASELINE.items()]
-    lines += [_line(change, seed, loss) for change in ("good", "even") for seed, loss in LOSSES[change].items()]
+    lines = _lines({"baseline": BASELINE} | {change: LOSSES[change] for change in ("good", "even")})
     time = _line("good", 0, 0.0) | {"kind": "time", "seconds": [ratio] * 5, "baseline_seconds": [1.0] * 5}
     gained = -0.12 if ratio > 1 else 0.2
-    lengths = [_line(other, seed, loss + gained + 0.001 * (7 * seed % 3 - 1)) for seed, loss in BASELINE.items()]
+    lengths = _lines(
+        {other: {seed: loss + gained + 0.001 * ((seed - 1) * 7 % 3 - 1) for seed, loss in BASELINE.items()}}
+    )
     before, after = (
         {row.change: row for row in verdicts.regimes_of([*lines, time, *more])[0].rows} for more in ([], lengths)
     )

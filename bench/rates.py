@@ -1,0 +1,57 @@
+"""The learning rates at which bench/experiments.py compares a change: those with which one seed's loss is lowest.
+
+A factor multiplies all rates of a change: AdamW's and Muon's. The baseline's factor is chosen in the same way. The seed
+that chooses takes no part in the comparison, so the choice does not favour the change.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
+
+from recorded import Result
+
+TUNING_SEED = 1
+"""The seed whose runs choose the factor."""
+MOST_FACTORS = 4
+"""Number of factors that are tried at most."""
+
+
+def next_factor(losses: Mapping[float, float]) -> float | None:
+    """Return the factor to try after those in `losses`, a power of two: 1, ½, then down as long as each is better than
+    the last, or up from 2; None: the search is over. The loss of a failed run is infinite."""
+    for factor in (1.0, 0.5):
+        if factor not in losses:
+            return factor
+    step = 0.5 if losses[0.5] < losses[1.0] else 2.0
+    factor = 1.0
+    while factor * step in losses:
+        if losses[factor * step] >= losses[factor]:
+            return None
+        factor *= step
+    return factor * step if len(losses) < MOST_FACTORS else None
+
+
+def best_factor(losses: Mapping[float, float]) -> float:
+    """Return the factor with the lowest loss."""
+    return min(losses, key=lambda factor: losses[factor])
+
+
+def factor_of(line: Result) -> float:
+    """Return the factor of a run. Runs before 2026-11-27 have the rates of their recipe."""
+    return float(line.get("rates", 1.0))
+
+
+def tuning_losses(runs: Iterable[Result], data: str | None) -> dict[float, float]:
+    """Return a change's losses by factor on a text, or, if the search is over on another text, there; `data` None: on
+    any text."""
+    texts: dict[str, dict[float, float]] = {}
+    for line in runs:
+        if line["seed"] == TUNING_SEED:
+            texts.setdefault(line.get("data", ""), {})[factor_of(line)] = line.get("loss", inf)
+    over = [losses for losses in texts.values() if next_factor(losses) is None]
+    return over[0] if over else texts.get(data or "", {})
+
+
+def tuned_factor(runs: Sequence[Result]) -> float | None:
+    """Return the factor at which a change is compared; None: the search is not over."""
+    losses = tuning_losses(runs, None)
+    return best_factor(losses) if next_factor(losses) is None else None
