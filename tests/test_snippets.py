@@ -158,6 +158,8 @@ def test_snippets_need_whole_documents_of_text(tmp_path: Path) -> None:
         recipe(tmp_path, snippets=0.1, validation={"by": "tail"})
     with pytest.raises(ValueError, match="these sources are records"):
         recipe(tmp_path, snippets=0.1, sources=[{"type": "conversations", "path": "chats.jsonl"}], validation={})
+    with pytest.raises(ValueError, match=r"all of `data.mixture` are built already"):
+        recipe(tmp_path, snippets=0.1, sources=(), mixture=[{"name": "code", "dataset": "built"}], validation={})
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "a.py").write_text("def f(x):\n    return x\n" * 50)
     with pytest.raises(UserError, match="so few that the end of each is held out"):

@@ -95,6 +95,11 @@ class DataConfig(Section):
                 + ("these sources are records" if self.records else "validation.by=tail cuts them: set by=document")
                 + ", or remove data.snippets"
             )
+        if self.snippets and self.mixture and not any(member.sources for member in self.mixture):
+            raise ValueError(
+                "`data.snippets` are made while a dataset is built, and all of `data.mixture` are built already: remove "
+                "data.snippets"
+            )
         if self.records and self.validation.by == "tail":
             raise ValueError("validation.by=tail with sources of records, which are held out as units: leave it out")
         return self

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, model_validator
 
 from gptworks.chat_template import MAX_TEMPLATE_BYTES, TEMPLATE_FILE
+from gptworks.config.sampling import dry_range
 from gptworks.files import read_text
 from gptworks.infer.logprobs import TokenLogprob
 from gptworks.infer.sampling import SamplingSettings
@@ -46,9 +47,9 @@ class PlaySettings(Wire):
     repetition_penalty: _Number | None = None
     frequency_penalty: _Number | None = None
     presence_penalty: _Number | None = None
-    dry_multiplier: _Number | None = None
-    dry_base: _Number | None = None
-    dry_allowed_length: _Tokens | None = None
+    dry_multiplier: Annotated[float, dry_range("dry_multiplier")] | None = None
+    dry_base: Annotated[float, dry_range("dry_base")] | None = None
+    dry_allowed_length: Annotated[int, dry_range("dry_allowed_length")] | None = None
     max_tokens: _Tokens | None = None
     min_tokens: _Tokens | None = None
     stop: openai.Stops = ()

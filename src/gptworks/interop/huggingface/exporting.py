@@ -189,7 +189,7 @@ def _write_settings(
     dtype = str(DTYPES[precision]).removeprefix("torch.")
     named = {"dtype": dtype, "torch_dtype": dtype}  # the older name too, without which some tools assume fp32
     _write_json(folder / "config.json", family.write(config) | ids | named | {"use_cache": True})
-    _write_json(folder / "generation_config.json", {"_from_model_config": False} | generation)
+    _write_json(folder / "generation_config.json", generation)
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
