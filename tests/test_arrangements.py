@@ -11,6 +11,7 @@ import pytest
 from drawn import drawn_recipe, teacher_in
 from gptworks.config import Recipe
 from gptworks.errors import UserError
+from gptworks.overrides import apply_overrides
 from gptworks.planning.advice import Change, changes_that_fit, recipe_with
 from gptworks.planning.arrange import Refusal, arrange, device_setting, planned_precision, rank_setting
 from gptworks.planning.device_table import DEVICES, find_device
@@ -18,7 +19,7 @@ from gptworks.planning.devices import Device, custom_device
 from gptworks.planning.fit import largest_micro_batch
 from gptworks.planning.layout import Layout
 from gptworks.planning.memory import training_peak
-from gptworks.recipe import apply_overrides, parse_recipe
+from gptworks.recipe import parse_recipe
 from gptworks.training.setup import check_parallel
 
 

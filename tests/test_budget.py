@@ -8,9 +8,10 @@ import pytest
 import gptworks
 import tiny
 from gptworks.errors import UserError
+from gptworks.overrides import apply_overrides
 from gptworks.planning.budget import size_overrides
 from gptworks.presets import PRESETS, preset
-from gptworks.recipe import apply_overrides, parse_model
+from gptworks.recipe import parse_model
 
 
 def planned(*arguments: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gptworks.errors import UserError, nearest, refuse_unused
-from gptworks.overrides import overrides_of
+from gptworks.overrides import apply_overrides, overrides_of
 
 if TYPE_CHECKING:
     from gptworks.choices import CacheName, LoadedWeights, Sharding
@@ -183,7 +183,7 @@ def _stored_format(recipe: RecipeLike) -> LoadedWeights:
 
 def architecture(recipe: RecipeLike, overrides: Sequence[str]) -> tuple[ModelConfig, str]:
     """Return the model that a preset's name, a recipe or a run folder describes, and its name."""
-    from gptworks.recipe import apply_overrides, load_recipe, parse_model
+    from gptworks.recipe import load_recipe, parse_model
 
     if is_preset(recipe):
         tree = apply_overrides({"model": {"preset": recipe}}, overrides)

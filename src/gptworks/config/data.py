@@ -97,8 +97,8 @@ class DataConfig(Section):
             )
         if self.snippets and self.mixture and not any(member.sources for member in self.mixture):
             raise ValueError(
-                "`data.snippets` are made while a dataset is built, and all of `data.mixture` are built already: remove "
-                "data.snippets"
+                "`data.snippets` are made while a dataset is built, and all of `data.mixture` are built already: "
+                "remove data.snippets"
             )
         if self.records and self.validation.by == "tail":
             raise ValueError("validation.by=tail with sources of records, which are held out as units: leave it out")

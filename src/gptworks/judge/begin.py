@@ -15,7 +15,8 @@ from gptworks.judge.evidence import Control
 from gptworks.judge.ledger import Ledger
 from gptworks.judge.records import CampaignRules
 from gptworks.judge.texts import SEALED, TEXTS, seal
-from gptworks.recipe import apply_overrides, load_recipe, read_recipe
+from gptworks.overrides import apply_overrides
+from gptworks.recipe import load_recipe, read_recipe
 from gptworks.runs import try_run
 from gptworks.runs.sequential import FEWEST_PAIRS
 from gptworks.runs.trials import Report

@@ -29,8 +29,9 @@ from gptworks.judge.final import final_facts, final_gains
 from gptworks.judge.ledger import Ledger
 from gptworks.judge.page import write_judge_page
 from gptworks.judge.records import Records, Tried, facts_of, read_records
+from gptworks.overrides import apply_overrides
 from gptworks.planning.params import count_parameters
-from gptworks.recipe import apply_overrides, load_recipe, read_recipe, with_vocab_size
+from gptworks.recipe import load_recipe, read_recipe, with_vocab_size
 from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
 from gptworks.runs.trials import Report
 from gptworks.runs.try_page import write_try_page

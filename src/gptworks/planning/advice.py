@@ -7,11 +7,12 @@ from math import gcd, inf
 
 from gptworks.config import Recipe
 from gptworks.errors import UserError
+from gptworks.overrides import apply_overrides
 from gptworks.planning.arrange import Refusal, arrange, device_setting, planned_precision
 from gptworks.planning.devices import Device
 from gptworks.planning.fit import Need, divisors, need
 from gptworks.planning.layout import Layout
-from gptworks.recipe import apply_overrides, parse_recipe
+from gptworks.recipe import parse_recipe
 
 Apply = Callable[[Sequence[str], int], Recipe]
 """A function that takes overrides and a number of devices and returns the changed recipe."""

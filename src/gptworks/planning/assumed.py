@@ -6,12 +6,13 @@ from math import ceil
 from typing import Any
 
 from gptworks.config import ENDS, Recipe
+from gptworks.overrides import apply_overrides
 from gptworks.planning.arrange import Refusal, arrange, device_setting
 from gptworks.planning.devices import Device
 from gptworks.planning.fit import divisors
 from gptworks.planning.memory import training_peak
 from gptworks.planning.params import count_parameters
-from gptworks.recipe import apply_overrides, parse_model, parse_recipe
+from gptworks.recipe import parse_model, parse_recipe
 
 COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER = 20
 """Compute-optimal training takes about 20 tokens per parameter at every size (Hoffmann et al., 2022, table 3)."""

@@ -28,9 +28,10 @@ from gptworks.errors import UserError
 from gptworks.files import read_text as read_file
 from gptworks.files import shown
 from gptworks.files.fetch import check_public
+from gptworks.overrides import apply_overrides
 from gptworks.planning.device_table import find_device
 from gptworks.planning.devices import this_cpu
-from gptworks.recipe import apply_overrides, load_recipe, parse_recipe
+from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.studio.form import GIVEN_BY_THE_START, form, text_of
 from gptworks.training.rehearsal.estimate import estimate
 from gptworks.yaml_files import MAX_BYTES, compose_yaml, parse_yaml
