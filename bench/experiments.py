@@ -242,7 +242,8 @@ class Session:
 
     def _compared(self, results: Sequence[Result], regime: str, change: Change) -> list[Result]:
         runs = self._runs(results, regime, change)
-        return compared_runs(runs, {change.name: tuned_factor(runs)})
+        factor = tuned_factor(runs)
+        return [] if factor is None else compared_runs(runs, {change.name: factor})
 
     def _runs(self, results: Sequence[Result], regime: str, change: Change) -> list[Result]:
         expected = self.described("run", regime, change)

@@ -56,7 +56,8 @@ def _heading(regimes: list[Regime], results: Sequence[Result]) -> Iterator[str]:
     yield (
         "Learning rates are tuned for the baseline and for each change on each regime: a factor of all rates is the "
         f"best of up to {MOST_FACTORS} powers of two for seed {TUNING_SEED}, which takes no part in the comparison "
-        "(`bench/rates.py`). **rates unknown**: this search is not over, for the change or the baseline."
+        "(`bench/rates.py`). Where a regime's table has no rates, not all its changes are tuned, and each run has the "
+        "rates of its recipe."
     )
     yield ""
     yield (
@@ -127,9 +128,9 @@ def _verdict(row: Row) -> str:
     if row.verdict != "open":
         return row.verdict
     if row.comparison is None:
-        return "rates unknown" if row.factor is None else "open"
+        return "open"
     if (further := row.further) is None:
-        return "open: too few seeds"
+        return "open: rates not tuned" if row.factor is None else "open: too few seeds"
     cost = f"{len(further.seeds)} seed{'s' if len(further.seeds) > 1 else ''}, {further.hours:.2g} h"
     return f"open: over {cost}" if further.verdict == "open" else f"open: {cost} ({further.verdict})"
 

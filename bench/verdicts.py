@@ -1,7 +1,7 @@
 """Verdicts on the changes of bench/experiments.py, and the runs that would decide the open ones."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from statistics import median
@@ -55,7 +55,7 @@ class Row:
     settings: tuple[str, ...]
     source: str
     factor: float | None
-    """What multiplies the learning rates, see `rates`; None: not known yet."""
+    """What multiplies the learning rates, see `rates`; None: they are not tuned in this regime."""
     parameters: int | None
     """Number of the model's parameters; None: no run finished."""
     comparison: Comparison | None
@@ -68,7 +68,7 @@ class Row:
     verdict: str
     """better, worse, same, no gain, open, withdrawn or failed."""
     further: Further | None
-    """Of an open verdict; None: a factor is not known, or no change has enough runs to show the noise."""
+    """Of an open verdict; None: rates are not tuned, or no change has enough runs to show the noise."""
     in_time: InTime | None = None
     """The comparison in equal time; None: a step's time is not known to differ, or by more than the lengths allow."""
 
@@ -81,7 +81,7 @@ class Regime:
     baseline: tuple[Result, ...]
     """The finished runs of the baseline at its factor, oldest first."""
     factor: float | None
-    """The baseline's."""
+    """The baseline's; None: rates are not tuned, since for some change the search is not over."""
     rows: tuple[Row, ...]
     """By loss, lowest first; then changes without a comparison, then failed ones."""
     runs: tuple[Result, ...]
@@ -126,8 +126,8 @@ def _regime(name: str, lines: list[Result], here: Place | None) -> Regime:
         if line["kind"] == "run"
     }
     times = {line["change"]: line for line in lines if line["kind"] == "time"}
-    factors = {change: tuned_factor([run for run in runs.values() if run["change"] == change]) for change in last}
-    compared = compared_runs(list(runs.values()), factors)
+    factors = _factors(list(runs.values()))
+    compared = compared_runs(runs.values(), factors)
     ended = [line for line in compared if "failed" not in line]
     found = compare([(line["change"], (line["seed"], *place_of(line)), line["loss"]) for line in ended], BASELINE)
     baseline = [line for line in ended if line["change"] == BASELINE]
@@ -143,13 +143,23 @@ def _regime(name: str, lines: list[Result], here: Place | None) -> Regime:
     return Regime(name, tuple(baseline), factors.get(BASELINE), tuple(rows), tuple(runs.values()), worth)
 
 
-def compared_runs(runs: Sequence[Result], factors: Mapping[str, float | None]) -> list[Result]:
-    """Return the runs that are compared: those at their change's factor, with other seeds than that which chose it."""
+def _factors(runs: Sequence[Result]) -> dict[str, float]:
+    """Return what multiplies each change's learning rates; nothing while a search is not over."""
+    changes = dict.fromkeys(run["change"] for run in runs if run["change"] not in WITHDRAWN)
+    found = {change: tuned_factor([run for run in runs if run["change"] == change]) for change in changes}
+    return {change: factor for change, factor in found.items() if factor is not None} if all(found.values()) else {}
+
+
+def compared_runs(runs: Iterable[Result], factors: Mapping[str, float]) -> list[Result]:
+    """Return the runs that are compared: those at their change's factor, with other seeds than that which chose it.
+    Without factors, those at the rates of their recipe."""
+    if not factors:
+        return [run for run in runs if factor_of(run) == 1]
     return [run for run in runs if run["seed"] != TUNING_SEED and factor_of(run) == factors.get(run["change"])]
 
 
 def _row(
-    change: str, factors: Mapping[str, float | None], all_runs: list[Result], times: Mapping[str, Result],
+    change: str, factors: Mapping[str, float], all_runs: list[Result], times: Mapping[str, Result],
     comparison: Comparison | None, worth: float, here: Place | None,
 ) -> Row:  # fmt: skip
     time = times.get(change)
@@ -165,7 +175,7 @@ def _row(
         found = verdict(comparison.value, comparison.margin(comparison.n), worth)
     if found == "open" and change in WITHDRAWN:
         found = "withdrawn"
-    elif found == "open" and comparison is not None and here is not None:
+    elif found == "open" and comparison is not None and here is not None and factors:
         further = _further(change, comparison, worth, [run for run in compared if "failed" not in run], times, here)
     return Row(
         change,

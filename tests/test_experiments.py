@@ -248,7 +248,7 @@ def _planted() -> list[dict[str, Any]]:
     lines = [
         _line("baseline", 2, 9.0, recipe="r1"), _line("good", 2, 9.0, recipe="r1"),
         _line("good", 2, 8.0, settings=["model.good=2"]), _line("good", 2, None), _line("good", 3, 5.0, rates=0.5),
-        _line("young", 4, 7.0, processor="Q"), _line("young", 5, 6.0, data="e"), _line("untuned", 2, 1.0), *lines,
+        _line("young", 4, 7.0, processor="Q"), _line("young", 5, 6.0, data="e"), *lines,
     ]  # fmt: skip
     time = {"kind": "time", "seconds": [1.1, 1.3, 1.2], "baseline_seconds": [1.0, 1.0, 1.0]}
     return [*lines, _line("good", 0, 0.0) | time]
@@ -281,7 +281,6 @@ def test_the_page_has_the_differences_intervals_and_verdicts_of_the_file(experim
     ratio, low, high = np.exp([times.mean(), times.mean() - error, times.mean() + error])
     assert cells["good"][5:] == ["1 ×", "860,000", f"{ratio:.2f} × ({low:.2f} to {high:.2f})"]
     assert "**burst**, seed 3, failed: burst burst" in table and table.count("failed:") == 1
-    assert "| untuned | rates unknown |" in table
     assert "| letters | 860,000 | 480 | 983,040 | 1 × | 1.6000 (2), 1.6400 (3), 1.6100 (4), 1.6300 (5) |" in page
     assert "| good | `model.good=1` | good et al. | better |" in page
     assert "2026-11-23; P, Q; bf16; torch 2.13; gptworks 0.1 at abc" in page
@@ -324,6 +323,16 @@ def test_the_seed_that_chose_the_rates_does_not_count(experiments: Any) -> None:
     (row,) = (row for row in verdicts.regimes_of([*before, _line("even", 1, 1.2), *lucky, *at_half])[0].rows
               if row.change == "even")  # fmt: skip
     assert (row.factor, row.comparison.n, row.verdict) == (0.5, 4, "same")
+
+
+def test_until_all_rates_are_tuned_runs_at_the_recipes_rates_are_compared(experiments: Any) -> None:
+    verdicts = importlib.import_module("verdicts")
+    lines = [*_lines({"baseline": BASELINE, "even": LOSSES["even"]}), _line("even", 6, 1.0, rates=0.5)]
+    (regime,) = verdicts.regimes_of([*lines, _line("new", 2, 1.5)])
+    assert {row.change: (row.factor, row.further) for row in regime.rows} == {"even": (None, None), "new": (None, None)}
+    assert {row.change: row.comparison.n for row in regime.rows} == {"even": 5, "new": 1}
+    page = importlib.import_module("experiments_page").page([*lines, _line("new", 2, 1.5)])
+    assert "| new | open: rates not tuned |" in page
 
 
 @pytest.mark.parametrize(
