@@ -42,8 +42,8 @@ from gptworks.runs.settings import fingerprint
 from gptworks.runs.trials import check_comparable, open_folder
 from gptworks.runs.try_run import steps_in_turns
 from rates import TUNING_SEED, next_factor, tuned_factor, tuning_losses
-from recorded import REPOSITORY, Result, add_result, all_threads, provenance, read_results, train_recorded
-from verdicts import Place, compared_runs, next_seeds, regimes_of, seeds_of
+from recorded import REPOSITORY, Place, Result, add_result, all_threads, provenance, read_results, train_recorded
+from verdicts import compared_runs, next_seeds, regimes_of, seeds_of
 
 REGIMES = ("shakespeare", "stdlib", "mixture")
 REGIMES_FOLDER = REPOSITORY / "bench" / "regimes"
@@ -203,7 +203,7 @@ class Session:
         """Yield the next run in each search for a factor of the learning rates that is not over."""
         for regime in self.regimes:
             for change in (NOTHING, *self.changes):
-                losses = tuning_losses(self._runs(results, regime, change), self.places[regime][1])
+                losses = tuning_losses(self._runs(results, regime, change), self.places[regime])
                 if (factor := next_factor(losses)) is not None:
                     yield Run(regime, change, TUNING_SEED, factor)
 

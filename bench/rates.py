@@ -4,10 +4,10 @@ A factor multiplies all rates of a change: AdamW's and Muon's. The baseline's fa
 that chooses takes no part in the comparison, so the choice does not favour the change.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import inf
 
-from recorded import Result
+from recorded import Place, Result, place_of
 
 TUNING_SEED = 1
 """The seed whose runs choose the factor."""
@@ -40,18 +40,18 @@ def factor_of(line: Result) -> float:
     return float(line.get("rates", 1.0))
 
 
-def tuning_losses(runs: Iterable[Result], data: str | None) -> dict[float, float]:
-    """Return a change's losses by factor on a text, or, if the search is over on another text, there; `data` None: on
-    any text."""
-    texts: dict[str, dict[float, float]] = {}
+def tuning_losses(runs: Iterable[Result], here: Place | None) -> dict[float, float]:
+    """Return a change's losses by factor in a place, or, if the search is over in another place, there. In two places,
+    the same seed's losses may differ by more than those of two factors."""
+    places: dict[Place, dict[float, float]] = {}
     for line in runs:
         if line["seed"] == TUNING_SEED:
-            texts.setdefault(line.get("data", ""), {})[factor_of(line)] = line.get("loss", inf)
-    over = [losses for losses in texts.values() if next_factor(losses) is None]
-    return over[0] if over else texts.get(data or "", {})
+            places.setdefault(place_of(line), {})[factor_of(line)] = line.get("loss", inf)
+    over = [losses for losses in places.values() if next_factor(losses) is None]
+    return over[0] if over else {} if here is None else places.get(here, {})
 
 
-def tuned_factor(runs: Sequence[Result]) -> float | None:
+def tuned_factor(runs: Iterable[Result]) -> float | None:
     """Return the factor at which a change is compared; None: the search is not over."""
     losses = tuning_losses(runs, None)
     return best_factor(losses) if next_factor(losses) is None else None

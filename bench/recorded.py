@@ -23,6 +23,10 @@ from gptworks.runs.trials import evaluations, train_to_end
 
 Result = dict[str, Any]
 
+Place = tuple[str, str, str]
+"""What a pair of runs has in common apart from the seed: the processor, the text, and the source's numerics (a hash of
+a loss of the baseline, see `experiments.Session.numerics`)."""
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -38,6 +42,11 @@ def provenance(threads: int) -> Result:
         "commit": _commit(),
         "date": datetime.now(UTC).date().isoformat(),
     }
+
+
+def place_of(line: Result) -> Place:
+    """Return the place of a run. Runs before 2026-11-27 have no numerics on record, and share their place."""
+    return line["processor"], line.get("data", ""), line.get("numerics", "")
 
 
 def _commit() -> str:

@@ -10,7 +10,7 @@ from blocks import FEWEST_RUNS, MOST_RUNS, Comparison, compare
 from changes import BASELINE, LONGER, SHORTER, WITHDRAWN
 from gptworks.runs.step_time import StepTime, step_time
 from rates import TUNING_SEED, factor_of, tuned_factor
-from recorded import Result
+from recorded import Place, Result, place_of
 
 WORTH = 0.005
 """The smallest difference that matters, in nats per byte, so that it is the same for all tokenizers."""
@@ -18,10 +18,6 @@ CORES = 2
 """Number of runs that train side by side, each on a core, in an estimate of hours."""
 START_SECONDS = 10.0
 """Seconds of a run that are not training: it starts, evaluates and writes."""
-
-Place = tuple[str, str, str]
-"""What a pair of runs has in common apart from the seed: the processor, the text, and the source's numerics (a hash of
-a loss of the baseline, see `experiments.Session.numerics`)."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +94,6 @@ def verdict(value: float, margin: float, worth: float) -> str:
     if value - margin <= -worth:
         return "open"
     return "same" if value + margin < worth else "no gain"
-
-
-def place_of(line: Result) -> Place:
-    """Return the place of a run. Runs before 2026-11-27 have no numerics on record, and share their place."""
-    return line["processor"], line.get("data", ""), line.get("numerics", "")
 
 
 def regimes_of(results: Sequence[Result], here: Mapping[str, Place] | None = None) -> list[Regime]:

@@ -315,6 +315,16 @@ def test_rates_are_halved_or_doubled_as_long_as_that_helps(
     assert importlib.import_module("rates").next_factor(losses) == wanted
 
 
+def test_rates_are_tuned_in_one_place(experiments: Any) -> None:
+    rates = importlib.import_module("rates")
+    lines = [_line("even", 1, 1.6), _line("even", 1, 1.5, rates=0.5, numerics="new")]
+    here = ("P", "d", "new")
+    assert rates.tuning_losses(lines, here) == {0.5: 1.5} and rates.tuned_factor(lines) is None
+    lines += [_line("even", 1, loss, rates=factor, numerics="new") for factor, loss in ((1.0, 1.4), (2.0, 1.45))]
+    assert rates.tuned_factor(lines) == 1.0
+    assert rates.tuning_losses(lines, ("Q", "d", "new")) == {0.5: 1.5, 1.0: 1.4, 2.0: 1.45}  # the search is over
+
+
 def test_the_seed_that_chose_the_rates_does_not_count(experiments: Any) -> None:
     verdicts = importlib.import_module("verdicts")
     lucky = [_line("even", 1, 1.0, rates=0.5), _line("even", 1, 1.1, rates=0.25)]
