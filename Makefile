@@ -138,10 +138,10 @@ test-engine: .venv/.installed-dev
 test-planted: .venv/.installed-dev
 	$(BIN)/python -m pytest -m planted -rP tests/test_cleaning.py tests/test_planted.py
 
-# Needs Linux, a C++ compiler and a CPU build of torch; nothing runs on a GPU.
 test-cuda: .venv/.installed-dev
 	$(BIN)/python -m pytest -m cuda -rs
 
+# Needs Linux, a C++ compiler and a CPU build of torch; nothing runs on a GPU.
 test-fake-cuda: .venv/.installed-dev
 	$(BIN)/python -m pytest -m fake_cuda -rs tests/test_fake_cuda.py
 

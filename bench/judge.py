@@ -3,8 +3,8 @@
     python bench/judge.py              # every kind of noise and of agent; about 2 minutes on one core
 
 A try is simulated by its gains, one for each pair of runs: the true gain plus noise of a given deviation, in nats. In
-docs/experiments.jsonl, the deviation of paired differences between runs of five minutes on TinyShakespeare has a median
-of 0.012 nats. Everything is decided by `gptworks.judge.evidence`.
+docs/experiments.jsonl, the deviation of paired differences between runs of a minute on TinyShakespeare has a median of
+0.010 nats. Everything is decided by `gptworks.judge.evidence`.
 """
 
 import argparse
