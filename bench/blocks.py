@@ -86,11 +86,12 @@ class Comparison:
 
 def compare(runs: Runs, baseline: str) -> dict[str, Comparison]:
     """Return the effect of each change on the loss, for all changes that share a block with the baseline."""
+    at = {(change, block): i for i, (change, block, _) in enumerate(runs)}
     beside = {block: loss for change, block, loss in runs if change == baseline}
     losses: dict[str, dict[Block, float]] = {}
-    for change, block, loss in runs:
-        if change != baseline and block in beside:
-            losses.setdefault(change, {})[block] = loss
+    of_pairs = [run for run in runs if run[0] != baseline and run[1] in beside]
+    for change, block, loss in sorted(of_pairs, key=lambda run: max(at[run[:2]], at[baseline, run[1]])):
+        losses.setdefault(change, {})[block] = loss  # in the order in which pairs were complete
     pairs = {change: [loss - beside[block] for block, loss in mine.items()] for change, mine in losses.items()}
     judged = {change: mine for change, mine in losses.items() if len(mine) >= FEWEST_RUNS}
     found = {change: Comparison(fmean(mine), len(mine)) for change, mine in pairs.items()}

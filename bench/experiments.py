@@ -41,9 +41,9 @@ from gptworks.recipe import load_recipe, read_recipe
 from gptworks.runs.settings import fingerprint
 from gptworks.runs.trials import check_comparable, open_folder
 from gptworks.runs.try_run import steps_in_turns
-from rates import TUNING_SEED, next_factor, tuned_factor, tuning_losses
+from rates import TUNING_SEED, next_factor, tuning_losses
 from recorded import REPOSITORY, Place, Result, add_result, all_threads, provenance, read_results, train_recorded
-from verdicts import compared_runs, next_seeds, regimes_of, seeds_of
+from verdicts import compared_runs, n_tried, next_seeds, regimes_of, seeds_of, tuned_factors
 
 REGIMES = ("shakespeare", "stdlib", "mixture")
 REGIMES_FOLDER = REPOSITORY / "bench" / "regimes"
@@ -143,7 +143,7 @@ class Session:
     regimes: Sequence[str]
     changes: Sequence[Change]
     seeds: int
-    """Number of runs that each change gets at its factor of the learning rates."""
+    """Number of pairs that each change gets at tuned rates; a failed run counts as one."""
     threads: int
     report: Callable[[str], None]
     jobs: int = 1
@@ -200,21 +200,23 @@ class Session:
         yield from self._first_runs(results) if self.hours is None else self._deciding_runs(results, self.hours)
 
     def _tuning_runs(self, results: Sequence[Result]) -> Iterator[Run]:
-        """Yield the next run in each search for a factor of the learning rates that is not over."""
+        """Yield the next run in each search for learning rates that is not over; if only open verdicts are to be
+        decided, of the changes that the regime has on record."""
         for regime in self.regimes:
             for change in (NOTHING, *self.changes):
-                losses = tuning_losses(self._runs(results, regime, change), self.places[regime])
-                if (factor := next_factor(losses)) is not None:
+                runs = self._runs(results, regime, change)
+                factor = next_factor(tuning_losses(runs, self.places[regime]))
+                if factor is not None and (runs or self.hours is None):
                     yield Run(regime, change, TUNING_SEED, factor)
 
     def _first_runs(self, results: Sequence[Result]) -> Iterator[Run]:
-        """Yield every change's first compared run, then its second, and so on, so that partial results are useful."""
+        """Yield every change's first pair, then its second, and so on, so that partial results are useful."""
         for n in range(1, self.seeds + 1):
             for regime in self.regimes:
                 for change in self.changes:
-                    runs = self._compared(results, regime, change)
-                    if len(runs) < n:
-                        (*_, seed) = next_seeds(change.name, runs, self.places[regime], n - len(runs))
+                    runs, _ = self._compared(results, regime, change)
+                    if (missing := n - n_tried(change.name, runs)) > 0:
+                        (*_, seed) = next_seeds(change.name, runs, self.places[regime], missing)
                         yield from self._pair(results, regime, change, seed)
 
     def _deciding_runs(self, results: Sequence[Result], hours: float) -> Iterator[Run]:
@@ -232,18 +234,20 @@ class Session:
                 yield from self._pair(results, regime, change, seed)
 
     def _pair(self, results: Sequence[Result], regime: str, change: Change, seed: int) -> Iterator[Run]:
-        """Yield a change's run, after the baseline's if it is missing; none while a factor of theirs is not known."""
-        factor, of_baseline = (tuned_factor(self._runs(results, regime, each)) for each in (change, NOTHING))
-        if factor is None or of_baseline is None:
-            return
-        if seed not in seeds_of(BASELINE, self._compared(results, regime, NOTHING), self.places[regime]):
-            yield Run(regime, NOTHING, seed, of_baseline)
-        yield Run(regime, change, seed, factor)
+        """Yield the missing runs of a pair, the baseline's first; none while rates of theirs are not tuned."""
+        runs, factors = self._compared(results, regime, change)
+        if len(factors) == 2:
+            for each in (NOTHING, change):
+                if seed not in seeds_of(each.name, runs, self.places[regime]):
+                    yield Run(regime, each, seed, factors[each.name])
 
-    def _compared(self, results: Sequence[Result], regime: str, change: Change) -> list[Result]:
-        runs = self._runs(results, regime, change)
-        factor = tuned_factor(runs)
-        return [] if factor is None else compared_runs(runs, {change.name: factor})
+    def _compared(
+        self, results: Sequence[Result], regime: str, change: Change
+    ) -> tuple[list[Result], dict[str, float]]:
+        """Return the compared runs of a change and of the baseline, and their factors, as far as they are known."""
+        runs = [run for each in (NOTHING, change) for run in self._runs(results, regime, each)]
+        factors = tuned_factors(runs)
+        return compared_runs(runs, factors) if factors else [], factors
 
     def _runs(self, results: Sequence[Result], regime: str, change: Change) -> list[Result]:
         expected = self.described("run", regime, change)
@@ -346,7 +350,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--times", action="store_true", help="measure steps instead, in CPU time if of one thread")
     parser.add_argument("--regime", action="append", choices=REGIMES, help="this one alone; repeatable")
     parser.add_argument("--change", action="append", help="this one alone, and the baseline; repeatable")
-    parser.add_argument("--seeds", type=int, default=FEWEST_RUNS, help="number of compared runs of each change")
+    parser.add_argument("--seeds", type=int, default=FEWEST_RUNS, help="number of pairs of each change")
     parser.add_argument("--decide", type=float, metavar="HOURS", help="train what decides an open verdict in HOURS")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so long")
     parser.add_argument("--threads", type=int, default=1, help="threads of a run")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from blocks import FEWEST_RUNS, MOST_RUNS
 from gptworks.files import write_whole
-from rates import MOST_FACTORS, TUNING_SEED
+from rates import MOST_FACTORS, TUNING_SEED, factor_of
 from recorded import Result
 from verdicts import CORES, WORTH, Regime, Row, regimes_of
 
@@ -42,22 +42,24 @@ def _heading(regimes: list[Regime], results: Sequence[Result]) -> Iterator[str]:
         "byte, so all tokenizers have one standard. **no gain**: only a gain of that much or more is excluded. "
         "**open**: none of these yet; the seeds and hours are those that decide it if difference and scatter stay as "
         f"they are, with {CORES} runs side by side on an idle machine like this one, and `bench/experiments.py "
-        "--decide HOURS` trains them. **withdrawn**: open, and gptworks no longer has the settings. **failed**: a run "
-        "did not end."
+        "--decide HOURS` trains them. **withdrawn**: open or not tuned, and gptworks no longer has the settings. "
+        "**failed**: a run did not end."
     )
     yield ""
     yield (
         "A step's time is its thread's, measured in turns with the baseline's, for as many tokens. *In equal time*, a "
         "change that takes r times as long is compared with the baseline after r times as many tokens, interpolated "
-        "in the logarithm between the baseline's own runs of half, once and twice the length; these intervals, too, "
-        "hold together with 95%. Beyond half or twice the time there is no verdict."
+        "in the logarithm between the baseline's own runs of half, once and twice the length. Such an interval adds "
+        "the uncertainties of both losses and of the step's time, which has 95% by itself. Beyond half or twice the "
+        "time there is no verdict."
     )
     yield ""
     yield (
         "Learning rates are tuned for the baseline and for each change on each regime: a factor of all rates is the "
         f"best of up to {MOST_FACTORS} powers of two for seed {TUNING_SEED}, which takes no part in the comparison "
-        "(`bench/rates.py`). Where a regime's table has no rates, not all its changes are tuned, and each run has the "
-        "rates of its recipe."
+        "(`bench/rates.py`). One seed finds rates near the best; a difference is that of the rates found. A regime "
+        "*without tuned rates* has no intervals with them yet: its runs have the rates of their recipes, and seed "
+        f"{TUNING_SEED} counts."
     )
     yield ""
     yield (
@@ -79,7 +81,8 @@ def _summary(regimes: list[Regime]) -> Iterator[str]:
     if not changes:
         return
     yield from ("", "## Verdicts", "")
-    yield f"| change | settings | source | {' | '.join(rows)} |"
+    titles = (f"{regime.name}{'' if regime.factor else ', without tuned rates'}" for regime in regimes)
+    yield f"| change | settings | source | {' | '.join(titles)} |"
     yield "|---" * (3 + len(rows)) + "|"
     for name, row in changes.items():
         words = (_verdict(found[name]) if name in found else "" for found in rows.values())
@@ -113,24 +116,29 @@ def _tables(regimes: list[Regime]) -> Iterator[str]:
         if not regime.rows:
             yield "The baseline alone."
             continue
-        yield f"Differences below {regime.worth:.4f} nats per token do not matter here."
+        tuned = "" if regime.factor else " Rates are not tuned."
+        yield f"Differences below {regime.worth:.4f} nats per token do not matter here.{tuned}"
         yield ""
         yield "| change | verdict | difference | interval | seeds | rates | parameters | step time | in equal time |"
         yield "|---|---|---:|---|---:|---:|---:|---:|---|"
         for row in regime.rows:
             yield _line(row)
-        for row in regime.rows:
-            for seed, why in row.failures.items():
-                yield from ("", f"**{row.change}**, seed {seed}, failed: {why}")
+        for run in (run for run in regime.runs if "failed" in run):
+            yield from (
+                "",
+                f"**{run['change']}**, rates {_factor(factor_of(run))}, seed {run['seed']}, failed: {run['failed']}",
+            )
 
 
 def _verdict(row: Row) -> str:
     if row.verdict != "open":
         return row.verdict
-    if row.comparison is None:
+    if row.factor is None:
+        return "open: rates not tuned"
+    if row.comparison is not None and row.comparison.n >= MOST_RUNS:
         return "open"
     if (further := row.further) is None:
-        return "open: rates not tuned" if row.factor is None else "open: too few seeds"
+        return "open: too few seeds"
     cost = f"{len(further.seeds)} seed{'s' if len(further.seeds) > 1 else ''}, {further.hours:.2g} h"
     return f"open: over {cost}" if further.verdict == "open" else f"open: {cost} ({further.verdict})"
 

@@ -1,7 +1,8 @@
 """The learning rates at which bench/experiments.py compares a change: those with which one seed's loss is lowest.
 
 A factor multiplies all rates of a change: AdamW's and Muon's. The baseline's factor is chosen in the same way. The seed
-that chooses takes no part in the comparison, so the choice does not favour the change.
+that chooses takes no part in the comparison. One seed finds a factor that is near the best, not the best for sure: a
+difference is that of the two factors chosen.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,8 +17,8 @@ MOST_FACTORS = 4
 
 
 def next_factor(losses: Mapping[float, float]) -> float | None:
-    """Return the factor to try after those in `losses`, a power of two: 1, ½, then down as long as each is better than
-    the last, or up from 2; None: the search is over. The loss of a failed run is infinite."""
+    """Return the factor to try after those in `losses`; None: the search is over. First 1 and ½. If ½ is better, halve
+    as long as that helps; else double from 2 as long as that helps. The loss of a failed run is infinite."""
     for factor in (1.0, 0.5):
         if factor not in losses:
             return factor
@@ -41,8 +42,8 @@ def factor_of(line: Result) -> float:
 
 
 def tuning_losses(runs: Iterable[Result], here: Place | None) -> dict[float, float]:
-    """Return a change's losses by factor in a place, or, if the search is over in another place, there. In two places,
-    the same seed's losses may differ by more than those of two factors."""
+    """Return a change's losses by factor: in the place where the search is over, else `here` (None: nowhere). Places
+    are not mixed, because rounding moves a loss as much as a factor does."""
     places: dict[Place, dict[float, float]] = {}
     for line in runs:
         if line["seed"] == TUNING_SEED:

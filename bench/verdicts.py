@@ -27,9 +27,7 @@ class Further:
     verdict: str
     """The verdict then; `open` if even `MOST_RUNS` pairs do not decide it."""
     seeds: tuple[int, ...]
-    """Further seeds of the change, in the place of the regime's next runs."""
-    baseline: tuple[int, ...]
-    """Those of them that the baseline lacks there."""
+    """Seeds of the further pairs, in the place of the regime's next runs."""
     hours: float
     """Hours with `CORES` runs side by side on an idle machine."""
 
@@ -51,22 +49,24 @@ class Row:
     settings: tuple[str, ...]
     source: str
     factor: float | None
-    """What multiplies the learning rates, see `rates`; None: they are not tuned in this regime."""
+    """What multiplies the learning rates, see `rates`; None: they are not tuned, or the regime is compared without."""
     parameters: int | None
     """Number of the model's parameters; None: no run finished."""
     comparison: Comparison | None
     """Last loss minus the baseline's, in nats per token, both at their own factors; None: no seed, text and processor
     has runs of both."""
     failures: dict[int, str]
-    """Why a run at its factor failed, by seed."""
+    """Why a compared run failed, by seed."""
     step_time: StepTime | None
     """Step time relative to the baseline's, for equally many tokens; None: not measured."""
     verdict: str
     """better, worse, same, no gain, open, withdrawn or failed."""
     further: Further | None
-    """Of an open verdict; None: rates are not tuned, or no change has enough runs to show the noise."""
+    """Of an open verdict; None: rates are not tuned, no change has enough runs to show the noise, or this one has
+    `MOST_RUNS`."""
     in_time: InTime | None = None
-    """The comparison in equal time; None: a step's time is not known to differ, or by more than the lengths allow."""
+    """The comparison in equal time; None: a step takes as long or was not measured, it differs by more than the lengths
+    allow, or a loss has no interval."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,10 @@ class Regime:
 
     name: str
     baseline: tuple[Result, ...]
-    """The finished runs of the baseline at its factor, oldest first."""
+    """The finished runs of the baseline that are compared, oldest first."""
     factor: float | None
-    """The baseline's; None: rates are not tuned, since for some change the search is not over."""
+    """The baseline's; None: it is not known, or the regime has intervals at the rates of the recipes only, which are
+    compared until it has some at tuned rates."""
     rows: tuple[Row, ...]
     """By loss, lowest first; then changes without a comparison, then failed ones."""
     runs: tuple[Result, ...]
@@ -112,15 +113,17 @@ def _regime(name: str, lines: list[Result], here: Place | None) -> Regime:
     last = {line["change"]: line["settings"] for line in lines}
     lines = [line for line in lines if line["settings"] == last[line["change"]]]
     runs = {
-        (line["change"], factor_of(line), line["seed"], line["processor"], line.get("numerics", "")): line
+        (line["change"], factor_of(line), line["seed"], *place_of(line)): line
         for line in lines
         if line["kind"] == "run"
     }
     times = {line["change"]: line for line in lines if line["kind"] == "time"}
-    factors = _factors(list(runs.values()))
-    compared = compared_runs(runs.values(), factors)
-    ended = [line for line in compared if "failed" not in line]
-    found = compare([(line["change"], (line["seed"], *place_of(line)), line["loss"]) for line in ended], BASELINE)
+    factors = tuned_factors(runs.values())
+    ended, found = _compared(runs.values(), factors)
+    if not _has_intervals(found):
+        at_own = _compared(runs.values(), {})
+        if _has_intervals(at_own[1]):
+            factors, (ended, found) = {}, at_own
     baseline = [line for line in ended if line["change"] == BASELINE]
     worth = WORTH * max(line.get("token_bytes", 1.0) for line in runs.values())  # a constant of the text
     here = here or (place_of(ended[-1]) if ended else None)
@@ -134,16 +137,28 @@ def _regime(name: str, lines: list[Result], here: Place | None) -> Regime:
     return Regime(name, tuple(baseline), factors.get(BASELINE), tuple(rows), tuple(runs.values()), worth)
 
 
-def _factors(runs: Sequence[Result]) -> dict[str, float]:
-    """Return what multiplies each change's learning rates; nothing while a search is not over."""
-    changes = dict.fromkeys(run["change"] for run in runs if run["change"] not in WITHDRAWN)
-    found = {change: tuned_factor([run for run in runs if run["change"] == change]) for change in changes}
-    return {change: factor for change, factor in found.items() if factor is not None} if all(found.values()) else {}
+def tuned_factors(runs: Iterable[Result]) -> dict[str, float]:
+    """Return what multiplies the learning rates of each change for which it is known."""
+    by_change: dict[str, list[Result]] = {}
+    for run in runs:
+        by_change.setdefault(run["change"], []).append(run)
+    found = {change: tuned_factor(mine) for change, mine in by_change.items()}
+    return {change: factor for change, factor in found.items() if factor is not None}
+
+
+def _compared(runs: Iterable[Result], factors: Mapping[str, float]) -> tuple[list[Result], dict[str, Comparison]]:
+    """Return the finished runs that are compared, and the comparisons."""
+    ended = [line for line in compared_runs(runs, factors) if "failed" not in line]
+    return ended, compare([(line["change"], (line["seed"], *place_of(line)), line["loss"]) for line in ended], BASELINE)
+
+
+def _has_intervals(found: Mapping[str, Comparison]) -> bool:
+    return any(math.isfinite(comparison.spread) for comparison in found.values())
 
 
 def compared_runs(runs: Iterable[Result], factors: Mapping[str, float]) -> list[Result]:
-    """Return the runs that are compared: those at their change's factor, with other seeds than that which chose it.
-    Without factors, those at the rates of their recipe."""
+    """Return the runs that are compared: those at their change's factor, except those of the tuning seed. Without
+    factors, all at the rates of their recipe."""
     if not factors:
         return [run for run in runs if factor_of(run) == 1]
     return [run for run in runs if run["seed"] != TUNING_SEED and factor_of(run) == factors.get(run["change"])]
@@ -167,7 +182,7 @@ def _row(
     if found == "open" and change in WITHDRAWN:
         found = "withdrawn"
     elif found == "open" and comparison is not None and here is not None and factors:
-        further = _further(change, comparison, worth, [run for run in compared if "failed" not in run], times, here)
+        further = _further(change, comparison, worth, compared, times, here)
     return Row(
         change,
         tuple(described["settings"]),
@@ -193,9 +208,7 @@ def _in_time(row: Row, shorter: Comparison | None, longer: Comparison | None, wo
         if other is None or abs(doublings) > 1:
             return None
         gained = abs(doublings) * other.value
-        margin = math.hypot(
-            row.comparison.margin(row.comparison.n), abs(doublings) * other.margin(other.n)
-        )  # more than enough, since both share the baseline's noise
+        margin = row.comparison.margin(row.comparison.n) + abs(doublings) * other.margin(other.n)
         ends += [row.comparison.value - gained - margin, row.comparison.value - gained + margin]
     low, high = min(ends), max(ends)
     return InTime(low, high, verdict((low + high) / 2, (high - low) / 2, worth)) if math.isfinite(low) else None
@@ -210,16 +223,17 @@ def times_of(time: Result) -> StepTime:
 def _further(
     change: str, now: Comparison, worth: float, runs: Sequence[Result], times: Mapping[str, Result], here: Place
 ) -> Further | None:
-    if math.isinf(now.spread):
+    if math.isinf(now.spread) or now.n >= MOST_RUNS:
         return None
     for n in range(max(now.n + 1, FEWEST_RUNS), MOST_RUNS + 1):
         if (found := verdict(now.value, now.margin(n), worth)) != "open":
             break
     seeds = next_seeds(change, runs, here, n - now.n)
-    trained = seeds_of(BASELINE, runs, here)
-    baseline = tuple(seed for seed in seeds if seed not in trained)
-    seconds = len(seeds) * _run_seconds(change, runs, times) + len(baseline) * _run_seconds(BASELINE, runs, times)
-    return Further(found, seeds, baseline, seconds / CORES / 3600)
+    seconds = 0.0
+    for name in (change, BASELINE):
+        lacking = set(seeds) - seeds_of(name, runs, here)
+        seconds += len(lacking) * _run_seconds(name, [run for run in runs if "failed" not in run], times)
+    return Further(found, seeds, seconds / CORES / 3600)
 
 
 def seeds_of(change: str, runs: Sequence[Result], here: Place) -> set[int]:
@@ -227,10 +241,22 @@ def seeds_of(change: str, runs: Sequence[Result], here: Place) -> set[int]:
     return {run["seed"] for run in runs if run["change"] == change and place_of(run) == here}
 
 
+def n_tried(change: str, runs: Sequence[Result]) -> int:
+    """Return the number of a change's pairs among the compared runs, and of its failed runs."""
+    ended = {
+        name: {(run["seed"], place_of(run)) for run in runs if run["change"] == name and "failed" not in run}
+        for name in (change, BASELINE)
+    }
+    failed = sum(run["change"] == change and "failed" in run for run in runs)
+    return len(ended[change] & ended[BASELINE]) + failed
+
+
 def next_seeds(change: str, runs: Sequence[Result], here: Place, n: int) -> tuple[int, ...]:
-    """Return the next `n` seeds of a change in a place."""
-    trained = seeds_of(change, runs, here)
-    return tuple(islice((seed for seed in count(TUNING_SEED + 1) if seed not in trained), n))
+    """Return the seeds of a change's next `n` pairs in a place, of which one run may be there already."""
+    failed = [run for run in runs if "failed" in run and run["change"] in (change, BASELINE)]
+    used = seeds_of(change, runs, here) & seeds_of(BASELINE, runs, here)
+    used |= {run["seed"] for run in failed if place_of(run) == here}
+    return tuple(islice((seed for seed in count(TUNING_SEED + 1) if seed not in used), n))
 
 
 def _run_seconds(change: str, runs: Sequence[Result], times: Mapping[str, Result]) -> float:

@@ -115,7 +115,7 @@ def test_runs_go_seed_by_seed_and_a_later_session_adds_what_is_missing(session: 
     page = importlib.import_module("experiments_page").page(lines)
     mean = statistics.fmean(lines[i + 1]["loss"] - lines[i]["loss"] for i in (11, 14))
     assert f"| rate-2 | open: too few seeds | {mean:+.4f} |  | 2 | 0.125 × | {lines[0]['parameters']:,} |  |" in page
-    assert page.count("no space left on device") == 2
+    assert page.count("no space left on device") == 5  # 3 in the search for rates
 
 
 def test_a_source_that_computes_otherwise_has_pairs_of_its_own(
@@ -196,7 +196,9 @@ def test_real_steps_take_turns(session: Any, experiments: Any, monkeypatch: pyte
     monkeypatch.setattr(experiments, "LEAST_STEPS", 5)
     monkeypatch.setattr(experiments, "STEPS_SECONDS", 0.0)
     session.measure(lambda: None)
-    for line in experiments.read_results(session.results):
+    lines = experiments.read_results(session.results)
+    assert [line["change"] for line in lines] == ["rate-2", "rate-10"]
+    for line in lines:
         assert len(line["seconds"]) == len(line["baseline_seconds"]) == 5
         assert all(0 < seconds < 60 for seconds in line["seconds"] + line["baseline_seconds"])
 
@@ -280,7 +282,8 @@ def test_the_page_has_the_differences_intervals_and_verdicts_of_the_file(experim
     error = 4.303 * times.std(ddof=1) / math.sqrt(3)  # the table's t of 2 degrees of freedom for 95%
     ratio, low, high = np.exp([times.mean(), times.mean() - error, times.mean() + error])
     assert cells["good"][5:] == ["1 ×", "860,000", f"{ratio:.2f} × ({low:.2f} to {high:.2f})"]
-    assert "**burst**, seed 3, failed: burst burst" in table and table.count("failed:") == 1
+    assert "**burst**, rates 1 ×, seed 3, failed: burst burst" in table
+    assert table.count("rates 2 ×, seed 1, failed") == table.count("failed:") - 1 == 7  # in searches for rates
     assert "| letters | 860,000 | 480 | 983,040 | 1 × | 1.6000 (2), 1.6400 (3), 1.6100 (4), 1.6300 (5) |" in page
     assert "| good | `model.good=1` | good et al. | better |" in page
     assert "2026-11-23; P, Q; bf16; torch 2.13; gptworks 0.1 at abc" in page
@@ -335,14 +338,45 @@ def test_the_seed_that_chose_the_rates_does_not_count(experiments: Any) -> None:
     assert (row.factor, row.comparison.n, row.verdict) == (0.5, 4, "same")
 
 
-def test_until_all_rates_are_tuned_runs_at_the_recipes_rates_are_compared(experiments: Any) -> None:
+def test_the_rates_of_the_recipes_count_until_tuned_ones_have_intervals(experiments: Any) -> None:
     verdicts = importlib.import_module("verdicts")
-    lines = [*_lines({"baseline": BASELINE, "even": LOSSES["even"]}), _line("even", 6, 1.0, rates=0.5)]
-    (regime,) = verdicts.regimes_of([*lines, _line("new", 2, 1.5)])
-    assert {row.change: (row.factor, row.further) for row in regime.rows} == {"even": (None, None), "new": (None, None)}
-    assert {row.change: row.comparison.n for row in regime.rows} == {"even": 5, "new": 1}
-    page = importlib.import_module("experiments_page").page([*lines, _line("new", 2, 1.5)])
-    assert "| new | open: rates not tuned |" in page
+    both = {"baseline": BASELINE, "even": LOSSES["even"]}
+    lines = [_line(change, seed, loss) for change, of in both.items() for seed, loss in of.items()]
+    searches = [
+        _line(change, 1, loss, rates=factor) for change in both for factor, loss in ((1, 2.0), (0.5, 1.9), (0.25, 2.0))
+    ]
+    tuned = [
+        _line(change, seed, loss - 0.2, rates=0.5) for seed in (2, 3, 4) for change, of in both.items()
+        for loss in [of[seed]]
+    ]  # fmt: skip
+    for n, found in enumerate(verdicts.regimes_of([*lines, *searches, *tuned[:end]])[0] for end in (0, 4, 6)):
+        assert found.factor == (0.5 if n == 2 else None)
+        assert found.rows[0].comparison.n == (3 if n == 2 else 5)  # at the recipes' rates, seed 1 counts
+    page = importlib.import_module("experiments_page").page
+    assert "| letters, without tuned rates |" in page([*lines, *searches])
+    with_new = page([*lines, *searches, *tuned, _line("new", 2, 1.5)])
+    assert "| new | open: rates not tuned |" in with_new and "| even | same |" in with_new
+
+
+def test_a_run_without_a_partner_does_not_count_and_gets_one(session: Any, experiments: Any) -> None:
+    changes = session.changes[:1]
+    asked = replace(session, changes=changes, seeds=3)
+    asked.train(lambda: None, math.inf)
+    lines = experiments.read_results(session.results)
+    kept = [line for line in lines if (line["change"], line["seed"]) not in {("baseline", 2), ("rate-2", 3)}]
+    failed = {"failed": "no power", "loss": None}
+    kept = [line | failed if (line["change"], line["seed"]) == ("baseline", 4) else line for line in kept]
+    session.results.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    asked.train(lambda: None, math.inf)
+    added = experiments.read_results(session.results)[len(kept) :]
+    # the first two get their partners; where the baseline failed, no run of a change has one: the next seed is trained
+    assert {(line["change"], line["seed"]) for line in added} == {
+        ("baseline", 2), ("rate-2", 3), ("baseline", 5), ("rate-2", 5),
+    }  # fmt: skip
+    page = importlib.import_module("experiments_page").page(experiments.read_results(session.results))
+    assert "**baseline**, rates 0.125 ×, seed 4, failed: no power" in page
+    found = importlib.import_module("verdicts").regimes_of(experiments.read_results(session.results))[0]
+    assert found.rows[0].comparison.n == 3
 
 
 @pytest.mark.parametrize(
