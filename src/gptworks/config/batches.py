@@ -52,7 +52,7 @@ def in_whole_numbers(given: Mapping[str, Any], context_length: int) -> dict[str,
 
 
 def without_shares(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given settings without those that use shares, which an invalid model or length leaves unknown."""
+    """Return the settings without those given in shares, whose steps and tokens need other sections to be valid."""
     return {
         name: value
         for name, value in given.items()

@@ -97,7 +97,8 @@ class C4Rules(Section):
 
 
 class FineWebRules(Section):
-    """Drop lists, menus and boilerplate: the rules that FineWeb adds to Gopher's and C4's (Penedo et al., 2024)."""
+    """Drop pages of lists, menus or boilerplate: the rules that FineWeb adds to Gopher's and C4's (Penedo et al.,
+    2024)."""
 
     type: Measured[Literal["fineweb"]]
     min_punctuated_lines: Measured[Ratio] = Field(0.12, description="Least share of lines with final punctuation.")

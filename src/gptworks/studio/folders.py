@@ -1,4 +1,4 @@
-"""List the folders and files that the page may read, for the picker of Home. Links are not followed."""
+"""List folders and files that the studio may read, for the Home tab's picker. Links are not followed."""
 
 import os
 from collections.abc import Sequence

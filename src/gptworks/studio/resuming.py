@@ -71,7 +71,7 @@ class Extension:
     edits: list[tuple[str, str]]
     """Pairs of each setting that limits the run's length and its value as typed: the run's own, or a longer one."""
     why: str | None
-    """A sentence about the longer ones; None if the run's own suffice."""
+    """Why the run's own length is too short, as a sentence; None if it suffices."""
 
 
 def extension(run: RunFolder, forked_at: int | None = None) -> Extension:

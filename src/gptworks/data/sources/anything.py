@@ -99,10 +99,10 @@ class Files(Source):
         return self._read(unit, lambda error: None)
 
     def check(self) -> None:
-        """Look at all files.
+        """Look at all files, and warn of those left out.
 
         Raises:
-            UserError: none can be read.
+            UserError: none can be read, or a file is not the one that `sha256` names.
         """
         for file in self.files() if self.settings.sha256 else ():
             self.check_sum(file)

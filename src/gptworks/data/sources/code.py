@@ -48,7 +48,7 @@ class _SourceFiles(Source):
 
 
 class PythonStdlib(_SourceFiles):
-    """A source of the code of Python's standard library, which every machine has."""
+    """A source of the code of Python's standard library, which comes with Python."""
 
     settings: PythonStdlibSource
 

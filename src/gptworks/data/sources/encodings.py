@@ -196,7 +196,7 @@ def _first_wrong(opened: Open) -> int | None:
 
 
 _NUL, _CONTROLS = re.compile(rb"\0"), re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")
-"""Characters that UTF-8 text does not have, and that text in a guessed encoding does not have."""
+"""Bytes that show that a file is not text: the first if its encoding is known, the second if it is guessed."""
 
 
 def _bytes_around(opened: Open, at: int) -> bytes:

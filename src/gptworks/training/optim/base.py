@@ -67,7 +67,7 @@ class ByOwners(torch.optim.Optimizer):
 
     @cached_property
     def _divided(self) -> list[list[tuple[Owners, list[list[nn.Parameter]]]]]:
-        """For each group, the matrices of each owner. It never changes, because an owner may keep their state."""
+        """For each group, the matrices of each owner. The division is fixed: owners may keep the state of theirs."""
         return [
             list(divided_among_owners(group["params"], self.mesh, self.ownership.work)) for group in self.param_groups
         ]

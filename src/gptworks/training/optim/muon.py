@@ -102,7 +102,7 @@ class Muon(ByOwners, torch.optim.Muon):
         """Return orthogonalized Nesterov directions, bfloat16 [N, rows, columns], of N matrices. Empties both lists."""
         if (library := muon_library([*gradients, *averages])) is not None:
             return muon_updates(library, gradients, averages, group["momentum"], self._polynomials, group["eps"])
-        made = [directions(gradients, averages, group["momentum"])]  # in a list, since `pop` leaves no reference here
+        made = [directions(gradients, averages, group["momentum"])]  # in a list: `pop` below leaves no reference
         gradients.clear()  # frees gathered matrices before the products
         averages.clear()
         return orthogonalized(made.pop(), self._polynomials, group["eps"])
