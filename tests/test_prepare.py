@@ -387,12 +387,20 @@ def test_a_dataset_is_used_where_its_sources_are_gone(make: Make, tmp_path: Path
     write(tmp_path, *essays(30))
     tokenizer = {"type": "file", "path": str(tmp_path / "tokenizer.json")}
     prepare(make()).tokenizer.save(tokenizer["path"])
+    named = {"type": "file", "path": str(tmp_path / "named")}
+    (tmp_path / "named" / "additional_chat_templates").mkdir(parents=True)
+    shutil.copy(tokenizer["path"], tmp_path / "named" / "tokenizer.json")
+    for file in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        (tmp_path / "named" / file).write_text("{{ messages[0].content }}", encoding="utf-8")
     half = {"fraction": 0.5}
-    made = [prepare(make(kind, validation=half)) for kind in (None, tokenizer)]
+    kinds = (None, tokenizer, named)
+    made = [prepare(make(kind, validation=half)) for kind in kinds]
+    assert "other_templates" in made[-1].manifest.made_from
     shutil.copytree(tmp_path / "data", tmp_path / "copy", copy_function=shutil.copyfile)
     shutil.rmtree(tmp_path / "text")
     (tmp_path / "tokenizer.json").unlink()
-    for kind, known in zip((None, tokenizer), made, strict=True):
+    shutil.rmtree(tmp_path / "named")
+    for kind, known in zip(kinds, made, strict=True):
         recipe = make_again(make(kind, validation=half), tmp_path / "copy")
         with pytest.warns(UserWarning, match=rf"{tmp_path}.*no such.*copy/{known.folder.name}, made by these settings"):
             found = prepare(recipe, report=lambda *_: pytest.fail("it worked"))

@@ -25,6 +25,7 @@ from gptworks.errors import RunError, UserError
 from gptworks.files import fetched_path, file_lock, local_path, mirror_of, shown, url_of
 from gptworks.files import mirror as mirrors
 from gptworks.files.remote import Remote
+from gptworks.interop.html_file.exporting import export_html
 from gptworks.recipe import load_recipe, parse_recipe, save_recipe
 from gptworks.training import remote_run, uploads
 from gptworks.training.distributed.ranks import ALONE
@@ -478,6 +479,12 @@ def test_a_run_starts_from_one_in_a_store(whole: tuple[dict[str, Any], Path], tm
     recipe = load_recipe({key: tree[key] for key in ("name", "data", "train")} | {"initialize_from": URL})
     assert recipe.model.d_model == 32
     assert recipe.initialize_from == mirror_of(URL)
+
+
+def test_a_run_in_a_store_is_exported_as_a_page(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    uploaded(*whole)
+    another_machine(tmp_path)
+    assert export_html(URL, tmp_path / "model.html", verify=False).bytes > 100_000
 
 
 def test_the_store_keeps_a_checkpoint_to_continue_from_until_a_newer_one_is_there(

@@ -243,6 +243,8 @@ def test_the_command_takes_a_dataset_a_recipe_and_a_run(trained_run: Path) -> No
     assert held_out["split"] == "validation" and held_out["n"] > 0
     with pytest.raises(UserError, match="is not built: run `gptworks data build"):
         data_of(tiny.write_recipe(trained_run.parent), ["tokenizer.type=word"])
+    with pytest.raises(UserError, match=r"is not in nowhere, its data\.cache_dir"):
+        data_of(trained_run, ["data.cache_dir=nowhere"])
     with pytest.raises(UserError, match="is a dataset, which has no settings: leave out seed=1"):
         data_of(made.folder, ["seed=1"])
 

@@ -12,7 +12,7 @@ PersonalData = Literal["email", "ip", "phone", "key"]
 
 
 class RepairEncoding(Section):
-    """Repair wrongly decoded text (`cafÃ©`) and drop what cannot be repaired. Needs the `clean` extra."""
+    """Repair wrongly decoded text (`cafÃ©`), and drop documents that it cannot repair. Needs the `clean` extra."""
 
     type: Measured[Literal["repair-encoding"]]
     max_lost: Measured[Ratio] = Field(
@@ -230,8 +230,8 @@ def check_order(filters: tuple[FilterConfig, ...]) -> tuple[FilterConfig, ...]:
         ValueError: a filter in `GlobalFilter` occurs twice, or comes before a filter of single documents.
     """
     found = [one.type for one in filters if isinstance(one, GlobalFilter)]
-    if len(set(found)) < len(found):
-        raise ValueError(f"{found[0]} is listed more than once: keep one")
+    if again := [name for n, name in enumerate(found) if name in found[:n]]:
+        raise ValueError(f"{again[0]} is listed more than once: keep one")
     for earlier, later in itertools.pairwise(filters):
         if isinstance(earlier, GlobalFilter) and not isinstance(later, GlobalFilter):
             raise ValueError(

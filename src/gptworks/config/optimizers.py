@@ -47,8 +47,8 @@ class Ownership:
     element_bytes: int
     """Bytes per element of the tensors that an owner gathers, and of the updates that it sends."""
     scratch_bytes: Callable[[dict[Shape, int], int], int]
-    """Returns the peak scratch memory of an owner that gathers parts of matrices, in bytes, from the number of matrices
-    of each shape and the number of owners."""
+    """Returns the peak scratch bytes of an owner that gathers matrices, given the number of matrices of each shape and
+    the number of owners."""
     keeps_state: bool = False
     """Whether only the owner keeps a matrix's state; otherwise each rank keeps the state of its parts."""
 
@@ -177,9 +177,9 @@ class OptimizerSettings(BatchSettings):
     learning_rate: Steering[float] = Field(
         0.02,
         gt=0,
-        description="Peak rate of AdamW. Default with Muon: 0.02, above d_model 512 times √(512 / d_model). AdamW "
-        "only: 0.5 / d_model, at most 0.003. From trained weights: 0.0768 / d_model, ten times that for an adapter, a "
-        "fifth of it for preferences and rewards, at most 0.001.",
+        description="Peak rate of AdamW and SOAP. Default with Muon: 0.02, above d_model 512 times √(512 / d_model). "
+        "Without Muon: 0.5 / d_model, at most 0.003. From trained weights: 0.0768 / d_model, ten times that for an "
+        "adapter, a fifth of it for preferences and rewards, at most 0.001.",
     )
     muon_learning_rate: Steering[float] = Field(0.02, gt=0, description="Peak rate of Muon.")
     rate_factors: RateFactors = Field(RateFactors(), description="Factors of the peak rates by kind of parameter.")
@@ -199,7 +199,7 @@ class OptimizerSettings(BatchSettings):
     weight_decay: Steering[float] = Field(
         0.01,
         ge=0,
-        description="Decoupled, on matrices only. Default with Muon: 0.01; AdamW only: 0.1; from trained weights: 0.",
+        description="Decoupled, on matrices only. Default: 0.01; AdamW only: 0.1; from trained weights: 0.",
     )
     cautious_weight_decay: Steering[bool] = Field(
         False, description="Decay only weights that the update moves towards zero (Chen et al., 2025)."

@@ -19,8 +19,11 @@ from gptworks.files import sha256_file
 from gptworks.special_tokens import stating_files
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 
-_CONTENTS = ("format_version", "sources_signature", "clean_files", "tokenizer_files", "chat_template", "snippets_by")
-"""Keys of the identity that are no settings; without the sources or the tokenizer's files, they can't be compared."""
+_CONTENTS = (
+    "format_version", "sources_signature", "clean_files", "tokenizer_files", "chat_template", "other_templates",
+    "snippets_by",
+)  # fmt: skip
+"""Keys of `made_from` that are not settings: computing them may take sources or tokenizer files that are gone."""
 _PLACES = ("path", "url", "sha256")
 
 
@@ -46,7 +49,7 @@ def made_from(recipe: AnyRecipe) -> dict[str, Any]:
 
 def _settings(recipe: AnyRecipe) -> dict[str, Any]:
     data, tokenizer = recipe.data, recipe.tokenizer.model_dump(mode="json")
-    if tokenizer.get("begin_prompts") is False:  # as in the datasets that were built before this setting
+    if tokenizer.get("begin_prompts") is False:  # datasets built before this setting existed lack it
         del tokenizer["begin_prompts"]
     return {
         "sources": [source.model_dump(mode="json") for source in data.sources],

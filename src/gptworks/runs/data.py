@@ -198,7 +198,11 @@ class RunData:
                 "padding": row.padding, "documents": len(row.pieces), "tokens": tokens}  # fmt: skip
 
     def step(self, step: int) -> StepSamples:
-        """Return the samples of one of the run's steps; see `samples_of_step`."""
+        """Return the samples of one of the run's steps; see `samples_of_step`.
+
+        Raises:
+            UserError: this is not a run, it has not reached the step, or its files are damaged.
+        """
         if self.folder is None or self.recipe is None:
             raise UserError(f"{self.id} is not a run: it has no training steps. Give a run folder.")
         with self.checked():
@@ -225,7 +229,7 @@ def data_of(place: str | Path, overrides: Sequence[str] = ()) -> RunData:
     """Open the data of `place`: the folder of a dataset or a run, or a recipe whose data has been built.
 
     Raises:
-        UserError: the data is missing or was changed.
+        UserError: the data is missing or was changed, or `overrides` are given for a dataset.
     """
     folder = Path(place)
     if (folder / MANIFEST_FILE).is_file():
@@ -234,14 +238,14 @@ def data_of(place: str | Path, overrides: Sequence[str] = ()) -> RunData:
         return RunData(str(place), None, None, open_prepared(folder))
     recipe = load_dataset_recipe(place, overrides)
     if folder.is_dir() and (found := all_checkpoints(folder)):
-        return data_of_run(str(place), folder, str(found[0].state().get("data_fingerprint") or ""))
+        return data_of_run(str(place), folder, str(found[0].state().get("data_fingerprint") or ""), overrides)
     prepared = find_prepared(recipe)
     if prepared is None:
         raise UserError(f"the data of {place} is not built: run `gptworks data build {shlex.quote(str(place))}` first.")
     return RunData(str(place), None, recipe if isinstance(recipe, Recipe) else None, prepared)
 
 
-def data_of_run(name: str, folder: Path, trained_on: str) -> RunData:
+def data_of_run(name: str, folder: Path, trained_on: str, overrides: Sequence[str] = ()) -> RunData:
     """Open the data that a run was trained on, found by its fingerprint `trained_on`.
 
     Raises:
@@ -252,7 +256,7 @@ def data_of_run(name: str, folder: Path, trained_on: str) -> RunData:
             f"{name} was not trained here but imported, so there is no prepared data of it. Choose a run that was "
             f"trained, or a dataset."
         )
-    recipe = load_recipe(folder)
+    recipe = load_recipe(folder, overrides)
     prepared = find_of_run(recipe, folder, trained_on)
     if prepared is None:
         raise UserError(

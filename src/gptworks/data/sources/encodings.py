@@ -1,5 +1,5 @@
-"""Read text files in any encoding as UTF-8: by their byte order mark, as UTF-8, or in the encoding that chardet
-finds."""
+"""Read text files in any encoding as UTF-8. The encoding is that of the byte order mark, else UTF-8 if the bytes are
+valid, else a guess from the bytes, mostly by chardet."""
 
 import codecs
 import io
@@ -29,9 +29,9 @@ class Encoding(NamedTuple):
 
     name: str
     guessed: bool
-    """Whether chardet found it; False: the file states it, or is valid UTF-8."""
+    """Whether it was guessed from the bytes; False: a byte order mark states it, or the file is valid UTF-8."""
     n_bytes: int
-    """Bytes of the text in UTF-8, with a byte order mark."""
+    """Bytes of the text in UTF-8, including the byte order mark of a UTF-8 file."""
 
     @property
     def note(self) -> str:
@@ -55,10 +55,10 @@ def _find_encoding(file: Path, _: Any) -> Encoding:
 
 
 def decoded(data: bytes, name: Path) -> str:
-    """Return the text that bytes in any encoding are.
+    """Decode a text in any encoding, without its byte order mark.
 
     Raises:
-        UserError: as `find_encoding`; `name` is named.
+        UserError: see `find_encoding`; the message names `name`.
     """
     encoding = _found(name, lambda: io.BytesIO(data)).name
     return data.decode(encoding).removeprefix("\ufeff")
@@ -87,8 +87,8 @@ def _found(file: Path, opened: Open) -> Encoding:
 def guessed(data: bytes) -> str | None:
     """Return the likeliest encoding of bytes that are not UTF-8; None if none fits.
 
-    chardet ranks the encodings. One in which many words mix Latin letters with those of another script is passed over
-    (Italian would be read as Macedonian), and if chardet is unsure, as with a few words, cp1252 is taken where it fits.
+    chardet ranks the encodings. An encoding that gives many words with both Latin and other letters is passed over: it
+    would read Italian as Macedonian. If chardet is unsure, as for a few words, the result is cp1252 where that fits.
     """
     import chardet
 
@@ -159,7 +159,7 @@ class _Decoded(io.RawIOBase):
 
 
 def _checked(file: Path, opened: Open, name: str, is_guessed: bool) -> Encoding:
-    """Return the encoding with the text's size, after all of the text was decoded.
+    """Return the encoding with the text's size, after decoding all of the text.
 
     Raises:
         UserError: the file is not text in this encoding.
@@ -202,13 +202,13 @@ _NUL, _CONTROLS = re.compile(rb"\0"), re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]"
 def _bytes_around(opened: Open, at: int) -> bytes:
     with opened() as stream:
         left = at - _CHUNK_BYTES
-        while left > 0:
-            left -= len(stream.read(min(left, _CHUNK_BYTES)))
+        while left > 0 and (skipped := stream.read(min(left, _CHUNK_BYTES))):  # the file may have become shorter
+            left -= len(skipped)
         return stream.read(_GUESSED_BYTES)
 
 
 def _wide(head: bytes) -> str | None:
-    """Return the byte order of UTF-16 in which text without a mark is mostly Latin; None if it is not UTF-16."""
+    """Return the UTF-16 encoding, by its byte order, of mostly Latin text without a mark; None if it is not UTF-16."""
     n_even, n_odd, half = head[::2].count(0), head[1::2].count(0), len(head) // 2
     if n_even == 0 and n_odd > 0.4 * half:
         return "utf-16-le"

@@ -14,7 +14,7 @@ from gptworks.checkpoint import Report, choose_checkpoint, load_run
 from gptworks.choices import HTMLWeights
 from gptworks.config import Recipe
 from gptworks.errors import UserError
-from gptworks.files import new_folder, open_new, replacing_by_name, write_whole
+from gptworks.files import fetched_path, new_folder, open_new, replacing_by_name, write_whole
 from gptworks.infer.backends.native import refused_architecture
 from gptworks.interop.exports import leave_out_heads
 from gptworks.interop.html_file.blocks import blocks
@@ -37,18 +37,18 @@ MOST_PARAMETERS = 600_000_000
 MOST_CACHE_BYTES = 1 << 28
 """Maximum size of keys and values; a longer context is cut to fit."""
 FP32_CACHE_BYTES = 1 << 26
-"""Up to this size, keys and values are kept in fp32, otherwise in bf16."""
+"""Keys and values are in fp32 up to this size, or if the weights are in fp32; otherwise they are in bf16."""
 BYTES_PER_SECOND = {"fp32": 5e9, "bf16": 3e9, "int8": 6e9, "int4": 5e9}
-"""Weights that one core reads in Chromium: of a model of 430M parameters on a busy server's core (2026), 60 % of the
-best."""
+"""Bytes of weights that one core reads per second in Chromium: 60 % of the best speed measured with 430M parameters on
+a busy server (2026)."""
 TOKEN_SECONDS = 1e-4
-"""Time of a token for other work: sampling, scores and drawing."""
+"""Seconds per token for other work: sampling, scores and drawing."""
 
 HEADERS = """/*
   Cross-Origin-Opener-Policy: same-origin
   Cross-Origin-Embedder-Policy: require-corp
 """
-"""The file _headers, which Netlify and Cloudflare Pages read: with these headers, browsers allow a page threads."""
+"""The file _headers, which Netlify and Cloudflare Pages read. Browsers let a page with these headers use threads."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Export:
     weights: str
     bytes: int
     weight_bytes: int
-    """Bytes of the weights, which as text are 16 to 18 % more."""
+    """Bytes of the weights; as text in the page, they take 16 to 18 % more."""
     parameters: int
     step: int
     context: int
     check: Check | None
-    """What was compared with the engine; None: the file is unchecked."""
+    """The result of the comparison with the engine; None: the file is unchecked."""
     unchecked: str | None
     """The reason why the file is unchecked."""
     notes: tuple[str, ...]
@@ -102,14 +102,14 @@ def export_html(
         raise UserError(f"{out}: give it a name that ends in .html, without which browsers show a page as plain text.")
     if weights is not None and weights not in get_args(HTMLWeights):
         raise UserError(f"weights={weights}: it must be one of {', '.join(get_args(HTMLWeights))}.")
-    chosen = choose_checkpoint(Path(run), checkpoint, report)
-    _check_computable(load_recipe(Path(run)))
-    tokenizer = load_tokenizer(Path(run) / "tokenizer")
+    folder = fetched_path(run)
+    chosen = choose_checkpoint(folder, checkpoint, report)
+    _check_computable(load_recipe(folder))
+    tokenizer = load_tokenizer(folder / "tokenizer")
     words = words_of(tokenizer)
-    template = load_chat_template(Path(run) / "tokenizer", tokenizer)
-    loaded = load_run(
-        run, checkpoint, weights="auto" if weights is None and chosen.is_quantized else weights or "int8", report=report
-    )
+    template = load_chat_template(folder / "tokenizer", tokenizer)
+    taken = weights or ("auto" if chosen.is_quantized else "int8")
+    loaded = load_run(folder, checkpoint, weights=taken, report=report)
     model = loaded.model
     notes = leave_out_heads(model)
     if template is not None and not accepted(template):
@@ -153,7 +153,7 @@ def _blocks(image: Image) -> Iterator[tuple[str, bytes]]:
 def _write(
     file: Path, title: str, page: Any, about: dict[str, Any], blocks: Iterable[tuple[str, bytes]], split: bool
 ) -> int:
-    """Write the page and, if it is split, the blocks next to it; return their bytes."""
+    """Write the page and, if it is split, the blocks next to it; return their size in bytes."""
     n_bytes = 0
     if split:
         about["files"] = {}
@@ -184,9 +184,9 @@ def _check_computable(recipe: Recipe) -> None:
 
 
 def _cache_of(model: GPT, notes: list[str]) -> tuple[int, torch.dtype]:
-    """Return the positions and the dtype of the page's cache."""
+    """Return the number of positions and the dtype of the page's cache; add a note if the context is cut."""
     config = model.config
-    of_position = 2 * config.n_layers * config.n_kv_heads * config.d_head  # numbers
+    of_position = 2 * config.n_layers * config.n_kv_heads * config.d_head  # numbers cached per position
     is_small = model.token_embedding.weight.dtype == torch.float32 or (
         4 * of_position * config.context_length <= FP32_CACHE_BYTES
     )
@@ -210,7 +210,7 @@ def _model(image: Image, model: GPT, capacity: int) -> dict[str, Any]:
 
 
 def shape_of(model: GPT) -> dict[str, int]:
-    """Return the sizes of what a trace writes down (js/trace.js)."""
+    """Return the sizes of the values that a trace records (js/trace.js)."""
     return {name: getattr(model.config, name) for name in ("n_layers", "n_heads", "d_head", "d_model", "d_ff")}
 
 
