@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class Kind(NamedTuple):
-    """What a file of the corpus holds."""
+    """The size and the form of a file of the corpus."""
 
     n_bytes: int
     sentences: int
-    """Sentences in a line, at most: an utterance has one, a paragraph several."""
+    """Maximum number of sentences in a line: an utterance has one, a paragraph several."""
     speakers: tuple[str, ...] = ("",)
     """Beginnings of lines."""
 
@@ -66,7 +66,7 @@ class Language:
         self._prepositions, self._chances = self._drawn(_PREPOSITIONS), self._uniform()
 
     def _words(self, syllables: Sequence[str], n: int) -> list[str]:
-        """Return different words of two to four syllables, the short ones first, as the frequent words of English."""
+        """Return different words of two to four syllables, short ones first, since frequent English words are short."""
         found: dict[str, None] = {}
         while len(found) < n:
             found["".join(self._random.choices(syllables, k=self._random.choice((2, 3, 3, 4, 4))))] = None
@@ -120,7 +120,7 @@ def write(folder: Path, share: float = 1.0, n_pairs: int = 1000) -> None:
     """Write the texts and the pairs.
 
     Args:
-        share: of the corpus's bytes.
+        share: fraction of the corpus's bytes to write.
     """
     texts, language = folder / "train_10M", Language(seed=1)
     texts.mkdir(parents=True, exist_ok=True)

@@ -36,8 +36,8 @@ MOST_RUNS = 300
 """Number of pairs up to which the intervals are valid."""
 
 GROWTH = 0.05
-"""Exponent with which intervals grow with the number of pairs, in standard errors: more of the error for early looks,
-when most differences are decided."""
+"""Exponent with which an interval's width in standard errors grows with the number of pairs. The growth spends more of
+the error on early looks, when most differences are decided."""
 
 ERROR = 0.05
 """Probability that any interval ever shown misses its true difference."""
@@ -149,7 +149,7 @@ def _most_scattered(losses: Mapping[str, Losses], beside: Losses, of: int) -> st
 @cache
 def _multiple(changes: int, freedom: int) -> float:
     """Return the half-width, in standard errors, with which all intervals of this many changes, after any number of
-    pairs, contain their true differences; `freedom`: degrees of freedom of the noise."""
+    pairs, contain their true differences with probability 1 − ERROR; `freedom`: degrees of freedom of the noise."""
     most, scales = _largest(), np.sqrt(_random().chisquare(freedom, 4_000) / freedom)
     low, high = 0.0, 100.0
     while high - low > 1e-4:
@@ -161,7 +161,8 @@ def _multiple(changes: int, freedom: int) -> float:
 
 @cache
 def _largest() -> NDArray[np.float32]:
-    """Return simulated series' largest distance of a mean from 0 over all looks, relative to the interval, sorted."""
+    """Return the largest distance of a mean from 0 over all looks, in half-widths of the interval, of each simulated
+    series; sorted."""
     n = np.arange(FEWEST_RUNS, MOST_RUNS + 1, dtype=np.float32)
     random, widths = _random(), np.sqrt(n) * (n / FEWEST_RUNS) ** GROWTH
     parts = [

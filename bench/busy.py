@@ -48,7 +48,7 @@ def recipe(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def busy_core(wanted: bool) -> Iterator[None]:
-    """Return a context in which another process computes without a pause."""
+    """Return a context in which another process, if `wanted`, computes without a pause."""
     other = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if wanted else None
     try:
         yield
@@ -59,7 +59,7 @@ def busy_core(wanted: bool) -> Iterator[None]:
 
 
 def tokens_per_second(file: Path, run_dir: Path, n_threads: int, environment: dict[str, str]) -> float:
-    """Return the speed of the steps after the first few."""
+    """Train, and return the tokens per second of the steps after the first WARM_UP."""
     command = [sys.executable, "-m", "gptworks", "train", str(file), f"run_dir={run_dir}", f"train.threads={n_threads}"]
     subprocess.run(command, check=True, env={**os.environ, **environment}, stderr=subprocess.DEVNULL)
     steps = [record for record in read_metrics(run_dir / "metrics.jsonl") if record["kind"] == "train"][WARM_UP - 1 :]

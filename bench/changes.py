@@ -16,7 +16,7 @@ class Change:
     settings: tuple[str, ...]
     """`key.path=value` settings, which together make the change."""
     source: str
-    """Who proposed it, or whose recipe has it."""
+    """The publication that proposed the change, or the model whose recipe has it."""
     length: float = 1.0
     """Number of tokens, relative to the baseline's."""
 
@@ -31,10 +31,10 @@ def _change(name: str, settings: str, source: str) -> Change:
 
 
 CHANGES = (
-    # the baseline's length, with which changes are compared in equal time
+    # baselines of other lengths, by which changes are compared in equal time
     Change(SHORTER, (), "the baseline for half the time", 0.5),
     Change(LONGER, (), "the baseline for twice the time", 2.0),
-    # the table's next changes
+    # averages, schedules, batches, shape
     _change("even-average", "train.average_last=0.2", "Izmailov et al., 2018"),
     _change("growing-batch", "train.smaller_batches=[[120,8]]", "Smith et al., 2018"),
     _change("two-tokens-ahead", "model.n_future_tokens=2", "Gloeckle et al., 2024"),
@@ -140,4 +140,4 @@ CHANGES = (
     # regularization
     _change("dropout", "model.dropout_residual=0.1", "Srivastava et al., 2014"),
 )  # fmt: skip
-"""In order of training, so that an unfinished seed lacks the last changes."""
+"""All changes, in the order in which they are trained: an unfinished seed lacks the last ones."""

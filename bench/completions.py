@@ -68,8 +68,8 @@ def first_function(text: str, finished: bool) -> str:
 
 
 def with_blocks_ended(source: str) -> str:
-    """Return a function, cut after a line, with a `pass` for an empty block and a `finally` for each open `try`. One
-    that is no more than its first line is left as it is."""
+    """Return a function, cut after a line, with a `pass` for an empty block and a `finally` for each open `try`. A
+    function of one line is unchanged."""
     lines = [line for line in source.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     indent, tries = "", []
     for line in lines:
@@ -114,11 +114,11 @@ def loops(text: str) -> bool:
 
 
 def begins_with_garbage(prompt: str, made: str) -> bool:
-    """Whether a completion of a prompt is empty or begins with text that does not continue it as Python.
+    """Whether a completion is empty, or begins with text that does not continue its prompt as Python.
 
-    It does not if it goes on with the prompt's last word, or if the prompt and the completion's beginning, up to the
-    end of its first line that has more than a comment, hold a character that cannot be printed or are no beginning of
-    a Python file (`codeop`), or if this beginning and the prompt's last line have more marks than twice their letters
+    Such text goes on with the prompt's last word, or breaks a rule for the prompt and the completion together, up to
+    the end of the completion's first line that has more than a comment: all characters can be printed, the text can
+    begin a Python file (`codeop`), and from the prompt's last line on, it has at most twice as many marks as letters
     and digits.
     """
     lines = made.splitlines(keepends=True)

@@ -235,7 +235,7 @@ WAYS = {"nanochat's": nanochats, "litGPT's": litgpts, "litdata": litdatas}
 
 
 def measure(command: list[str]) -> tuple[float, float, int]:
-    """Return the wall time, the CPU time of all processes, and the maximum bytes that they held."""
+    """Run a command; return its wall time, and the CPU time and the peak memory in bytes of all its processes."""
     started, peak, ended = time.perf_counter(), 0, threading.Event()
     process = subprocess.Popen(
         command,

@@ -3,8 +3,8 @@
     python bench/defaults.py rates                                # a sweep of the rates at four widths
     python bench/defaults.py table --english FOLDER --shakespeare FILE --minutes 2
 
-Step times are measured once, on an idle machine (`--measure`), and turned into numbers of steps, so that a busy machine
-takes longer but gives the same losses. Each finished run is a line of `--results` and is not repeated.
+Step times are measured on an idle machine, given (`--step-seconds`), and turned into numbers of steps, so that a busy
+machine takes longer but gives the same losses. Each finished run is a line of `--results` and is not repeated.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def in_process(tree: dict[str, Any], threads: int) -> dict[str, float]:
 
 
 def jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return the name and recipe of each run."""
+    """Yield the name and recipe of each run."""
     paths = {"english": arguments.english, "shakespeare": arguments.shakespeare, "stdlib": None}
     folder = Path(arguments.runs)
     if arguments.what == "rates":
@@ -138,7 +138,7 @@ def jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def main() -> None:
-    """Run what the arguments ask for, and print all results so far."""
+    """Train the runs that the arguments ask for and that have no result yet; print their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["rates", "table", "one"])
     parser.add_argument("--english", type=Path)

@@ -52,7 +52,7 @@ PACKAGES = ("torch", "sympy", "numpy")
 """Packages whose Python files the mixture reads; torch depends on the other two, so they are installed."""
 
 PROBE_STEPS = 8
-"""Number of steps of the baseline whose loss shows whether the source computes as it did."""
+"""Number of the baseline's steps whose loss shows whether the source code still computes the same numbers."""
 PARTS, LEAST_STEPS, MOST_STEPS, STEPS_SECONDS = 5, 15, 40, 4.0
 """A measurement of step times: its parts, whose ratios are compared, and its bounds in steps and seconds."""
 
@@ -78,7 +78,7 @@ class Laboratory:
         `factor` times the change's own learning rates.
 
         Raises:
-            UserError: the change is not valid there, changes nothing, or makes losses incomparable.
+            UserError: the change is not valid on the regime, changes nothing, or makes losses incomparable.
         """
         return recipe_of(self.folder / f"{regime}.yaml", self._places(regime), change, seed, factor)
 
@@ -131,7 +131,7 @@ class Run:
     change: Change
     seed: int
     factor: float = 1.0
-    """What multiplies the learning rates."""
+    """Factor of the learning rates."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Session:
     jobs: int = 1
     """Number of runs side by side."""
     hours: float | None = None
-    """Instead of giving each change its runs, train what decides an open verdict within so many hours."""
+    """Train only runs that decide an open verdict within so many hours; None: train `seeds` pairs of each change."""
 
     @cached_property
     def recipes(self) -> dict[str, str]:
@@ -162,12 +162,12 @@ class Session:
 
     @cached_property
     def manifests(self) -> dict[str, Manifest]:
-        """The text of each regime, which is prepared if it is not yet."""
+        """The manifest of each regime's text, which is prepared first if necessary."""
         return {regime: prepare(self.laboratory.recipe(regime)).manifest for regime in self.regimes}
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """The place of this session's runs, by regime."""
+        """The `Place` of this session's runs, by regime."""
         return {
             regime: (
                 self.provenance["processor"], manifest.fingerprint, self.numerics(regime),
@@ -176,8 +176,8 @@ class Session:
         }  # fmt: skip
 
     def numerics(self, regime: str) -> str:
-        """Return a hash of the baseline's loss after a few steps. If it differs, so does the rounding or the random
-        numbers of this source, and a seed's run is no pair of one that was trained before."""
+        """Return a hash of the baseline's loss after a few steps. If the hash has changed, so have rounding or random
+        numbers, and runs from before and after the change are no pairs, even with the same seed."""
         length = PROBE_STEPS / (self.laboratory.recipe(regime).train.max_steps or 1)
         recipe = self.laboratory.recipe(regime, Change("probe", (), "", length))
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"evaluate_sequences": 16})})
@@ -194,14 +194,14 @@ class Session:
         }  # fmt: skip
 
     def wanted(self) -> Iterator[Run]:
-        """Yield the runs to do, the most useful first, as the results are now."""
+        """Yield the runs that the results so far lack, the most useful first."""
         results = read_results(self.results)
         yield from self._tuning_runs(results)
         yield from self._first_runs(results) if self.hours is None else self._deciding_runs(results, self.hours)
 
     def _tuning_runs(self, results: Sequence[Result]) -> Iterator[Run]:
-        """Yield the next run in each search for learning rates that is not over; if only open verdicts are to be
-        decided, of the changes that the regime has on record."""
+        """Yield the next run of each unfinished search for learning rates; with `hours`, only for the changes that the
+        regime has on record."""
         for regime in self.regimes:
             for change in (NOTHING, *self.changes):
                 runs = self._runs(results, regime, change)
@@ -234,7 +234,7 @@ class Session:
                 yield from self._pair(results, regime, change, seed)
 
     def _pair(self, results: Sequence[Result], regime: str, change: Change, seed: int) -> Iterator[Run]:
-        """Yield the missing runs of a pair, the baseline's first; none while rates of theirs are not tuned."""
+        """Yield the missing runs of a pair, the baseline's first; none until the rates of both are tuned."""
         runs, factors = self._compared(results, regime, change)
         if len(factors) == 2:
             for each in (NOTHING, change):
@@ -293,7 +293,7 @@ class Session:
 
     def measure(self, stop_asked: Callable[[], Any]) -> None:
         """Measure steps with and without each change, in turns, so that other load on the machine affects both
-        alike. The time of one thread is its own, without that of other processes on its core."""
+        alike. With one thread, measure CPU time, which excludes other processes on the core."""
         known = read_results(self.results)
         clock = time.process_time if self.threads == 1 else time.perf_counter
         for regime in self.regimes:
@@ -313,7 +313,7 @@ class Session:
 
 
 def _agree(line: Result, expected: Result) -> bool:
-    """Whether a line is of these settings; its source's name may have been put in other words since."""
+    """Whether a line has all expected values; only the wording of its source may differ."""
     return all(line.get(key) == value for key, value in expected.items() if key != "source")
 
 

@@ -96,7 +96,7 @@ def gptworks(*arguments: object, shown: bool = False) -> str:
 
 
 def train(recipe: Path) -> dict[str, Any]:
-    """Train a recipe and evaluate it on its held-out text."""
+    """Train a recipe and evaluate it on its held-out text; return the figures."""
     gptworks("train", recipe, shown=True)
     run = Path("runs") / recipe.stem
     outcome = json.loads((run / "outcome.json").read_text(encoding="utf-8"))
@@ -106,7 +106,7 @@ def train(recipe: Path) -> dict[str, Any]:
 
 
 def first_hour(name: str, minutes: float, small: Path | None) -> dict[str, Any]:
-    """Run the three commands on a folder, then the other recipes for the same time."""
+    """Run the three commands on a folder, then the other recipes for the same time; return all figures."""
     about = make_folder(name, Path(name), small)
     print(f"\n{name}: {about}", file=sys.stderr)
     recipe = Path(f"{name}.yaml")
@@ -123,7 +123,7 @@ def first_hour(name: str, minutes: float, small: Path | None) -> dict[str, Any]:
 
 
 def tune(name: str, instructions: Path | None) -> dict[str, str]:
-    """Fine-tune a folder's model and ask it a question."""
+    """Fine-tune a folder's model and ask it a question; return the question and the answer."""
     if instructions is None:
         instructions = Path("instructions.jsonl")
         rows = list(stdlib_instructions.records())
@@ -150,7 +150,7 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def write(figures: Mapping[str, Any]) -> None:
-    """Write what is known so far."""
+    """Write the figures so far to results.json."""
     Path("results.json").write_text(json.dumps(figures, indent=2, ensure_ascii=False), encoding="utf-8")
 
 

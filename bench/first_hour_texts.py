@@ -29,7 +29,7 @@ _LISTS = {"top_level.txt", "entry_points.txt", "SOURCES.txt", "requirements.txt"
 
 
 def documentation() -> Iterator[str]:
-    """Return English texts of this machine: documentation of Python and system packages, manual pages, and docstrings
+    """Yield English texts of this machine: documentation of Python and system packages, manual pages, and docstrings
     of installed programs. Each paragraph appears once, because many packages have the same licence."""
     seen: set[bytes] = set()
     for text in itertools.chain(_files(), _docstrings()):
@@ -108,7 +108,7 @@ _SIGNS = {"aq": "'", "lq": '"', "rq": '"', "em": "--", "en": "-", "bu": "*", "co
 
 
 def _docstrings() -> Iterator[str]:
-    """Return the docstrings of each module's functions and classes as one text."""
+    """Yield the docstrings of each module, its functions and its classes as one text."""
     for file in itertools.chain(stdlib_files(), *(sorted(folder.rglob("*.py")) for folder in _packages())):
         try:
             with warnings.catch_warnings(action="ignore"):
@@ -148,8 +148,8 @@ def programs(n_bytes: int) -> list[str]:
 
 
 def write_mixed(folder: Path, english: list[str], code: list[str]) -> int:
-    """A folder of many kinds: texts, programs, records and a table with a column of text; and a table of numbers, a
-    PDF and images, which hold no text that is read. Returns the bytes of text."""
+    """Write files of many kinds to a folder: texts, programs, records and a table with a column of text; and a table of
+    numbers, a PDF and images, from which no text is read. Return the bytes of text."""
     parts = [english[n::4] for n in range(4)]
     n_bytes = write_texts(folder / "texts", parts[0], ".txt") + write_texts(folder / "notes", parts[1], ".md")
     n_bytes += write_texts(folder / "programs", code, ".py")

@@ -38,7 +38,7 @@ PARTS: dict[str, tuple[Callable[[Setup], None], float]] = {
     "layouts": (layouts, 120),
     "resuming": (resuming, 90),
 }
-"""What is measured, in this order, and seconds after which a part is ended."""
+"""The function of each part, in the order of measuring, and the seconds after which the part is ended."""
 
 
 def main() -> None:

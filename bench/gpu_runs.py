@@ -174,7 +174,7 @@ def layouts(setup: Setup) -> None:
 
 
 def resuming(setup: Setup) -> None:
-    """Compiled and uncompiled runs, and a run that lost its last checkpoint and was resumed."""
+    """Compare a compiled run with an uncompiled one, and with one that lost its last checkpoint and was resumed."""
     shape = next(iter(setup.scale.trained.values()))
 
     def losses(name: str, compiled: str, resume: bool = False) -> list[float]:

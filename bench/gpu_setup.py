@@ -1,4 +1,4 @@
-"""What bench/gpu.py measures at which sizes, and the tables that it prints."""
+"""The sizes at which bench/gpu.py measures, and the tables that it prints."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +20,9 @@ class Scale:
     """Models with the largest batch that a textbook's loop, which keeps all logits, has memory for on 80 GB."""
     n_steps: int
     packed: tuple[tuple[int, int, int], ...]
-    """Of the first model: rows at a time, the tokens of a row, and of a text in it on average."""
+    """For the first model: rows at a time, tokens of a row, and mean tokens of a text in a row."""
     planned: tuple[tuple[int, str, str, str], ...]
-    """Of the first model and the last: sequences at a time, checkpointing, optimizer, precision."""
+    """For the first model and the last: sequences at a time, checkpointing, optimizer, precision."""
     texts: tuple[int, ...]
     """Numbers of texts that are decoded at once, and of clients of the server."""
     new_tokens: int
@@ -61,7 +61,7 @@ class Setup:
     device: torch.device
     scale: Scale
     folder: Path
-    """Shared by all parts; it has the prepared text."""
+    """Folder that all parts share; it has the prepared text."""
 
     @property
     def precision(self) -> str:

@@ -169,7 +169,7 @@ def packed_batch(n_rows: int, length: int, mean: int, vocab_size: int, device: t
 
 
 def packing(setup: Setup) -> None:
-    """Rows of several texts: separated by a bias on the scores, and within the texts' bounds."""
+    """Compare two ways to separate the texts of a row: a bias on the scores, and the texts' bounds."""
     device, precision = setup.device, choose_precision("auto", setup.device)
     table(("model", "batch", "texts", "separated by", "loss", "tokens/s", "peak memory"))
     size = next(iter(setup.scale.trained))

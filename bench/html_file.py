@@ -44,7 +44,7 @@ GOALS = (
     ("page, 1 thread", "engine, 1 thread", 0.4),
     ("page, 2 threads", "engine, 2 threads", 0.4),
 )
-"""What is compared, with what, and the speed ratio to reach."""
+"""Names of two engines, and the ratio of their speeds to reach."""
 
 QUANTIZE = """
 import sys
@@ -82,7 +82,7 @@ NEW_FACTS = """(before) => {
   const said = [...document.querySelectorAll("p.facts")].at(-1)?.innerText ?? "";
   return said !== before && said.includes("tokens/s");
 }"""
-"""Whether another text is complete: it has another seed."""
+"""A JavaScript function: whether a new text is complete, since its facts differ from `before` in the seed."""
 
 
 # ------------------------------------------------------------------------------------------------------ what is made
@@ -202,7 +202,7 @@ class Ours:
 
 
 def work(run: Path, n_threads: int, n_tokens: int, orders: Connection) -> None:
-    """Answer each order with the speed of a text."""
+    """Answer each order with the tokens per second of one text."""
     import torch
 
     from gptworks.infer import load

@@ -75,7 +75,7 @@ class Simulated:
 
 
 def patient(campaign: Simulated, true_gains: Sequence[float]) -> None:
-    """Give each change all the pairs that it needs, up to the most."""
+    """Give each change all the pairs that it needs, up to MOST_PAIRS."""
     for true_gain in true_gains:
         tried = campaign.begin(true_gain)
         while len(tried.gains) < MOST_PAIRS and campaign.pair(tried).answer == "open":
@@ -121,7 +121,7 @@ def false_share(
 
 
 def found(deviation: float, n_campaigns: int, planted: float = 0.02, seed: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield (number of the try, pairs needed; 0: not found) of gains planted among 50 changes without effect."""
+    """Yield (number of the try, pairs needed, or 0 if not found) of 5 gains planted among 45 changes without effect."""
     draw = np.random.default_rng(seed)
     for _ in range(n_campaigns):
         campaign = Simulated(draw, NOISES["normal"], deviation, worth=planted / 4)

@@ -26,7 +26,7 @@ from gptworks.judge.page import PAGE
 MOST_WORK = 1.6
 """Proposals whose step has more FLOPs than this, relative to the champion's, are dropped."""
 LOOK, MOST_PAIRS = 3, 15
-"""Pairs of runs between two looks at a try, and the most of one."""
+"""Pairs of runs between two looks at a try, and maximum number of pairs of a try."""
 WAIT_SECONDS = 600
 
 Changes = Mapping[str, Any]
@@ -45,7 +45,7 @@ PROPOSALS: tuple[tuple[str, Changes], ...] = (
     ("a softer decay", {"train.decay_shape": "1-sqrt"}),
     ("small batches first", {"train.smaller_batches": [[0.3, 1]]}),
 )
-"""What the agent proposes, in its order."""
+"""The changes that the agent proposes, in this order."""
 
 
 class Agent:
@@ -89,7 +89,7 @@ class Agent:
         return answer
 
     async def campaign(self) -> str:
-        """Try all proposals while the budget lasts; return the judge's last line."""
+        """Try all proposals while the budget lasts, and end the campaign; return its final result as text."""
         say((await self.call("init"))["rules"])
         for name, changes in PROPOSALS:
             try:
@@ -104,7 +104,7 @@ class Agent:
 
 
 def one_further(changes: Changes) -> Changes | None:
-    """Return a change of one number once more halved; None if the change is of another kind."""
+    """Return a change of one float with the float halved; None if the change is of another kind."""
     ((key, value),) = changes.items()
     return {key: value / 2} if isinstance(value, float) else None
 

@@ -48,13 +48,13 @@ HELD_OUT = 0.1
 """Fraction of the text that is held out, at its end."""
 THREADS = 2
 FITTING = 0.95
-"""Fraction of the time that the steps are planned to take."""
+"""Fraction of the allowed time that the steps are planned to take."""
 MEASUREMENTS = 3
 """Number of times that a step is measured; the minimum counts, since other load can only add time."""
 TRIAL = 0.1
 """Fraction of a run after which its own speed decides whether it is in time."""
 ATTEMPTS = 3
-"""Most runs that are begun for an entry."""
+"""Maximum number of runs that are begun for an entry."""
 
 CONTENDERS = REPOSITORY / "bench" / "league"
 RESULTS = REPOSITORY / "docs" / "league.jsonl"
@@ -90,7 +90,7 @@ class League:
         """Return a contender's recipe as it is in its file.
 
         Raises:
-            UserError: there is none, or it breaks a rule.
+            UserError: no contender has this name, or its recipe breaks a rule.
         """
         if name not in self.names():
             raise UserError(f"{name} is no contender: {self.contenders} has {', '.join(self.names()) or 'none'}.")
@@ -110,7 +110,7 @@ class League:
             tree: a contender's recipe, or an entry's.
 
         Raises:
-            UserError: it breaks a rule.
+            UserError: the recipe breaks a rule.
         """
         if strange := sorted(tree.keys() - set(SECTIONS)):
             raise UserError(
@@ -142,7 +142,7 @@ class League:
         """Return the class in which a contender competes.
 
         Raises:
-            UserError: it has too many parameters for all of them.
+            UserError: the model has more parameters than the largest class holds.
         """
         known = with_vocab_size(recipe, prepare(recipe).manifest.vocab_size)
         return size_class(recipe.name, count_parameters(known.model).total)
@@ -182,7 +182,7 @@ class Clock:
 
 
 def here() -> Result:
-    """Return with what a run is trained here; see `CIRCUMSTANCES`."""
+    """Return the `CIRCUMSTANCES` of a run that is trained here, and the date."""
     found = provenance(THREADS)
     del found["threads"]
     name = re.sub(r"[^A-Za-z0-9 .,:()@+_/-]", " ", found["processor"]) or platform.machine()
@@ -193,7 +193,8 @@ def compete(league: League, name: str, seed: int, stop_asked: Callable[[], Any],
     """Train a contender and return its entry; None if a stop was asked for.
 
     Raises:
-        UserError: it breaks a rule, or the source is not committed. RunError: its run failed, or all were too slow.
+        UserError: the recipe breaks a rule, or the source is not committed.
+        RunError: a run failed, or all runs were too slow.
     """
     circumstances = here()
     if not re.fullmatch("[0-9a-f]+", circumstances["commit"]):
@@ -234,8 +235,8 @@ def _train_in_time(
 
 
 def _train_anew(recipe: Recipe, stop_asked: Callable[[], Any], report: Report) -> Result | None:
-    """Train from the first step: a run that continues after a stop would have measured its time under other
-    conditions."""
+    """Train from the first step, and return the figures; None if stopped. An earlier run is not continued, because its
+    time was measured under other conditions."""
     shutil.rmtree(recipe.run_dir, ignore_errors=True)
     found = train_recorded(recipe, stop_asked, report)
     shutil.rmtree(recipe.run_dir, ignore_errors=True)

@@ -41,9 +41,9 @@ class Entry(BaseModel):
     seconds: Figure
     """Time of all steps."""
     data: Sha256
-    """Sum of the token files."""
+    """Fingerprint of the token files."""
     held_out: Sha256
-    """Sum of the held-out text."""
+    """Fingerprint of the held-out text."""
     processor: Label
     precision: Label
     torch: Label

@@ -55,7 +55,8 @@ LAYOUTS = {
 
 
 def watched_rank(out: Path, recipe: Path, overrides: list[str]) -> None:
-    """Train as a rank of a run; write how much this process grew from before it made its model to `out`.RANK.
+    """Train as a rank of a run; write to the file `out`.RANK the bytes by which making and training its model grew this
+    process.
 
     A narrow model, to which the overrides belong, is trained first in the same way, so that code and threads' stacks
     are in memory before. The first checkpoint is written while the next step is taken.

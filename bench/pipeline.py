@@ -54,7 +54,7 @@ def questions(recipe: Recipe, n: int) -> list[Conversation]:
 
 def answers_in_form(run_dir: Path, asked: list[Conversation]) -> dict[str, float]:
     """Return the shares of answers that end, that have the right form, that do both, and that equal the dataset's
-    answer; the last also of the questions from which the answer follows, `decided`."""
+    answer; and, as `decided`, the share of equal answers to questions from which the answer follows."""
     engine = load(run_dir)
     template = engine.chat_template or ChatTemplate(BUILT_IN["alpaca"], engine.tokenizer)
     settings = SamplingSettings(temperature=0, max_tokens=MAX_TOKENS, stop_token_ids=template.end_token_ids)

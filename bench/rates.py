@@ -17,8 +17,8 @@ MOST_FACTORS = 4
 
 
 def next_factor(losses: Mapping[float, float]) -> float | None:
-    """Return the factor to try after those in `losses`; None: the search is over. First 1 and ½. If ½ is better, halve
-    as long as that helps; else double from 2 as long as that helps. The loss of a failed run is infinite."""
+    """Return the factor to try after those in `losses`; None: the search is over. The search begins with 1 and ½. If ½
+    is better, it halves as long as that helps; else it doubles from 2. The loss of a failed run is infinite."""
     for factor in (1.0, 0.5):
         if factor not in losses:
             return factor
@@ -42,8 +42,8 @@ def factor_of(line: Result) -> float:
 
 
 def tuning_losses(runs: Iterable[Result], here: Place | None) -> dict[float, float]:
-    """Return a change's losses by factor: in the place where the search is over, else `here` (None: nowhere). Places
-    are not mixed, because rounding moves a loss as much as a factor does."""
+    """Return a change's losses by factor, from the place where the search is over, or else from `here` (None: nowhere).
+    Places are not mixed, because rounding moves a loss as much as a factor does."""
     places: dict[Place, dict[float, float]] = {}
     for line in runs:
         if line["seed"] == TUNING_SEED:

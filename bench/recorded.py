@@ -24,15 +24,15 @@ from gptworks.runs.trials import evaluations, train_to_end
 Result = dict[str, Any]
 
 Place = tuple[str, str, str]
-"""What a pair of runs has in common apart from the seed: the processor, the text, and the source's numerics (a hash of
-a loss of the baseline, see `experiments.Session.numerics`)."""
+"""The circumstances that the runs of a pair share: the processor, the text, and the source's numerics (a hash of a loss
+of the baseline, see `experiments.Session.numerics`)."""
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def provenance(threads: int) -> Result:
-    """Return where and with what a run is trained: runs of a recipe are equal if all of these but the date are
-    equal."""
+    """Return the circumstances of a run that is trained here. Runs of a recipe are equal if all circumstances but the
+    date are equal."""
     return {
         "processor": cpu_name() or platform.machine(),
         "threads": threads,
@@ -45,7 +45,7 @@ def provenance(threads: int) -> Result:
 
 
 def place_of(line: Result) -> Place:
-    """Return the place of a run. Runs before 2026-11-27 have no numerics on record, and share their place."""
+    """Return the place of a run. Runs before 2026-11-27 have no numerics on record, so they share a place."""
     return line["processor"], line.get("data", ""), line.get("numerics", "")
 
 

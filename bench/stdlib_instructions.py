@@ -38,7 +38,7 @@ def has_form(instruction: str, answer: str) -> bool:
 
 
 def records() -> Iterator[Record]:
-    """Return one record per question; no question appears twice."""
+    """Yield one record per question; no question appears twice."""
     seen: set[str] = set()
     for function in _functions():
         for record in _records_of(function):
@@ -83,7 +83,7 @@ def _parameters(arguments: ast.arguments) -> list[str]:
 
 
 def pairs(rows: Iterable[Record]) -> Iterator[Record]:
-    """Return a pair for each instruction: its own answer is chosen; the answer to the previous instruction of the same
+    """Yield a pair for each instruction: its own answer is chosen; the answer to the previous instruction of the same
     kind, right in form but about another function, is rejected."""
     before: dict[str, str] = {}
     for row in rows:
@@ -96,7 +96,7 @@ def pairs(rows: Iterable[Record]) -> Iterator[Record]:
 
 
 def write(path: Path, rows: Iterable[Record]) -> int:
-    """Write the file; return its records."""
+    """Write the file, unless it has these records already; return their number."""
     rows = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -94,7 +94,7 @@ def textbook_step(
     """Return a function that does one step of the textbook loop on random windows of the tokens [N].
 
     Args:
-        blocks: compile each block instead of the model, which takes a deep model less time.
+        blocks: compile each block instead of the whole model; a deep model then compiles faster.
     """
     textbook = TextbookGPT(shape, fused).to(device)
     parameters = list(textbook.parameters())

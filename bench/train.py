@@ -93,7 +93,7 @@ def bench_recipe(shape: Shape, text: Path | None, folder: str, precision: str, *
     """Return the recipe of the model on the given text, or on the standard library's sources.
 
     Args:
-        train: more settings of that section.
+        train: further settings of the section `train`.
     """
     return parse_recipe(
         {
@@ -156,7 +156,7 @@ def read_tokens(folder: Path) -> Tensor:
 
 
 def work(connection: Connection, *arguments: object) -> None:
-    """Call `step_seconds` in a new process."""
+    """Send the result of `step_seconds`; a new process runs this function."""
     connection.send(step_seconds(*arguments))  # type: ignore[arg-type]
 
 

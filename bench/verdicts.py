@@ -17,7 +17,7 @@ WORTH = 0.005
 CORES = 2
 """Number of runs that train side by side, each on a core, in an estimate of hours."""
 START_SECONDS = 10.0
-"""Seconds of a run that are not training: it starts, evaluates and writes."""
+"""Seconds of a run outside training: starting, evaluating and writing."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +49,21 @@ class Row:
     settings: tuple[str, ...]
     source: str
     factor: float | None
-    """What multiplies the learning rates, see `rates`; None: they are not tuned, or the regime is compared without."""
+    """Factor of the learning rates, see `rates`; None: rates are not tuned, or those of the recipes are compared."""
     parameters: int | None
     """Number of the model's parameters; None: no run finished."""
     comparison: Comparison | None
     """Last loss minus the baseline's, in nats per token, both at their own factors; None: no seed, text and processor
     has runs of both."""
     failures: dict[int, str]
-    """Why a compared run failed, by seed."""
+    """The reason why a compared run failed, by seed."""
     step_time: StepTime | None
     """Step time relative to the baseline's, for equally many tokens; None: not measured."""
     verdict: str
     """better, worse, same, no gain, open, withdrawn or failed."""
     further: Further | None
-    """Of an open verdict; None: rates are not tuned, no change has enough runs to show the noise, or this one has
-    `MOST_RUNS`."""
+    """The runs that would decide an open verdict; None: the verdict is not open, rates are not tuned, no change has
+    enough runs to show the noise, or this one has `MOST_RUNS`."""
     in_time: InTime | None = None
     """The comparison in equal time; None: a step takes as long or was not measured, it differs by more than the lengths
     allow, or a loss has no interval."""
@@ -77,8 +77,8 @@ class Regime:
     baseline: tuple[Result, ...]
     """The finished runs of the baseline that are compared, oldest first."""
     factor: float | None
-    """The baseline's; None: it is not known, or the regime has intervals at the rates of the recipes only, which are
-    compared until it has some at tuned rates."""
+    """The baseline's factor; None: it is not known, or the runs at the rates of the recipes are compared, as long as
+    only these have intervals."""
     rows: tuple[Row, ...]
     """By loss, lowest first; then changes without a comparison, then failed ones."""
     runs: tuple[Result, ...]
@@ -88,7 +88,7 @@ class Regime:
 
 
 def verdict(value: float, margin: float, worth: float) -> str:
-    """Return what an interval shows: `better` or `worse` if it excludes 0; `same` if all of it is smaller than `worth`;
+    """Return an interval's verdict: `better` or `worse` if it excludes 0; `same` if all of it is smaller than `worth`;
     `no gain` if only gains of `worth` or more are excluded; else `open`."""
     if abs(value) > margin:
         return "better" if value < 0 else "worse"
@@ -138,7 +138,7 @@ def _regime(name: str, lines: list[Result], here: Place | None) -> Regime:
 
 
 def tuned_factors(runs: Iterable[Result]) -> dict[str, float]:
-    """Return what multiplies the learning rates of each change for which it is known."""
+    """Return the tuned factor of the learning rates of each change whose search for it is over."""
     by_change: dict[str, list[Result]] = {}
     for run in runs:
         by_change.setdefault(run["change"], []).append(run)
@@ -252,7 +252,7 @@ def n_tried(change: str, runs: Sequence[Result]) -> int:
 
 
 def next_seeds(change: str, runs: Sequence[Result], here: Place, n: int) -> tuple[int, ...]:
-    """Return the seeds of a change's next `n` pairs in a place, of which one run may be there already."""
+    """Return the seeds of a change's next `n` pairs in a place; one run of a pair may exist already."""
     failed = [run for run in runs if "failed" in run and run["change"] in (change, BASELINE)]
     used = seeds_of(change, runs, here) & seeds_of(BASELINE, runs, here)
     used |= {run["seed"] for run in failed if place_of(run) == here}
@@ -260,8 +260,8 @@ def next_seeds(change: str, runs: Sequence[Result], here: Place, n: int) -> tupl
 
 
 def _run_seconds(change: str, runs: Sequence[Result], times: Mapping[str, Result]) -> float:
-    """Return the seconds of a change's run with nothing else on the machine, for the regime's fastest training on
-    record, since other load only adds, and the change's step time, if it was measured."""
+    """Estimate the seconds of a change's run on an idle machine, from the regime's fastest training on record, since
+    other load only adds time, and from the change's step time, if it was measured."""
     ratios = {name: times_of(time).ratio for name, time in times.items()}
     of_baseline = next(run for run in runs if run["change"] == BASELINE)
     step_tokens = of_baseline["tokens"] / of_baseline["steps"]

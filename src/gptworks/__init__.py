@@ -13,9 +13,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & set(os.environ):
-    # Make waiting threads release their cores; under libgomp after some 40 microseconds, so that they are still awake
-    # for the next operation of a step. OpenMP reads these variables when torch loads it, so they have no effect in a
-    # program that has already imported torch.
+    # Make waiting threads release their cores. libgomp's threads first spin for some 40 microseconds, so that they are
+    # still awake for the next operation of a step. OpenMP reads these variables when torch loads it, so they have no
+    # effect in a program that has already imported torch.
     os.environ |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "2000"}
 
 __version__ = "0.2.0"

@@ -45,8 +45,8 @@ def train(
         change: paths of settings that the resumed run may change although its loss curve depends on them.
         force: start even if the plan says that the run does not fit in memory.
         report: called with a line on the settings kept from an earlier session; None: the display shows it.
-        prepare: makes the recipe's tokenizer and shards; None: the default, quiet or with a notebook's display.
-        settings: further overrides: of the section `train` by name (`max_steps=20`), others by section
+        prepare: makes the recipe's tokenizer and shards; None: `gptworks.prepare`, which reports only in a notebook.
+        settings: further overrides: settings of the section `train` by name (`max_steps=20`), other settings by section
             (`model={"n_layers": 2}`, `run_dir="runs/small"`).
 
     Raises:
@@ -69,7 +69,7 @@ def train_here(
     report: Callable[[str], None] | None = None,
     prepare: Callable[[Recipe], Prepared] | None = None,
 ) -> Outcome:
-    """Train as this process's rank, without reading the run's folder afterwards; see `train`."""
+    """Train a recipe's model as this process's rank, and return the outcome without reading the run; see `train`."""
     from gptworks.data.prepare import prepare as prepare_data
     from gptworks.device import choose_device
     from gptworks.training.distributed.ranks import join
@@ -131,7 +131,7 @@ def evaluate(
         run: a run folder, or the run that `gptworks.train` returned.
         overrides: settings that replace the run's, such as `"model.context_length=1024"`.
         checkpoint: best, last, or a step.
-        text: files of text; measures how well the model predicts them.
+        text: files of text whose loss to measure.
         task: files of tasks, whose items the model answers.
         shots: for tasks: numbers of solved examples in a prompt; each task is measured with each number.
         limit: for tasks and the harness: maximum number of items.
@@ -140,15 +140,16 @@ def evaluate(
         harness: names of lm-evaluation-harness tasks.
         calibration: measure whether tokens predicted with probability p are right in a share p of cases.
         memorization: measure the share of the model's text that is copied from the training text.
-        stride: number of tokens between the starts of windows; None: the context length.
+        stride: number of tokens between the starts of windows; None: the context length, for `text` half of it.
         by_position: also measure each eighth of the context.
         compressors: also measure gzip and xz on the same text.
         precision: precision of matrix products; None: the run's own.
         weights: format in which to load the weights; see `gptworks.load`. Results for weights that are rounded while
             loading are saved under their own name, such as text-book-int8.
+        device: auto, cpu, cuda or mps.
         save: write the results, except those of the validation split, to the run folder and its model card.
         report: called with a message for each fallback.
-        prepare: finds or builds the shards of the run's own text; None: the default, quietly.
+        prepare: finds or builds the shards of the run's own text; None: `gptworks.prepare`, without reports.
         progress: called with the number of items or tokens done, and their total.
 
     Raises:
@@ -225,7 +226,11 @@ def _read_text(path: Path) -> str:
 
 
 def with_changes(overrides: list[str], change: Collection[str], resume: bool) -> tuple[list[str], list[str]]:
-    """Return the overrides plus the items of `change` of the form KEY=VALUE; and the key of each item of `change`."""
+    """Return the overrides, plus the items of `change` of the form KEY=VALUE, and the key of each item of `change`.
+
+    Raises:
+        UserError: `change` is given without `resume`.
+    """
     if change and not resume:
         [first, *_] = change
         raise UserError(f"--change {first} is for a resumed run: add --resume, or give KEY=VALUE without it.")

@@ -83,7 +83,7 @@ _PROBE = ({"role": "user", "content": "question"}, {"role": "assistant", "conten
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 MOST_KEPT = 4
-"""Tokenizers kept for texts that follow others, one for each guard: a client's text decides which guard is used."""
+"""Maximum number of tokenizers that `_rest` caches: one for each guard, and clients' texts decide on the guards."""
 
 
 class ChatTemplate:
@@ -144,10 +144,12 @@ class ChatTemplate:
         """Return the token ids of `render`'s text. Special tokens come only from the template, never from a message.
 
         Args:
-            continues: end with the text of the final message instead, which the model then continues.
+            continues: end with the text of the final message, for the model to continue; `add_generation_prompt` then
+                has no effect.
 
         Raises:
             UserError: for the reasons of `render`; or the template changes the text of the message to continue.
+            Abandoned: the task was abandoned.
         """
         guarded, guard = self.guarded(messages)
         if not continues:
@@ -183,8 +185,8 @@ class ChatTemplate:
         return ids
 
     def _rest(self, tokenizer: Tokenizer, text: str, guard: str) -> list[int]:
-        """Return the token ids of a text that follows another one. Metaspace with the scheme `first` puts a space only
-        before the first word of all; a token for `guard`, which is not in the text, stands for the text before it."""
+        """Return the token ids of a text that follows another one. Metaspace with the scheme `first` would put a space
+        before it, so the text is encoded after a token for `guard`, a character that the text does not contain."""
         if tokenizer.pre_tokenizer is None or b'"prepend_scheme":"first"' not in tokenizer.pre_tokenizer.__getstate__():
             return encode_text(tokenizer, text)
         key = tokenizer.encode_special_tokens, guard
@@ -209,7 +211,7 @@ class ChatTemplate:
         return tuple(dict.fromkeys([*written, *special_tokens(self.tokenizer).ends]))
 
     def written_end(self) -> int | None:
-        """Return the id of the special token that the template writes after an assistant's answer; None if none."""
+        """Return the id of the special token that the template writes after an assistant's answer; None without one."""
         special = self.special_ids
         try:
             answered = self.render(_PROBE)
@@ -223,7 +225,11 @@ class ChatTemplate:
         return frozenset(i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special)
 
     def missing_tokens(self) -> tuple[str, ...]:
-        """Return names like <|this|> that the template writes but the tokenizer does not know as tokens."""
+        """Return names like <|this|> that the template writes but the tokenizer does not know as tokens.
+
+        Raises:
+            UserError: the template refuses a question with an answer.
+        """
         known = {token.content for token in self.tokenizer.get_added_tokens_decoder().values()}
         written = _NAMES.findall(self.render(_PROBE, add_generation_prompt=False))
         return tuple(name for name in dict.fromkeys(written) if name not in known)
@@ -318,7 +324,7 @@ def load_chat_template(tokenizer_folder: Path, tokenizer: Tokenizer) -> ChatTemp
     """Load the chat template in a run's tokenizer folder; None if the folder has none.
 
     Raises:
-        UserError: the template does not compile.
+        UserError: the file is not readable or is too large, or the template does not compile.
     """
     file = tokenizer_folder / TEMPLATE_FILE
     if not file.exists():
@@ -333,7 +339,7 @@ class FolderTemplates:
     named: Mapping[str, str]
     """Templates by name. A single template is `default`; `tool_use` is for conversations with tools."""
     source: str
-    """Name of the file that contains the templates, for messages."""
+    """Name of the file or folder that contains the templates, for messages; empty if there are none."""
 
     @property
     def default(self) -> str | None:
@@ -424,10 +430,11 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 def find_chat_template(config: TokenizerConfig) -> str | None:
-    """Return the source of the chat template that a recipe's tokenizer section names or its folder has; else None.
+    """Return the source of the chat template that a recipe's tokenizer section names, or else that its folder has; None
+    if there is none.
 
     Raises:
-        UserError: neither a built-in template nor a file has the name given.
+        UserError: neither a built-in template nor a file has the name given; or as `read_templates`.
     """
     if config.chat_template is None:
         path = config.path if isinstance(config, FileTokenizer | GPT2Tokenizer) else None

@@ -87,10 +87,10 @@ class Checkpoint:
         return ("model.safetensors", *(() if self.weights_only else ("optimizer.safetensors",)), "state.json")
 
     def verify(self, *names: str) -> None:
-        """Compare all files, or only the named ones, with the manifest.
+        """Compare all files, or only the named ones, with the manifest; fetch those that a remote run's mirror lacks.
 
         Raises:
-            UserError: a file is missing, truncated or changed.
+            UserError: a file is missing, truncated or changed, or the manifest is damaged.
         """
         described = self._described_files()
         for name in names or described:
@@ -210,7 +210,7 @@ class Checkpoint:
 
     @property
     def best_step(self) -> int | None:
-        """The run's step with the lowest validation loss so far, from state.json; None if that is damaged."""
+        """The run's step with the lowest validation loss so far, from state.json; None if the file is damaged."""
         try:
             step = self.state().get("best_step")
         except (OSError, UserError):
@@ -219,7 +219,7 @@ class Checkpoint:
 
 
 def remove_checkpoint(checkpoint: Checkpoint) -> None:
-    """Delete a checkpoint. If a crash interrupts this, the checkpoint is still complete, or has another name."""
+    """Delete a checkpoint. If a crash interrupts this, the checkpoint is complete, or has a name that is not read."""
     aside = checkpoint.folder.with_name(f".removing-{checkpoint.folder.name}")
     remove_tree(aside)
     checkpoint.folder.rename(aside)
@@ -263,13 +263,15 @@ def _first_whole(found: Iterable[Checkpoint], report: Report) -> Checkpoint | No
 
 
 def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambda _: None) -> Checkpoint:
-    """Return a run's `best` or `last` checkpoint, or that of a step, verified. `last` is the newest of either kind; the
-    initial weights are neither best nor last.
+    """Verify and return a run's `best` or `last` checkpoint, or the checkpoint of a step. `last` is the newest one of
+    either kind; the initial weights are neither best nor last.
 
-    If the best checkpoint is damaged, report it and return the best intact one before it, or else the newest.
+    A damaged checkpoint is reported and replaced: `best` by the best intact one before it, or else by the newest, and
+    `last` by the newest intact one.
 
     Raises:
-        UserError: the folder is not a run, has no checkpoint, lacks the step, or all checkpoints are damaged.
+        UserError: the folder is not a run, has no checkpoint or lacks the step, or the step's checkpoint or all
+            checkpoints are damaged.
     """
     if not (run_dir / "recipe.yaml").exists():
         raise not_a_run(run_dir)
@@ -326,7 +328,7 @@ def load_run(
         merge, weights: see `load_model`.
 
     Raises:
-        UserError: as `choose_checkpoint`; or the weights do not fit the recipe's model, or are refused as quantized.
+        UserError: as `choose_checkpoint` and `load_model`; or `full` is set and the run is quantized.
     """
     run_dir = fetched_path(run_dir)
     if run_dir.is_file() and run_dir.suffix in (".yaml", ".yml"):
@@ -367,8 +369,8 @@ def load_model(
     Args:
         adapter: settings of the checkpoint's adapter, if it has one.
         merge: merge the adapter into the weights; False: keep it separate.
-        weights: format of the matrices in memory. auto: as in the checkpoint. Otherwise matrices are merged with an
-            adapter and rounded to nearest as they are read, so that only one at a time is in memory in fp32.
+        weights: format of the matrices in memory. auto: as in the checkpoint. With other formats, each matrix is merged
+            with its adapter and rounded to nearest as it is read, so that only one at a time is in memory in fp32.
 
     Raises:
         UserError: names, shapes or dtypes of the weights do not fit `config`, a weight is not finite, or the checkpoint

@@ -41,11 +41,13 @@ def choose_device(name: str = "auto") -> torch.device:
 
 @contextlib.contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Have CUDA compute the same bits each time. Otherwise the backward pass of attention adds its shares in whatever
-    order they are ready, so that a resumed run would drift from an unbroken one. Other devices need nothing.
+    """Make CUDA compute the same bits each time in the `with` block; other devices need no change.
+
+    By default, the backward pass of attention adds partial sums in any order, so that a resumed run would drift from an
+    unbroken one.
 
     Raises:
-        RuntimeError: within it, if an operation has no such implementation on CUDA.
+        RuntimeError: an operation in the block has no deterministic implementation on CUDA.
     """
     if device.type != "cuda":
         yield
@@ -134,8 +136,8 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def host_memory_bytes(device: torch.device, n_processes: int = 1) -> int | None:
-    """Bytes of host memory that a run on this device may use, including what its `n_processes` processes, assumed to be
-    as large as this one, already use. None on a CPU, where host and device memory are the same."""
+    """Bytes of host memory that a run on this device may use: the available memory, and the memory that its
+    `n_processes` processes already use if each is as large as this one. None on a CPU, whose memory is the host's."""
     if device.type == "cpu":
         return None
     return available_memory_bytes() + n_processes * (_resident("VmRSS") or 0)
@@ -150,7 +152,8 @@ def this_device(device: torch.device, n_local_ranks: int = 1, n_ranks: int = 1) 
     """Describe the device of a rank on this machine for a plan: its memory and the host's; speeds are unknown.
 
     Args:
-        n_ranks: number of the run's ranks. If more than `n_local_ranks`, each machine is assumed to have that many.
+        n_ranks: number of the run's ranks. If more than `n_local_ranks`, each machine is assumed to have
+            `n_local_ranks` devices.
     """
     memory, host = rank_memory_bytes(device, n_local_ranks), host_memory_bytes(device, n_local_ranks)
     bf16, there = multiplies_bf16_natively(device), torch.cuda.device_count() if device.type == "cuda" else 1
@@ -381,11 +384,12 @@ KEPT_SHARE = 1.5
 def choose_allocation(
     planned_bytes: int, device: torch.device, n_local_ranks: int = 1, *, gathers: bool = False
 ) -> None:
-    """Let the allocator keep freed memory, which is faster, if there is enough memory for fragmentation.
+    """Let the allocator keep freed memory, which is faster, if memory suffices despite fragmentation; otherwise have it
+    return freed memory.
 
     Args:
-        gathers: whether the process gathers sharded tensors. It then always returns freed memory: a rank of four that
-            kept it grew to more than 5 GB in the first step, of which 0.8 GB were in use.
+        gathers: whether the process gathers sharded tensors; then the allocator always returns freed memory. A rank (of
+            four) that kept freed memory grew to more than 5 GB in its first step, of which 0.8 GB were in use.
     """
     if not gathers and planned_bytes * KEPT_SHARE <= rank_memory_bytes(device, n_local_ranks):
         keep_freed_memory()
@@ -396,8 +400,8 @@ def choose_allocation(
 def keep_freed_memory() -> None:
     """Ask the allocator to keep large freed blocks instead of returning them to the system.
 
-    A training step on the CPU frees and allocates the same hundreds of megabytes; with glibc's defaults each of those
-    pages is returned, faulted in and zeroed again. Without glibc, this does nothing.
+    A training step on the CPU frees and allocates the same hundreds of megabytes; with glibc's defaults, all these
+    pages are returned, faulted in and zeroed again. Without glibc, this does nothing.
     """
     if platform.libc_ver()[0] != "glibc":
         return

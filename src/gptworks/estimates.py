@@ -52,7 +52,7 @@ def plan(
         world_size: number of devices.
         sharding, tensor_parallel: settings of train.parallel.
         price: price of an hour of a device, in any currency.
-        hours, budget: plan the other way round too: what this many hours, or this much money at `price`, suffice for.
+        hours, budget: also find the training that this many hours, or this much money at `price`, suffice for.
         trace: also run a step on fake tensors, to count its memory.
         measure: also run two real steps on this machine, to measure time and memory.
         details: show every figure.
@@ -159,7 +159,7 @@ def plan_serving(
 
 
 def _measured(name: str, here: str = "auto") -> Device:
-    """Measure this machine's device, or its CPU if the name is `cpu`. here: the kind of device that `this` means."""
+    """Measure this machine's CPU if `name` is `cpu`, otherwise its device of the kind `here`."""
     from gptworks.device import choose_device, measured_device
 
     return measured_device(choose_device("cpu" if name == "cpu" else here))
@@ -213,7 +213,7 @@ def rehearse(
         working: called with a description; returns a context for the rehearsal, such as a progress bar.
 
     Raises:
-        UserError: `plan` raises it, or the recipe cannot run on this many devices.
+        UserError: for the reasons of `plan`; or the recipe cannot run on this many devices.
     """
     from gptworks.runs.rehearsal_sheet import RehearsalSheet
     from gptworks.training.rehearsal.dress import DISK_GB_PER_SECOND
@@ -234,7 +234,8 @@ def _check_positive(**options: float | None) -> None:
 
 
 def is_preset(target: RecipeLike) -> bool:
-    """Whether a target is the name of a preset, perhaps misspelled, and not a recipe or a run."""
+    """Whether a target is a preset's name, or counts as a misspelled one: it is no existing or YAML path, and its
+    closest name is not a shipped recipe's."""
     from gptworks.presets import PRESETS
     from gptworks.recipes import shipped_paths
 

@@ -1,4 +1,4 @@
-"""The processors, instructions and memory that this process may use, also in a container. Does not import torch."""
+"""The processors, instructions and memory that this process may use, also in a container; without importing torch."""
 
 import ctypes
 import functools
@@ -42,7 +42,7 @@ def is_amd() -> bool:
 
 
 def cpu_identity() -> str:
-    """Return macOS' description of the processor, which serves like `cpu_flags` on Linux; empty elsewhere."""
+    """Return macOS' description of the processor, which replaces the `cpu_flags` of Linux; empty elsewhere."""
     if platform.system() != "Darwin":
         return ""
     command = ["/usr/sbin/sysctl", "machdep.cpu", "hw.optional", "hw.cputype", "hw.cpusubtype", "hw.cpufamily"]

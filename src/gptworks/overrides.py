@@ -96,9 +96,9 @@ _NOTHING = ("null", "~", "None", "")
 
 
 def _value_of(location: tuple[Any, ...], text: str) -> Any:
-    """Return the value of an override's text, by the type of the setting at `location`: paths and names literally.
+    """Return the value of an override's text, by the type of the setting at `location`.
 
-    Lists, sections and settings of several types are parsed as YAML.
+    Paths and names are taken literally; lists, sections and settings of several types are parsed as YAML.
     """
     from gptworks.config import Recipe
     from gptworks.config.explain import leaves, sections_at

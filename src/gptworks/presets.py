@@ -61,7 +61,7 @@ def _llama(
 
 
 def _modern(vocab_size: int, d_model: int, n_layers: int, context_length: int) -> Settings:
-    """Settings of the default architecture for small models: choices from speedruns that other tools can run.
+    """Settings of the default architecture for small models: choices from training speedruns that other tools support.
 
     RoPE, RMSNorm, QK-norm, SwiGLU of 8/3 the width, zero-initialized projections, a tied head; 64 channels per head.
     ReLU² is as good at this size, but no architecture of Hugging Face or llama.cpp combines it with QK-norm.

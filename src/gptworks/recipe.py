@@ -68,8 +68,8 @@ def with_vocab_size(recipe: Recipe, vocab_size: int) -> Recipe:
 
 
 def name_for(path: Path) -> str:
-    """Return the name of a recipe that states none: the name of its file, or of a recipe.yaml its folder's, with a
-    hyphen for characters that a name must not have."""
+    """Return a name for a recipe that states none: its file's name, or its folder's if the file is recipe.yaml. Hyphens
+    replace characters that a name must not have."""
     given = path.stem if path.stem != "recipe" else path.absolute().parent.name
     plain = unicodedata.normalize("NFKD", given).encode("ascii", "ignore").decode("ascii")
     return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).lstrip("._-").rstrip("-") or "recipe"
@@ -137,7 +137,7 @@ def _with_unsaid(tree: dict[str, Any], unsaid: Unsaid) -> dict[str, Any]:
 
 
 def _beneath(said: Any, settings: Mapping[str, Any]) -> Any:
-    """Return the settings `said`, completed with those of `settings` that it lacks."""
+    """Return the settings `said`, completed by the settings in `settings` that `said` lacks."""
     if not isinstance(said, dict):
         return said
     said = expand_preset(said)
@@ -213,7 +213,7 @@ def is_run(folder: Path) -> bool:
 
 
 def not_a_run(folder: Path) -> UserError:
-    """Return the error about a folder that is not a run's or is missing; it names a run near it."""
+    """Return the error about a folder that is missing or not a run's; its message names a run nearby, if any."""
     words = f"{folder} is not a run folder: it has no recipe.yaml"
     if not folder.is_dir():
         words = f"{folder}: no such run folder"
@@ -227,7 +227,7 @@ def not_a_run(folder: Path) -> UserError:
 
 
 def near_run(folder: Path) -> Path | None:
-    """Return the run whose name is nearest, next to `folder` or in runs/; None if there is none."""
+    """Return the run next to `folder`, or else in runs/, with a name similar to the folder's; None if there is none."""
     for place in (folder.parent, Path("runs")):
         if place.is_dir() and (name := nearest(folder.name, (one.name for one in place.iterdir() if is_run(one)))):
             return place / name
@@ -272,7 +272,7 @@ def parse_recipe(tree: dict[str, Any], origin: str = "recipe", overrides: Mappin
 
 
 def _require_model_and_tokenizer(tree: dict[str, Any], source: Path, origin: str) -> None:
-    """Refuse a recipe that lacks model or tokenizer, because the run `source`, which should have both, is missing."""
+    """Refuse a recipe that lacks model or tokenizer, which it would take from the run `source` if that existed."""
     model, tokenizer = tree.get("model"), tree.get("tokenizer")
     missing = [] if isinstance(model, dict) and model.keys() >= _SIZES else ["model"]
     missing += [] if isinstance(tokenizer, dict) and "type" in tokenizer else ["tokenizer"]
@@ -300,7 +300,8 @@ def _completed(tree: dict[str, Any], source: Path) -> dict[str, Any]:
 
 
 def _trains_future_heads(objective: Any) -> bool:
-    """Whether the objective trains heads for tokens beyond the next; then those in the run's weights are kept."""
+    """Whether the objective trains the heads for tokens beyond the next, so that those in the run's weights are kept;
+    true if the objective is not stated or unknown."""
     kind = OBJECTIVE_SETTINGS.get(str(objective.get("type"))) if isinstance(objective, dict) else None
     return kind is None or kind.trains_future_heads
 
@@ -310,7 +311,7 @@ FREE_TO_CHANGE = frozenset({
     "dropout_mlp",
     "init", "init_std", "zero_init_projections", "n_future_tokens",
 })  # fmt: skip
-"""Model fields that may differ from those of the run whose weights are used; tokenizers decide on vocabulary sizes."""
+"""Model fields that may differ from those of the run whose weights are used; the tokenizer determines `vocab_size`."""
 
 
 def check_same_model(model: ModelConfig, source: Path) -> None:

@@ -75,7 +75,7 @@ class SpecialTokens:
     separator: bool
     """Whether `eos` separates documents, like GPT-2's `<|endoftext|>`: there is no other bos token."""
     ends: tuple[int, ...]
-    """Tokens each of which ends generation."""
+    """Tokens that each end generation."""
     before: tuple[int, ...]
     """Tokens put before the text of a prompt."""
     after: tuple[int, ...]
@@ -89,14 +89,14 @@ class SpecialTokens:
 
     @property
     def end(self) -> int | None:
-        """Token that ends a document and generation; `eos` if it is one of several such tokens."""
+        """Token that ends a document and generation: `eos`, or the first of `ends` if they lack `eos`."""
         return self.eos if self.eos in self.ends or not self.ends else self.ends[0]
 
 
 @dataclass(frozen=True)
 class Stated:
-    """Special tokens as the files of a tokenizer folder state them, and sampling settings. Without names, ends, bos and
-    pad, it states only sampling settings, and the tokens are those that `by_name` finds."""
+    """Special tokens and sampling settings, as the files of a tokenizer folder state them. If the files state only
+    sampling settings, `by_name` finds the tokens."""
 
     names: Mapping[str, str]
     """Texts of the tokens by role; a missing role has no token."""
@@ -114,11 +114,11 @@ class Stated:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether it states special tokens, and not only sampling settings."""
+        """Whether the files state special tokens, and not only sampling settings."""
         return bool(self.names or self.ends or self.others) or (self.bos, self.pad) != (None, None)
 
     def generation_config(self) -> dict[str, Any]:
-        """Return the contents of generation_config.json, with token ids if it states tokens."""
+        """Return the contents of generation_config.json, with the token ids that the files state."""
         if not self.has_tokens:
             return dict(self.generation)
         ends: Any = list(self.ends) if len(self.ends) > 1 else next(iter(self.ends), None)
@@ -202,8 +202,8 @@ def _some(token: int | None) -> tuple[int, ...]:
 
 
 def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
-    """Read the special tokens and sampling settings that a folder states; None if it states no sampling settings and no
-    tokens, or only tokens that `by_name` finds.
+    """Read the special tokens and sampling settings that a folder states; None if it states no token. A folder without
+    `stating_files`, whose tokens `by_name` finds, gives only its sampling settings, or None without them.
 
     Raises:
         UserError: a file is not readable JSON, or a value has a wrong type.
@@ -237,8 +237,8 @@ def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
 
 
 def stating_files(folder: Path) -> list[Path]:
-    """Return the files that state a folder's special tokens, apart from tokenizer.json. Empty if there is none, or only
-    those of a trained tokenizer's run, a tokenizer_config.json and sampling settings: then `by_name` finds the tokens.
+    """Return the files, apart from tokenizer.json, that state a folder's special tokens. Empty if there are none, or
+    only files that gptworks writes for a tokenizer that it trained: then `by_name` finds the tokens.
 
     Raises:
         UserError: tokenizer_config.json or generation_config.json is not readable JSON.

@@ -1,7 +1,7 @@
 """Protection of the terminal against control characters in models' texts, files and names.
 
 If standard output or standard error is a terminal, `guard` filters all that commands, warnings, tracebacks and
-libraries write to it. Only `Console` bypasses the filter, and itself filters the text that it renders.
+libraries write to it. Only `Console` bypasses the filter, and it filters the text that it renders.
 """
 
 import io
@@ -30,7 +30,7 @@ def clean(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Replace each character that is not printable by U+FFFD, line breaks too: a file's name may hold them."""
+    """Replace each character that is not printable by U+FFFD, including line breaks, which file names may contain."""
     return "".join(character if character.isprintable() else "\ufffd" for character in text)
 
 

@@ -251,7 +251,7 @@ def tokenizer_from_json(text: str) -> Tokenizer:
     """Return the tokenizer from its JSON (`tokenizer.to_str()`), set to read no special tokens from text.
 
     Raises:
-        UserError: the library panics, or the tokenizer could work on a text, or lengthen it, without limit.
+        UserError: the library panics, or the tokenizer could take unlimited time for a text, or lengthen it endlessly.
         Exception: the text is not the JSON of a tokenizer.
     """
     with library_panics("this tokenizer is broken"):

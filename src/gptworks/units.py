@@ -15,7 +15,8 @@ def readable(value: float, unit: str) -> str:
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """Format a number with `digits` significant digits and separated thousands; below 1e-5 or from 1e9, an exponent."""
+    """Format a number with `digits` significant digits: with an exponent below 1e-5 or from 1e9, else with separated
+    thousands."""
     if not math.isfinite(value):
         return f"{value}"
     size = int(f"{value:.{digits - 1}e}".partition("e")[2])

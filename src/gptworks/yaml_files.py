@@ -58,7 +58,8 @@ class Origin(str):
         return origin
 
     def at(self, key: str) -> str:
-        """Return the name with the line of the value at a path such as `data.sources.0.path`, as far as it exists."""
+        """Return the name with the line of the value at a path such as `data.sources.0.path`, or at the longest part of
+        the path that exists."""
         try:
             node: Any = compose_yaml(self.text, self)
         except UserError:

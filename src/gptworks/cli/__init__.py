@@ -90,13 +90,13 @@ def _open_standard_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # print what a stream's encoding lacks as ?, as on Windows' cp1252
+        if isinstance(stream, io.TextIOWrapper):  # print ? for characters that the encoding lacks, such as cp1252
             stream.reconfigure(errors="replace")
 
 
 def _print_any_text() -> None:
-    """Let no character end a command because the output cannot show it. Where Windows would use an old code page, for
-    files and pipes, write UTF-8 instead."""
+    """Print ? for characters that the output's encoding lacks, instead of failing. In files and pipes on Windows, use
+    UTF-8 instead of a code page, unless PYTHONIOENCODING is set."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
             is_windows_file = sys.platform == "win32" and not stream.isatty()

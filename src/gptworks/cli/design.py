@@ -205,7 +205,7 @@ def plan(
 
 
 DOES_NOT_FIT = 3
-"""Exit code of `plan` for a run that does not fit on its device."""
+"""Exit code of `plan` and `rehearse` if training, or serving with --serve, does not fit on the device."""
 
 
 def schema() -> None:

@@ -90,7 +90,7 @@ def generate(
         stop=tuple(stop or ()), min_tokens=min_tokens, ignore_eos=ignore_eos, heal=heal, logprobs=logprobs,
         json_schema=schema, regex=regex,
     )  # fmt: skip
-    SamplingSettings(**wanted)  # invalid ones are refused before the model is loaded
+    SamplingSettings(**wanted)  # refuse invalid settings before the model is loaded
     if not speculative:
         refuse_unused("is for --speculative N: add it, or", draft_model=draft_model)
     if held_out is not None:
@@ -207,8 +207,8 @@ def drafter_of(
     backend: BackendName,
     weights: LoadedWeights = "auto",
 ) -> "Drafter | None":
-    """Return a drafter of `n_tokens` tokens at a time, or None if `n_tokens` is 0. It is the smaller `model`, else the
-    run's own multi-token heads, else prompt lookup.
+    """Return a drafter of up to `n_tokens` tokens at a time; None if `n_tokens` is 0. It drafts with the draft model
+    `model`, else with the run's own multi-token heads, else by prompt lookup.
 
     A quantized draft model ignores `weights`, because drafts do not change the text.
     """

@@ -44,7 +44,7 @@ class Command(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The group of all commands; its help lists each command under a heading."""
+    """A group of commands, whose help lists each command under a heading."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         width = max(map(len, self.commands))

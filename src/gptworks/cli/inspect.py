@@ -67,7 +67,7 @@ def inspect(
 
 
 def parts_of(examples: "Examples", example: int, prepared: "Prepared", context: int) -> list[Part]:
-    """Split an example's text into parts, each with two flags: whether it is learned, and is beyond the context."""
+    """Return an example's parts, each with its text, its number of tokens, and whether it is learned or cut off."""
     ids, learned = examples.tokens(example)
     kinds = [(bool(learned[i]), i > context) for i in range(len(ids))]
     return [

@@ -11,7 +11,7 @@ from gptworks.files import fetched_path
 
 
 def fetched_paths(paths: list[Path] | None) -> list[Path] | None:
-    """Return the local paths of run folders, some of which may be URLs."""
+    """Return the local paths of run folders. Folders given as URLs are fetched first."""
     return paths and [fetched_path(path) for path in paths]
 
 
@@ -93,7 +93,7 @@ HostMemoryGiB = Annotated[float | None, Option(help="Memory of the host of a nod
 
 
 def _stated(default: float, text: str) -> Any:
-    """Return a sampling option for which a model may state its own default; None: it is not given."""
+    """Return a sampling option whose default a model may override. The option's value is None if it is not given."""
     return Option(help=text, show_default=f"{default:g}, or the model's own")
 
 

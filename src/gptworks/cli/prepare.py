@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def preparing() -> "Iterator[Report]":
-    """Show progress bars with MB/s and the remaining time; yield the function that updates them."""
+    """Show progress bars with MB/s and the remaining time; yield a function that updates them. It takes a stage
+    with its done and total bytes. Print unknown stages as notices at the end."""
     from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn, TransferSpeedColumn
 
     names = {

@@ -115,7 +115,7 @@ def shown_host(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server at the host."""
+    """Return whether only this machine can reach a server at the host."""
     import ipaddress
 
     try:

@@ -112,5 +112,5 @@ def _page_of(link: str) -> str:
 
 
 def has_display() -> bool:
-    """Whether a browser can open a window; a text browser would take over the terminal."""
+    """Return whether a browser can open a window; a text browser would take over the terminal."""
     return sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())

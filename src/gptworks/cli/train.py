@@ -124,7 +124,7 @@ def launch(
     from gptworks.training.signals import exits_unfinished
 
     if on == "local":
-        context.with_resource(exits_unfinished())  # until the agent passes signals on to the ranks
+        context.with_resource(exits_unfinished())  # until `Agent` passes signals on to the ranks
 
     from gptworks.api import settings_of, with_changes
     from gptworks.launch.job import Job, check_job, parse_gpus, parse_nodes, parse_pairs

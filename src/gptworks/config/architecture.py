@@ -172,7 +172,7 @@ class Architecture(Section):
 
     @property
     def rotating_windows(self) -> Self | None:
-        """Copy for windowed layers, with rotary base `window_rope_theta`, unscaled; None: all layers rotate alike."""
+        """Copy of the settings with the unscaled rotary base of windowed layers; None: all layers rotate alike."""
         if self.window_rope_theta is None:
             return None
         return self.model_copy(

@@ -43,7 +43,7 @@ def _mirrored(path: Any) -> Any:
         raise ValueError(str(error)) from None
 
 
-# The bounds below exceed every real run; they catch typing errors that would cost hours or all memory.
+# The bounds below exceed every real run; they catch typos that would cost hours or all memory.
 PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
 ShortPath = Annotated[
     Path,
@@ -51,8 +51,8 @@ ShortPath = Annotated[
     WithJsonSchema({"type": "string", "format": "path", "maxLength": MOST_PATH_CHARACTERS}),
 ]
 RemotePath = Annotated[ShortPath, BeforeValidator(_mirrored), PlainSerializer(shown, when_used="json")]
-"""A folder on this machine, or the URL of one in an object store, which becomes the path of its mirror, and in JSON the
-URL again."""
+"""A local folder, or the URL of a folder in an object store. Validation replaces a URL by the path of its local mirror;
+JSON has the URL."""
 PositiveTime = Annotated[float, Field(gt=0, le=10**9)]
 """Seconds or minutes, at most 10⁹: 10⁹ seconds are 30 years, and systems refuse longer timeouts."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -177,7 +177,7 @@ class Role(Enum):
 class Place(Enum):
     """The kind of outside resource that a setting names. Programs that run other people's recipes must check resources.
 
-    A setting declares it with its type: `path: Free[Annotated[str, Place.PATH]]`.
+    A setting declares its place with its type: `path: Free[Annotated[str, Place.PATH]]`.
     """
 
     PATH = "path"

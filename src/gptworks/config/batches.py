@@ -35,11 +35,11 @@ _IN_STAGES = ("smaller_batches", "shorter_contexts")
 
 
 def in_whole_numbers(given: Mapping[str, Any], context_length: int) -> dict[str, Any]:
-    """Return the given settings of growing batches and contexts, with shares as steps and tokens. Pairs without an
+    """Return the settings of growing batches and contexts, with shares converted to steps and tokens. Pairs without an
     effect are dropped: a share of the run that leaves no step, and a length that is not below the context.
 
     Raises:
-        ValueError: a share of the run is given without `max_steps`, or a share of the context is not whole.
+        ValueError: `max_steps` is missing for a share of the run, or a share of the context is no whole token count.
     """
     steps = given.get("max_steps")
     found = {name: _in_steps(name, given[name], steps) for name in _IN_STAGES if _is_pairs(given.get(name))}
@@ -83,7 +83,7 @@ def _steps(name: str, until: Any, max_steps: Any) -> Any:
         return until
     if max_steps is None:
         raise ValueError(f"{name} has {until:g}, a share of max_steps: set max_steps, or give a number of steps")
-    known = max_steps if isinstance(max_steps, int) else 0  # another value is reported at max_steps alone
+    known = max_steps if isinstance(max_steps, int) else 0  # an invalid max_steps has its own error
     return math.floor(round(until * max(0, known), 6))
 
 
@@ -295,7 +295,7 @@ class BatchSettings(Section):
 
     @property
     def accumulation_steps(self) -> int:
-        """Number of micro-batches in one optimizer step on one device."""
+        """Number of micro-batches in an optimizer step of `batch_size` samples on one device."""
         return self.batch_size // self.micro_batch_size
 
     def rank_micro_batch_size(self, n_ranks: int) -> int:

@@ -1,7 +1,7 @@
 """Defaults of training settings that depend on the rest of the recipe.
 
-Constant defaults are in train.py and model.py. docs/experiments.md and docs/benchmarks.md give the experiments behind
-the defaults.
+Constant defaults are next to the settings. docs/experiments.md and docs/benchmarks.md give the experiments behind the
+defaults.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ RATE, RATE_WIDTH = 0.02, 512
 models this rate is divided by the square root of the ratio of widths, as a precaution. Muon's rate does not change."""
 
 ADAMW_RATE_TIMES_WIDTH, HIGHEST_ADAMW_RATE = 0.5, 0.003
-"""AdamW's learning rate if it trains all weights, multiplied by the width, and the maximum of the rate. This rate,
-inverse to the width (Yang et al., 2022), is 0.7 to 1.6 times that in table 2.1 of Brown et al. (2020)."""
+"""AdamW's learning rate without Muon, multiplied by the width, and the maximum of the rate. This rate, inverse to the
+width (Yang et al., 2022), is 0.7 to 1.6 times that in table 2.1 of Brown et al. (2020)."""
 
 TUNING_RATE_TIMES_WIDTH, HIGHEST_TUNING_RATE = 0.0768, 1e-3
 """AdamW's learning rate for fine-tuning, multiplied by the width (1e-4 × 768), and the maximum of the rate."""
@@ -80,7 +80,7 @@ def train_defaults(
 
 
 def _by_length(steps: Any, samples: bool) -> dict[str, int]:
-    """Return defaults for `steps` steps: warmup in a fiftieth of them, at least 5 evaluations and 4 checkpoints."""
+    """Return the warmup, a fiftieth of `steps`, and intervals that give at least 5 evaluations and 4 checkpoints."""
     if not isinstance(steps, int) or steps < 1:
         steps = 500  # the number of steps is unknown or invalid
     return {

@@ -28,10 +28,10 @@ _NEEDED = {
     "tuple_type": "a list: below `{0}:`, indented, a line with `- ` for each item, or [a, b]",
     "list_type": "a list: below `{0}:`, indented, a line with `- ` for each item, or [a, b]",
 }  # fmt: skip
-"""What a setting needs, by the beginning of the kind of pydantic's error."""
+"""What a setting must be, by the prefix of pydantic's error type."""
 
 _MEMBER = re.compile(r"bool|int|float|str|none|(literal|tuple|list|dict|constrained|function)[\[-].*")
-"""Names that pydantic adds to the place of an error in a setting of several plain types."""
+"""Matches the type names that pydantic appends to an error's location if a setting allows several plain types."""
 
 MOST_FAULTS = 50
 """Maximum number of errors to explain: for each, an unknown name may be compared with all known names."""
@@ -72,7 +72,7 @@ def faults(error: ValidationError, root: type[Section]) -> list[tuple[str, str]]
 
 
 def _by_setting(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the errors, with one for a setting of several plain types instead of pydantic's one for each type."""
+    """Yield the errors. For a setting of several plain types, merge pydantic's errors, one per type, into one."""
     settings: dict[tuple[Any, ...], dict[str, Any]] = {}
     for item in items:
         *place, last = item["loc"] or ("",)
@@ -115,7 +115,7 @@ def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
         return f"`{key}.type` is `{tag}`: one of {tags}{hint}"
     if (told := _in_words(item, key)) is not None:
         return told
-    item = next((one for one in item.get("members", ()) if _needed(one) is None), item)  # a bound that it is beyond
+    item = next((one for one in item.get("members", ()) if _needed(one) is None), item)  # an error about a bound
     message: str = item["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:] if message.startswith(("Input", "Field")) else message
     if not key:
@@ -125,7 +125,7 @@ def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
 
 
 def _in_words(item: Mapping[str, Any], key: str) -> str | None:
-    """Return the message about a value of a wrong type; None: it has no better words than pydantic's."""
+    """Return the message about a value of a wrong type; None: pydantic's message applies."""
     kind, value = item["type"], item["input"]
     last = key.rpartition(".")[2]
     each = [_needed(member) for member in item.get("members", [item])]
@@ -168,7 +168,7 @@ def _elsewhere(name: str, root: type[Section], path: str = "", close: bool = Fal
     """Return the path of a setting with this name in an inner section: `learning_rate` → `train.learning_rate`.
 
     Args:
-        close: accept a name that is spelled nearly so.
+        close: also accept similarly spelled names.
     """
     for field_name, field in root.model_fields.items():
         for leaf in leaves(field.annotation):

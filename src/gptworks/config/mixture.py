@@ -43,7 +43,7 @@ class MixtureMember(Section):
 
 
 class Anneal(Section):
-    """New dataset weights near the end of a run. A resumed run keeps the weights of samples that it has read."""
+    """New dataset weights near the end of a run. A resumed run cannot change the weights of samples already read."""
 
     weights: Steering[dict[str, Weight]] = Field(
         description="The new weights by dataset name. A dataset that is not named is no longer read."

@@ -37,7 +37,7 @@ class ObjectiveSettings(Section):
     varying_widths: ClassVar[bool] = False
     """Whether rows of a batch are padded to the longest row, instead of to the context."""
     several_texts: ClassVar[bool] = False
-    """Whether a row may hold several conversations, in each of which positions begin at 0."""
+    """Whether a row may hold several conversations; positions restart at 0 in each."""
     learns_prompts: ClassVar[bool] = False
     """Whether the loss covers every token of a conversation, not only the answers."""
     trains_future_heads: ClassVar[bool] = False

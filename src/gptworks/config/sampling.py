@@ -9,14 +9,14 @@ from gptworks.config.base import Free, Section
 
 
 def dry_range(name: str) -> Any:
-    """Return the range of a setting of the DRY penalty, for its type."""
+    """Return the bounds of a setting of the DRY penalty as a pydantic field, to annotate its type."""
     low, high = DRY_RANGES[name]
     return Field(ge=low, le=high)
 
 
 class SamplingConfig(Section):
     """Default sampling settings of the model in commands, servers, the studio and exports. An option or a request
-    overrides them. None: the default of every model."""
+    overrides them. None: the program's own default."""
 
     temperature: Free[Annotated[float, Field(ge=0, le=1e6)] | None] = Field(None, description="0: greedy.")
     top_k: Free[Annotated[int, Field(ge=0, lt=2**31)] | None] = Field(

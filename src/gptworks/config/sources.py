@@ -80,7 +80,7 @@ class FileSource(Section):
 class FilesSource(FileSource):
     """Files of any kind: plain text in any encoding, code, tables, records, archives, web pages, documents, subtitles.
 
-    Each file is read by the ending of its name; a file that cannot be read is left out with a warning. In a git
+    The extension of a file decides how it is read; a file that cannot be read is left out with a warning. In a git
     repository, files that `.gitignore` names are left out. Documents (.pdf .docx .odt .epub .rtf .eml .ipynb .pptx .odp
     .xlsx .ods .html) need the `sources` extra.
     """
@@ -100,7 +100,7 @@ class TextSource(FileSource):
 
 
 class LinesSource(FileSource):
-    """Files of UTF-8 text with a document in each `lines` lines."""
+    """Files of UTF-8 text. Every `lines` lines are one document."""
 
     type: Measured[Literal["lines"]]
     extensions: Measured[tuple[str, ...]] = Field((".txt", ".md", ".text"), description="Files to read from a folder.")
@@ -182,7 +182,7 @@ class PDFSource(FileSource):
 
 class CodeSource(Section):
     """The code in a folder. Each file is one document. Files are left out if they are not UTF-8 text, or if
-    `.gitignore` names them, which needs the `sources` extra."""
+    `.gitignore` names them (this needs the `sources` extra)."""
 
     type: Measured[Literal["code"]]
     path: Free[Annotated[str, Place.PATH]] = Field(description="A folder.")

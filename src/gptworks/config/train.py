@@ -12,14 +12,14 @@ EVALUATED_TOKENS = 2**17
 """Maximum number of tokens that an evaluation reads by default."""
 
 HELD_OUT_TOKENS = 96
-"""Most tokens of the beginning of a held-out text that a sample continues; at most a quarter of the context."""
+"""Maximum length in tokens of the prompt from a held-out text; see `TrainConfig.held_out_tokens`."""
 
 
 class TrainConfig(OptimizerSettings):
     """Settings of one training run.
 
-    Defaults of the optimizer, rates, weight decay, length and warmup, and of the intervals between evaluations, samples
-    and checkpoints, depend on the rest of the recipe (`gptworks.config.defaults`). Other defaults are fixed.
+    Defaults of the optimizer, learning rate, weight decay, future weights, length and warmup, and of the intervals
+    between evaluations, samples and checkpoints, depend on the rest of the recipe (`gptworks.config.defaults`).
     """
 
     schedule: Steering[Literal["cosine", "wsd", "constant"]] = Field(
@@ -148,7 +148,7 @@ class TrainConfig(OptimizerSettings):
         return 0 if wanted >= n_there else wanted
 
     def held_out_tokens(self, context_length: int) -> int:
-        """Return the most tokens of the beginning of a held-out text that a sample continues."""
+        """Return the maximum length in tokens of a held-out text's prompt: 96, or a quarter of a shorter context."""
         return max(1, min(HELD_OUT_TOKENS, context_length // 4))
 
     @property

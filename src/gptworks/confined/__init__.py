@@ -27,7 +27,7 @@ from typing import Any
 from gptworks.confined.child import HAS_LIMITS
 
 START_SECONDS = 20.0
-"""Seconds that a child has to start, where only the parent's clock limits its time."""
+"""Seconds that a child may take to start, on systems where only the parent's clock limits its time."""
 _MAX_REPLY_BYTES = 1 << 27
 _ABANDONED = "the answer is no longer needed."
 _PROCESSES = 2

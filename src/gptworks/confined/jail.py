@@ -204,7 +204,8 @@ def _become_program(seconds: int, memory_bytes: int) -> None:
 
 
 def _leave_session_keyring() -> None:
-    """Replace the caller's session keyring with an empty one: system calls besides keyctl (refused) can use it too."""
+    """Replace the caller's session keyring with an empty one: system calls other than keyctl, which the filter refuses,
+    can use a keyring too."""
     if _libc.syscall(_KEYCTL[os.uname().machine != "x86_64"], _JOIN_SESSION_KEYRING, None) < 0:
         error = ctypes.get_errno()
         if error not in (errno.ENOSYS, errno.EPERM):  # the kernel has no keyrings, or refuses keyctl

@@ -6,8 +6,8 @@ sizes, and is killed when its time is over. A seccomp filter refuses system call
 System V shared memory and queues) or that read the caller's keyrings. Without namespaces and filter, no program is run.
 
 Not guaranteed: tests and program share an interpreter, so a program that targets this harness can claim to have passed.
-It cannot know in advance the random token that confirms its end, which is made only after its end. And kernels have
-bugs: run malicious programs in a virtual machine.
+The program cannot know the token that confirms its end in advance, since the parent makes this random token only after
+the end. And kernels have bugs: run malicious programs in a virtual machine.
 """
 
 import contextlib

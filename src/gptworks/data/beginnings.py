@@ -1,4 +1,4 @@
-"""Choose beginnings of held-out text, by a rule that knows no model, for samples that show what a model learned."""
+"""Choose beginnings of held-out text for samples from a model, by a rule that does not depend on any model."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from gptworks.tokenizer import encode_text
 from gptworks.units import counted
 
 _ENDS = r"\n[ \t]*\n+", r"\n", r"[.!?]\s", r"\s"
-"""Ends of a paragraph, a line, a sentence and a word, in the order in which a beginning ends at them."""
+"""Patterns for the ends of a paragraph, a line, a sentence and a word, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Beginning:
 
     text: str
     token_ids: tuple[int, ...] | None
-    """The tokens up to an answer, of a conversation; None: the text is encoded as any prompt."""
+    """The tokens of a conversation up to an answer; None: the text is encoded like any prompt."""
     follows: str | None
-    """What follows in the held-out data; None: the text is a prompt of the recipe."""
+    """The text that follows in the held-out data; None: the beginning is a prompt of the recipe."""
 
     @property
     def prompt(self) -> str | Sequence[int]:
@@ -33,7 +33,7 @@ class Beginning:
 
 
 def rule(shards: TokenShards, n: int, most_tokens: int) -> str:
-    """Return a sentence with the rule by which `beginnings` chooses."""
+    """Return a description of the rule by which `beginnings` chooses."""
     if shards.manifest.holds_examples:
         return f"{counted(n, 'held-out conversation')} of {shards.n_documents:,}, evenly spaced, each up to an answer"
     long = _long_documents(shards, most_tokens)
@@ -48,12 +48,12 @@ def rule(shards: TokenShards, n: int, most_tokens: int) -> str:
 def beginnings(
     shards: TokenShards, tokenizer: Tokenizer, n: int, most_tokens: int, n_following: int = 0
 ) -> list[Beginning]:
-    """Return `n` beginnings in the validation split, as `rule` states; the same ones whenever the data is the same.
+    """Return at most `n` beginnings in the validation split, chosen as `rule` states: equal data gives equal ones.
 
     Args:
         shards: the validation split.
-        most_tokens: the most tokens of a text's beginning; a conversation is given up to an answer.
-        n_following: the number of tokens to return as what follows.
+        most_tokens: maximum number of tokens in a text's beginning; a conversation's beginning goes up to an answer.
+        n_following: minimum number of tokens in `Beginning.follows`, unless the document ends before.
 
     Raises:
         UserError: the split has too little text.
@@ -79,20 +79,20 @@ def beginnings(
 
 
 def _long_documents(shards: TokenShards, most_tokens: int) -> list[int]:
-    """Return where the documents start that have more text than a beginning shows."""
+    """Return the starts of the documents of more than 2 × `most_tokens` tokens."""
     starts = shards.document_starts()
     lengths = np.diff(starts, append=shards.n_tokens)
     return [int(start) for start in starts[lengths > 2 * most_tokens]]
 
 
 def _in_documents(shards: TokenShards, n_long: int, n: int) -> bool:
-    """Whether beginnings are inside documents: there are too few long ones, or those held out are ends of documents."""
+    """Return whether to begin inside documents: fewer than `n` are long, or the split holds ends of documents."""
     made = shards.manifest.made_from.get("validation")
     return n_long < n or not isinstance(made, dict) or made.get("by") != "document"
 
 
 def _next_start(text: str, most: int) -> int:
-    """Return where the next paragraph begins, else line, sentence or word, in the first `most` characters."""
+    """Return where the next paragraph (else line, sentence or word) begins in the first `most` characters, else 0."""
     for end in _ENDS:
         if (match := re.compile(end).search(text, 0, most)) is not None:
             return match.end()
@@ -100,7 +100,7 @@ def _next_start(text: str, most: int) -> int:
 
 
 def _last_end(text: str) -> int:
-    """Return where the text's last paragraph ends, else line, sentence or word, in its second half."""
+    """Return where the last paragraph (else line, sentence or word) ends in the text's second half, else the length."""
     for end in _ENDS:
         ends = [match.end() for match in re.finditer(end, text) if match.end() > len(text) // 2]
         if ends:

@@ -32,7 +32,7 @@ class Encoder(NamedTuple):
     name: str
     """The library that encodes: gigatoken or tokenizers."""
     reason: str
-    """The reason for choosing the encoder's library."""
+    """The reason for choosing the encoder's library; empty if there was no choice."""
     encode: Callable[[list[str]], list[Ids]]
     """Encodes each text to ids, uint32 [n]. Raises UserError like `gptworks.tokenizer.encodings`."""
 
@@ -181,7 +181,7 @@ def _tokenizer_json(pattern: str, merges: list[tuple[str, str]], *, marked: bool
 
 _COMPARED, _BLOCK = 0x40000, 0x1000
 """Both libraries' classes of code points below _COMPARED are compared, a block at a time when needed. Text with higher
-code points, which are private or unassigned, goes to `tokenizers`."""
+code points, which are rare, goes to `tokenizers`."""
 _SAME, _DOUBTFUL, _NOT_COMPARED = 0, 1, 2
 _LONG_S = ord("ſ")
 _LEADS = BYTE_CHARACTERS[0x80:]
@@ -235,8 +235,8 @@ def _doubtful(start: int, end: int) -> np.ndarray[Any, np.dtype[np.int8]]:
 
 @functools.cache
 def _probe() -> Any:
-    """Return a tokenizer that shows gigatoken's class of a character: the first byte of a letter merges with an `a`
-    before it, of a number with a `1`, and of any other character except white space with a `!`."""
+    """Return a tokenizer that shows gigatoken's class of a character by the byte before it that its first byte merges
+    with: `a` for a letter, `1` for a number, `!` for any other character except white space."""
     import gigatoken
 
     merges = [(before, byte) for before in "!1a" for byte in _LEADS]

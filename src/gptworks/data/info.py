@@ -76,7 +76,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Duplicates:
-    """The number and tokens of documents that repeat an earlier one, and the documents copied most often."""
+    """The number of documents that repeat an earlier one, their tokens, and the documents copied most often."""
 
     documents: int
     tokens: int

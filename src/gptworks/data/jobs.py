@@ -1,7 +1,7 @@
 """Write shards of text in jobs. One process does a whole job, from reading text to finished files.
 
-A job is a few neighbouring units of a source. Its folder gets its final name when it is complete. The jobs and their
-files depend only on the sources, not on the number of processes or on interruptions.
+A job is a few neighbouring units of a source. The job's folder gets its final name when the job is complete. The jobs
+and their files depend only on the sources and settings, not on the number of processes or on interruptions.
 """
 
 import contextlib
@@ -113,7 +113,7 @@ def run_jobs(
     """Do the unfinished jobs, in several processes if there are several jobs.
 
     Args:
-        report: called with the bytes of text encoded since the last call.
+        report: called with the bytes of text encoded since the last call; the first call counts the finished jobs.
         say: called once for each library that encodes, with a line that names it and the reason.
 
     Raises:

@@ -59,7 +59,7 @@ def iter_records(data: DataConfig) -> Iterator[Conversation | Pair]:
 
 
 def held_out_of(data: DataConfig, validation: ValidationSplit) -> float:
-    """Return the fraction of the data's prompts to hold out, at least one of them; see `fraction_held_out`."""
+    """Return the fraction of the data's prompts to hold out, raised if it holds out none; see `fraction_held_out`."""
     return fraction_held_out((record.prompt for record in iter_records(data)), validation.fraction)
 
 
@@ -196,7 +196,10 @@ _LEAST_KEPT_BYTES = 1 << 23
 def sample_texts(
     folder: Path, jobs: list[Job], validation: ValidationSplit, limit_bytes: int, processes: int, report: Advance
 ) -> Iterator[str]:
-    """Return random pieces of the training text, in order: `limit_bytes` at most, which the text must exceed."""
+    """Return random pieces of the training text in order, at most `limit_bytes` in total; the text must be larger.
+
+    Each job's pieces are stored in `folder`. Jobs sampled there earlier are not sampled again.
+    """
     make_folder(folder)
     sizes = [sum(unit.size_bytes for _, unit in job.units) for job in jobs]
     rate = min(

@@ -135,7 +135,11 @@ def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Pat
 
 
 def find_mixed(members: Sequence[Member], cache_dir: Path) -> Prepared | None:
-    """Open the folder that holds exactly the members: their own, or one that `mixed` made; None if there is none."""
+    """Open the folder that holds exactly these members: one that they share, or one that `mixed` made; None if neither.
+
+    Raises:
+        UserError: the datasets have different tokenizers, or a file of the folder was changed.
+    """
     _check_same_tokenizer(members)
     first = members[0].prepared
     whole = [*first.manifest.parts] or [members[0].part]
@@ -146,7 +150,7 @@ def find_mixed(members: Sequence[Member], cache_dir: Path) -> Prepared | None:
 
 
 def mixed(members: Sequence[Member], cache_dir: Path) -> Prepared:
-    """Return a folder that holds exactly the members: their own if possible, else one in `cache_dir`.
+    """Return the dataset of exactly these members: the folder that they share, else one in `cache_dir`, made if needed.
 
     Raises:
         UserError: the datasets have different tokenizers.
@@ -178,7 +182,8 @@ def mix_folders(out: Path, datasets: Sequence[str]) -> list[dict[str, Any]]:
         datasets: each `NAME=FOLDER` or `NAME=FOLDER:WEIGHT`.
 
     Raises:
-        UserError: an argument has another form, a folder is not a dataset, or the tokenizers differ.
+        UserError: an argument has another form, `out` is not empty, a folder is not a dataset of text, or the
+            tokenizers differ.
         RunError: the disk is full, fails or refuses to write.
     """
     given = [_given(text) for text in datasets]

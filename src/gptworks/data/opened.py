@@ -38,7 +38,7 @@ def find_of_run(recipe: Recipe, run_dir: Path, fingerprint: str) -> Prepared | N
     trial of a sweep is four folders below the folder in which its dataset was made.
 
     Raises:
-        UserError: a file of that folder is missing or was changed.
+        UserError: a file of the dataset's folder is missing or was changed.
     """
     near = (Path(), *run_dir.resolve().parents[:4])
     named = [folder / one.dataset.expanduser() for one in recipe.data.mixture if one.dataset for folder in near]
@@ -94,7 +94,7 @@ def held_out_text(prepared: Prepared) -> Iterator[bytes]:
     """Yield the validation text in parts, decoded from the shards.
 
     Raises:
-        UserError: decoding the tokens does not restore the text.
+        UserError: decoding the tokens does not restore the text, or a file was changed.
     """
     if not prepared.manifest.round_trips:
         raise UserError(

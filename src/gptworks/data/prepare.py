@@ -88,11 +88,12 @@ def build_part(
 ) -> Path:
     """Do the Kth of N parts of the work on a dataset of text. Return the work folder.
 
-    Each part may be done on another machine. Then `merge_parts` makes the dataset from the `jobs` of all machines in
-    the work folder: share that folder between the machines, or copy `jobs` into one.
+    Each part may be done on another machine. Then `merge_parts` makes the dataset from the folder `jobs` in the work
+    folder, which must hold the jobs of all machines: share the work folder, or copy them there.
 
     Raises:
-        UserError, RunError: see `prepare`; UserError also if K is not from 1 to N.
+        UserError, RunError: see `prepare`; UserError also if K is not from 1 to N, or the recipe has a mixture,
+            conversations or preferences.
     """
     if not 1 <= k <= n:
         raise UserError(f"part {k}/{n}: K goes from 1 to N, such as 1/{max(n, 1)}.")
@@ -115,7 +116,7 @@ def merge_parts(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes,
     """Make the dataset from its finished parts.
 
     Raises:
-        UserError: some parts are not finished.
+        UserError: some parts are not finished, or the sources are missing or were changed.
         RunError: the disk is full or fails.
     """
     made = made_from(recipe)
@@ -277,7 +278,7 @@ def _check(recipe: AnyRecipe) -> None:
 
 
 def _check_unchanged(folder: Path, recipe: AnyRecipe) -> None:
-    """Stop with an error if the sources changed, so that their fingerprint is not the one in the folder's name."""
+    """Raise UserError if the sources or the tokenizer's files changed since the folder's name was computed."""
     if folder_for(recipe, made_from(recipe)) != folder:
         raise UserError("the sources or the tokenizer's files changed while they were read. Run it again.")
 
@@ -336,7 +337,7 @@ def _remove_stale(cache_dir: Path) -> None:
 
 
 def _remove_unless_useful(folder: Path) -> None:
-    """Remove the work on a dataset if the dataset exists, or if no part of the work is finished."""
+    """Remove the work on a dataset if the dataset exists, or if nothing is finished and no machines share the work."""
     remove_leftovers(folder)
     useful = finished(_work(folder)) or [*_work(folder).glob(f"{CLEANED}/[!.]*")] or (_work(folder) / _SHARED).exists()
     if folder.exists() or not useful:

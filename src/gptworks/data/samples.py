@@ -85,7 +85,7 @@ class Samples(ABC):
         return shuffled(np.arange(first, first + size), self.per_epoch, self.recipe.seed)
 
     def epochs(self, position: int) -> dict[str, float]:
-        """Return, by name, the number of epochs of each dataset of a mixture that a run has read before a position."""
+        """Return, by name, how many epochs of each dataset of a mixture precede a position; empty without a mixture."""
         return {}
 
     def held_out(self, n_sequences: int) -> Iterator[Batch]:
@@ -236,7 +236,7 @@ def open_samples(recipe: Recipe, folder: Path, verify: bool = False) -> Samples:
 
 
 _ROUND_TOKENS = 32
-"""The width of padded batches is a multiple of this, so that kernels see fewer shapes."""
+"""The width of padded batches is a multiple of this or the context length, so that kernels see fewer shapes."""
 
 
 def padded_width(longest: int, context_length: int) -> int:

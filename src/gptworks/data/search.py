@@ -3,7 +3,7 @@
 The index is next to the shards, in files of up to 2**24 tokens. Each file is written completely or not at all:
 
     a header        JSON, padded to 1,024 bytes: identifies the tokens
-    the suffixes    offset of each suffix in the text, in the order of the suffixes, little-endian uint32
+    the suffixes    offset of each suffix in the text, in lexicographic order, little-endian uint32
     the places      offset of every 256th token in the text, little-endian uint32
     the text        the bytes that the tokens spell
 
@@ -122,7 +122,7 @@ class SearchIndex:
     """The search index of a split. Call `build` to complete it before searching.
 
     Raises:
-        UserError: a file of the dataset is missing or was changed.
+        UserError: a file of the dataset is missing or has another size, or a token has more than 65,536 bytes.
     """
 
     def __init__(self, prepared: Prepared, split: Split = "train") -> None:
@@ -251,7 +251,8 @@ class SearchIndex:
         """Return the number of occurrences of a phrase, and some of the occurrences.
 
         Args:
-            most: maximum number of occurrences to return: the first, or any if an index file has more than 65,536.
+            most: maximum number of occurrences to return: the first ones, or any if an index file has more than 65,536
+                of them.
 
         Raises:
             UserError: the phrase cannot be searched, or the index does not fit the tokens.
@@ -271,7 +272,7 @@ class SearchIndex:
         return Found(n, tuple(self._hit(place, pattern) for place in sorted(places)[: max(0, most)]))
 
     def _across(self, pattern: bytes) -> Iterator[int]:
-        """Yield the offsets in the split's text where the pattern begins in one block and ends in the next."""
+        """Yield the offsets in the split's text where the pattern begins in one block and ends in a later one."""
         n = len(pattern)
         for before, border in pairwise(self._bounds[:-1]):
             start = max(before, border - n + 1)
@@ -358,7 +359,7 @@ def _name(shard: ShardFile, number: int) -> str:
 
 
 def _opened(block: _Block) -> _Opened | None:
-    """Open the index file of a block, without verifying its contents; None if it is incomplete or of other tokens."""
+    """Open a block's index file without verifying its contents; None if it is missing, broken or of other tokens."""
     try:
         with open_regular(block.file) as file:
             header = unsealed_json(file.read(_HEADER_BYTES).rstrip(b" "))

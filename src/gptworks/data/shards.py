@@ -85,7 +85,7 @@ class Origin(Section):
     records: int
     unread: dict[str, tuple[int, int]] = Field(default_factory=dict)
     """Keys of records (`tools`) and turns (`turn.name`) that other programs honour and gptworks does not read, each
-    with the number of records that have it and the number of the first such record."""
+    with the count of the records that have it and the number of the first of them."""
 
 
 class SplitFiles(Section):
@@ -121,7 +121,7 @@ ShardCounts = dict[Split, Annotated[int, Field(ge=0)]]
 
 
 class Part(Section):
-    """One of several datasets in a folder. It owns consecutive shards of each split, in the order of datasets."""
+    """One of several datasets in a folder. Each owns consecutive shards of every split, in the order of the parts."""
 
     name: str
     fingerprint: str
@@ -185,7 +185,14 @@ class Manifest(Section):
         return bool(self.origins)
 
     def where(self, record: int) -> str:
-        """Return a record's file or dataset and number there (from 1). `record`: number among all records (from 0)."""
+        """Return the name of the file or dataset that a record is from, and the record's number in it, from 1.
+
+        Args:
+            record: index of the record among those of all origins, from 0.
+
+        Raises:
+            IndexError: there is no such record.
+        """
         for origin in self.origins:
             if record < origin.records:
                 return f"{origin.name}, record {record + 1}"
@@ -251,7 +258,8 @@ class TokenShards:
             since the file last changed. Give False to read no tokens, or if another process has verified them.
 
     Raises:
-        UserError: a file is missing or its size is not the manifest's; with `verify`, also if its bytes changed.
+        UserError: the split or a file is missing, or a file's size is not the manifest's; with `verify`, also if a
+            file's bytes changed or an id is outside the vocabulary.
     """
 
     def __init__(self, folder: str | Path, split: Split, verify: bool = True) -> None:
@@ -360,6 +368,8 @@ class TokenShards:
     def verify(self) -> None:
         """Compare every file with its sha256 in the manifest, and every id with the vocabulary.
 
+        Files that this process has verified since they last changed are skipped.
+
         Raises:
             UserError: a file was changed, or holds an id outside the vocabulary.
         """
@@ -379,7 +389,7 @@ class TokenShards:
                 _verified.add(known)
 
     def _check_ids(self, shard: ShardFile) -> None:
-        """Stop with an error at ids outside the vocabulary, which a correct sha256 does not rule out."""
+        """Raise UserError if an id is outside the vocabulary: a correct sha256 does not rule that out."""
         ids = map_array(self.folder / shard.file, little_endian(self.manifest.dtype), inside=self.folder)
         highest = max(int(ids[at : at + _CHECKED_IDS].max()) for at in range(0, len(ids), _CHECKED_IDS))
         if highest >= self.manifest.vocab_size:

@@ -1,7 +1,7 @@
 """Snippets: extra documents for training, each a few statements from inside a Python file.
 
 A file begins with comments, a docstring or imports, so a model that has read only whole files has hardly seen a text
-that begins with `for` or `with`, as the prompts that people type do.
+that begins with `for` or `with`. The prompts that people type often begin so.
 """
 
 import ast
@@ -15,12 +15,12 @@ from gptworks.data.shards import Split
 from gptworks.data.sources.base import UNIT_BYTES, Piece, text_document
 
 SNIPPETS_VERSION = 1
-"""Number of the rules below: other rules give another dataset."""
+"""Version of the rules below, as part of a dataset's identity: other rules give another dataset."""
 MOST_LINES = 40
 MOST_CHARACTERS = 200_000
-"""Longest text that is parsed: Python takes seconds and much memory for some longer ones."""
+"""Maximum characters of a text to parse: Python takes seconds and much memory for some longer texts."""
 MOST_DEPTH = 200
-"""Deepest syntax tree: how much deeper ones Python can parse depends on the place of the call."""
+"""Maximum levels of a syntax tree. Python parses some deeper trees, to a depth that depends on the caller's stack."""
 
 _ALSO_IN_PROSE = (ast.Assign, ast.Expr)
 _KINDS = (
@@ -30,14 +30,14 @@ _KINDS = (
 """Kinds of statements that a snippet may begin with."""
 
 Place = tuple[int, tuple[int, ...]]
-"""Index of a snippet's first line, and the indexes after its last line that are possible."""
+"""Index of a snippet's first line, and the possible indices of its end, one after its last line."""
 
 
 def with_snippets(parts: Iterable[tuple[Split, Piece]], share: float) -> Iterator[tuple[Split, Piece]]:
     """Yield the parts, and the snippets of the training documents among them; a held-out document gives none.
 
     Only documents of one piece give snippets. Snippets come after many documents, so that a row seldom has a snippet
-    and its file: the model could copy it from there.
+    and its file, from which the model could copy the snippet.
 
     Args:
         share: size of the snippets as a share of the Python files' size, on average. 0: no snippets.
@@ -66,7 +66,7 @@ def snippets(text: str, share: float) -> list[str]:
     """Return snippets of a Python file: statements that follow each other anywhere in it, with the comment before them
     and without their indentation.
 
-    The choice depends only on the text. Of the kinds of statements in `_KINDS`, those that the file has are drawn
+    The choice depends only on the arguments. Of the kinds of statements in `_KINDS`, those that the file has are drawn
     equally often, so that `while` is not rarer than assignments. A text that is not Python, has nothing but assignments
     and expressions, or is longer than `MOST_CHARACTERS` gives none.
 
@@ -87,7 +87,7 @@ def snippets(text: str, share: float) -> list[str]:
         if not places[kind]:
             kinds.remove(kind)
         snippet = textwrap.dedent("\n".join(lines[first : chance.choice(ends)])) + "\n"
-        if _parsed(snippet) is None:  # such as `elif`, or the beginning of a string
+        if _parsed(snippet) is None:  # it begins with `elif`, or contains only part of a string
             continue
         if chance.random() * len(snippet) > left:  # a short file, too, has its share on average
             break
@@ -106,7 +106,7 @@ def _parsed(text: str) -> ast.Module | None:
 
 
 def _places(lines: list[str]) -> dict[type, list[Place]]:
-    """Return where snippets can begin, by kind of statement; nothing if the lines are not Python or nested deeply."""
+    """Return the places of possible snippets by kind of first statement; none if the syntax is wrong or too deep."""
     places: dict[type, list[Place]] = {}
     tree = _parsed("\n".join(lines))
     level: list[ast.AST] = [] if tree is None else [tree]
@@ -114,7 +114,7 @@ def _places(lines: list[str]) -> dict[type, list[Place]]:
         for parent in level:
             for name in ("body", "orelse", "finalbody"):
                 block = getattr(parent, name, [])
-                for number, one in enumerate(block if isinstance(block, list) else []):  # in a lambda, an expression
+                for number, one in enumerate(block if isinstance(block, list) else []):  # a lambda's body is no list
                     if isinstance(one, _KINDS) and (place := _place(block[number : number + MOST_LINES], lines)):
                         places.setdefault(type(one), []).append(place)
         level = [child for parent in level for child in ast.iter_child_nodes(parent)]
@@ -122,8 +122,8 @@ def _places(lines: list[str]) -> dict[type, list[Place]]:
 
 
 def _place(block: list[ast.stmt], lines: list[str]) -> Place | None:
-    """Return the place of a snippet that begins with the first of these statements; None if that is a constant, such
-    as a docstring, or too long."""
+    """Return the place of a snippet that begins with the first of these statements; None if that statement is too long
+    or a constant, such as a docstring."""
     one = block[0]
     if isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant):
         return None

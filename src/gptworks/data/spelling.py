@@ -56,8 +56,8 @@ class Spelling:
         """Return the bytes that tokens spell where a phrase occurs in text. The phrase is normalized like the text.
 
         Raises:
-            UserError: the phrase is empty, also after normalization, or too long, or has characters that the tokenizer
-                does not know.
+            UserError: the phrase is empty (perhaps only after normalization) or too long, is not Unicode text, or has
+                words that the tokenizer does not know.
         """
         try:
             size = len(phrase.encode("utf-8"))

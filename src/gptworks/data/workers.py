@@ -26,8 +26,8 @@ Advance = Callable[[int], None]
 
 Report = Callable[[str, int, int | None], None]
 """Function to call with the stage ("waiting", "cleaning", "sample", "tokenizer", "merging", "shards"), the bytes of
-text done, and the total if known. Any other text than a stage is a line to print once: the library that encodes and
-the reason, or that a tokenizer learned from parts of long words."""
+text done, and the total if known. A text other than these stages is a line to print once, such as the library that
+encodes and the reason for it."""
 
 Progress = Callable[[int, int], None]
 """Function to call with the number of tokens done, and the number of all tokens."""

@@ -39,7 +39,7 @@ class ModelSheet:
         return describe(self.recipe.model, self.recipe.name)
 
     def at(self, layer: int, stored: Callable[[Sequence[str]], Iterable[Tree]]) -> Tree:
-        """Return the sheet with the block of one layer.
+        """Return the sheet as JSON, with the block of one layer.
 
         Args:
             stored: returns `tensor_facts` of the named tensors.
@@ -72,10 +72,11 @@ class ModelSheet:
 
 
 def tensor_facts(name: str, shape: Shape, kind: str, n_bytes: int, adapted: bool = False) -> Tree:
-    """Return what the sheet says of a tensor.
+    """Return the sheet's entry for a tensor, as JSON.
 
     Args:
-        kind, n_bytes: how a file holds it, and in how many bytes. adapted: whether an adapter is added to it.
+        kind, n_bytes: the tensor's number format and size in its file.
+        adapted: whether an adapter is added to the tensor.
     """
     return {
         "name": name, "shape": list(shape), "parameters": math.prod(shape), "stored": kind, "stored_bytes": n_bytes,

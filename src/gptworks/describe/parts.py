@@ -44,7 +44,7 @@ class Part:
     shape: str
     """Shape of the part's output, as text."""
     words: str
-    """What the part does, in a sentence or two."""
+    """The part's function, in a sentence or two."""
     source: str
     """The publication that introduced the part."""
     modules: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ class PlanSheet(Plan):
     details: bool = False
     """Whether to also show the FLOPs by part, other precisions and layouts, and the memory of inference."""
     affordable: Affordable | None = None
-    """What a given time or budget suffices for; None: none was given."""
+    """The training that a given time or budget suffices for; None if neither was given."""
 
     def __repr__(self) -> str:
         lines = lines_of(printed(self, self.details, self.affordable))

@@ -56,7 +56,7 @@ def tables(
     Args:
         details: add FLOPs by part, other precisions and layouts, and the memory of inference.
         unmeasured: advice to print if the machine's speed is unknown.
-        affordable: what a given time suffices for; None: none was given.
+        affordable: the training that a given time suffices for; None if no time was given.
     """
     yield Table((plan.recipe.name, "plan"), "ll", _facts(plan, details, unmeasured))
     if affordable is not None:
@@ -220,7 +220,7 @@ def _sent(plan: Plan) -> str:
 
 
 def memory_words(needed_bytes: int, device: Device, when: str = "") -> str:
-    """Return the bytes that are needed, compared with the device's memory; on a CPU also those of the process."""
+    """Return as text the bytes needed and their share of the device's memory; on a CPU, also the process's bytes."""
     share = needed_bytes / max(device.memory_bytes, 1)
     times = f"{share:.3g}" if share >= 1.01 else f"{max(share, 1.001):.4g}"  # never "1 times"
     fit = f"{share:.0%} of what there is" if share <= 1 else f"DOES NOT FIT: {times} times what there is"

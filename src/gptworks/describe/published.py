@@ -118,14 +118,14 @@ def _exact(config: ModelConfig) -> Mapping[str, Mapping[str, float]]:
 
 @cache
 def _sizes() -> dict[str, int]:
-    """Return the numbers of parameters of the models with which the documents compare their own."""
+    """Return the parameter counts, by preset, of the models with which the documents compare their own models."""
     return {name: count_parameters(preset(name)).total
             for name in ("gpt2", "gpt2-medium", "gpt2-large", "llama-2-7b")}  # fmt: skip
 
 
 @cache
 def _published() -> dict[str, Any]:
-    """Read `published.json`. By preset, it has a `source` and `figures`: unit, key of the exact figure, name in the
-    source, printed value, note. Figures without a key must be measured."""
+    """Read `published.json`: for each preset, a `source` and its `figures`, each with unit, key of the exact figure,
+    name in the source, printed value and note. Figures without a key must be measured."""
     tree: dict[str, Any] = json.loads((files("gptworks.describe") / "published.json").read_text(encoding="utf-8"))
     return tree

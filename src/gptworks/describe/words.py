@@ -9,7 +9,7 @@ POSITIONS = {
     "rope": ("rotary positions", ""),
     "none": ("no positions", ""),
 }
-"""For each `model.position`: its displayed name, and that of the operation that adds an embedding, or ""."""
+"""For each `model.position`: its displayed name, and the name of the operation that adds its embedding, or ""."""
 
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu2": "ReLU²", "swiglu": "SiLU", "geglu": "GELU",
@@ -35,7 +35,7 @@ def norm_weights(c: ModelConfig) -> str:
 
 
 def head_norms(c: ModelConfig) -> str:
-    """Return as text how many weights the norms of queries and of keys have."""
+    """Return the numbers of weights of the norms of queries and of keys, as text."""
     if c.qk_norm == "whole":
         return f"{c.n_heads * c.d_head:,} + {c.n_kv_heads * c.d_head:,}"
     return f"2 of {c.d_head:,}"
@@ -46,7 +46,7 @@ def activation(c: ModelConfig) -> str:
 
 
 def turned(c: ModelConfig) -> str:
-    """Return as text how many layers, and which channels of a head, have rotary positions; empty if all have."""
+    """Return the layers and the channels of a head that have rotary positions, as text; empty if all have them."""
     layers = sum(map(c.layer_rotates, range(c.n_layers)))
     part = "" if c.d_rotary == c.d_head else f"first {c.d_rotary:,} of {c.d_head:,}"
     return ", ".join(filter(None, (f"{layers} of {c.n_layers} layers" if layers < c.n_layers else "", part)))

@@ -46,7 +46,7 @@ ADAPTED: tuple[Literal["full", "int8", "int4"], ...] = ("full", "int8", "int4")
 
 STEPS_AN_EPOCH, LARGEST_BATCH = 30, 32
 ROW_MULTIPLE, MOST_TIMES_LONGER = 64, 8
-"""Rows are a multiple of 64 tokens. Rows of joined examples are at most 8 times as long as 99 of 100 examples."""
+"""Rows are a multiple of 64 tokens. Rows of joined examples are at most 8 times as long as rows of single ones."""
 EPOCHS = ((10_000, 1), (1_000, 2), (0, 3))
 """Pairs of a minimum number of examples, and the number of epochs for that many examples."""
 
@@ -190,7 +190,8 @@ class _Draft:
         self.row, self.batch = times * self.row, self.batch // times
 
     def planned(self, prepared: Prepared, device: Device) -> Plan:
-        """Return the plan with the largest micro-batch that fits in memory, or with the smallest if none fits."""
+        """Return the plan with the largest micro-batch that fits in memory, or with the smallest if none fits. Halve
+        rows of joined examples, and double the batch, until a micro-batch fits."""
         while True:
             for micro in divisors(self.batch):
                 self.micro = micro

@@ -49,7 +49,7 @@ VOCABULARIES = ((1280, 32_768), (768, 16_384), (384, 8192), (0, 4096))
 """Pairs of a width and the largest vocabulary for models of that width or more. The head's cost grows with both."""
 
 LEAST_VOCABULARY, N_BYTES = 512, 256
-"""Minimum size of a vocabulary, unless the text has too few pairs to merge; and its part of single bytes."""
+"""Minimum size of a vocabulary, unless the text has too few pairs to merge; and its number of single-byte tokens."""
 STEP_TOKENS, LEAST_STEP_TOKENS, MANY_TOKENS = 4096, 1024, 2**23
 """Usual and minimum number of tokens per step; runs of more than MANY_TOKENS tokens have larger steps."""
 
@@ -57,11 +57,11 @@ MANY_EPOCHS = 3
 """From this many epochs on, weights decay strongly."""
 
 MOST_CONTEXT, CONTEXT_PER_WIDTH = 1024, 4
-"""Longest context, a power of 2, and the longest for each channel of the width: beyond, attention costs more than the
-matrices."""
+"""Longest context in tokens, a power of 2, and longest context per channel of the width. With longer contexts,
+attention costs more than the matrices."""
 
 GROWING = ((0.35, 0.25), (0.7, 0.5))
-"""Stages of `train.shorter_contexts`: up to these shares of the run, these shares of the context."""
+"""Stages of `train.shorter_contexts`: pairs of a share of the run, and the share of the context used until then."""
 
 WIDEST_UNTIED = 512
 """Widest model that gets a head of its own, which learns faster at these widths; wider models were not compared."""
@@ -72,7 +72,7 @@ LEAST_STEPS = 200
 MOST_MEASURED = 4
 
 N_EVALUATIONS, N_SAMPLES = 8, 4
-"""How often a run evaluates, and how often it saves and samples."""
+"""Numbers of evaluations, and of checkpoints and samples, in a run."""
 
 LEAST_EVALUATED_TOKENS = 4096
 
@@ -308,7 +308,7 @@ class Search:
         ]
 
     def _decay(self, tokens: int, n_train_tokens: int) -> list[Row]:
-        """Return the settings of a run that reads its text so often that it would learn it by heart."""
+        """Return strong weight decay for a run that reads its text so often that it would memorize it; else nothing."""
         if tokens < MANY_EPOCHS * n_train_tokens:
             return []
         why = f"as the text is read {tokens / n_train_tokens:.2g} times (Kim et al., 2025)"

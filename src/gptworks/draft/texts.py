@@ -24,7 +24,7 @@ SAMPLE_BYTES, SAMPLE_PARTS = 1 << 21, 64
 """Bytes of text to read for the sample, and the number of evenly spaced parts in which to read them."""
 
 MOST_BYTES = 1 << 26
-"""Bytes of text to read of a file of records or an archive; the rest is estimated."""
+"""Maximum bytes of text to read from a file of records or an archive; the size of the rest is estimated."""
 
 PASSAGE_BYTES = 600
 _LISTED = 5

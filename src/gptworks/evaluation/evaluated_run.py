@@ -55,7 +55,8 @@ class EvaluatedRun:
         Args: as for `gptworks.evaluate`. `precision` applies to losses only; for tasks, the engine chooses a precision.
 
         Raises:
-            UserError: run, checkpoint or device is missing, files are damaged, or a quantized run has another format.
+            UserError: run, checkpoint or device is missing, files are damaged, or a quantized run's format is not
+                `weights`.
         """
         self.folder = fetched_path(run_dir)
         chosen = choose_checkpoint(self.folder, checkpoint, report)
@@ -109,7 +110,8 @@ class EvaluatedRun:
         of `gptworks.evaluate`.
 
         Raises:
-            UserError: the stride is not between 1 and the context length.
+            UserError: the stride is not between 1 and the context length, or `stride` or `by_position` is given for
+                conversations.
         """
         context, round_trips = self.model.config.context_length, self.prepared.manifest.round_trips
         shards = TokenShards(self.prepared.folder, "validation")
@@ -185,7 +187,7 @@ class EvaluatedRun:
         return self._evaluation("memorization", found.measured(), found.n_texts, self.prepared.manifest.fingerprint)
 
     def of_these_weights(self, found: Evaluation) -> Evaluation:
-        """Return `found`; if loading rounded the weights, say so in its name, settings and notes."""
+        """Return `found`; if loading rounded the weights, with their format in its name, settings and notes."""
         if self.rounded_to is None:
             return found
         note = f"weights rounded to {self.rounded_to} as they were loaded; the run's own are in fp32"

@@ -76,7 +76,7 @@ def measure_memorization(
         autocast: function that returns the context in which to compute the losses.
 
     Raises:
-        UserError: the held-out text is shorter than one prompt and its continuation.
+        UserError: the held-out text is shorter than one prompt and its continuation, or the context is too short.
     """
     text_tokens = min(text_tokens, engine.context - prompt_tokens)
     length = prompt_tokens + text_tokens

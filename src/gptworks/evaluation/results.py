@@ -146,7 +146,8 @@ def number(value: float) -> str:
 
 
 def save_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Write evaluations to the run folder, replacing those of the same names, and rewrite the model card's section."""
+    """Write evaluations to the run folder, replacing those of the same names, and rewrite the model card's section. If
+    `run_dir` is the mirror of a remote folder, upload the files."""
     folder = run_dir / FOLDER
     make_folder(folder)
     for one in evaluations:
@@ -178,7 +179,7 @@ def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
 
 
 def write_card_section(run_dir: Path) -> None:
-    """List the evaluations in a section at the end of the model card, which is created if it does not exist."""
+    """List the evaluations, if any, in a section at the end of the model card; create the card if it does not exist."""
     evaluations = read_evaluations(run_dir)
     if not evaluations:
         return

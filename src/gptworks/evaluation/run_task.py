@@ -78,7 +78,8 @@ class Asked:
         self._n_short = 0
 
     def context(self, item: Item, room: int) -> tuple[str, list[int]]:
-        """Return the text and the tokens before an answer, with as many shots as fit if `room` tokens stay free.
+        """Return the text ("" with a chat template) and the tokens before an answer, with as many shots as leave `room`
+        tokens free.
 
         Raises:
             UserError: the item does not fit even without shots.

@@ -39,8 +39,8 @@ def encode_pair(
     """Return the token ids of a context and of its continuation, split as lm-evaluation-harness splits them.
 
     Spaces at the end of the context move to the continuation. Context and continuation are encoded together, and split
-    after as many tokens as the context has by itself. If a token crosses the border, the split is not exactly there, or
-    the continuation is encoded by itself if no token would remain for it.
+    after as many tokens as the context has by itself. If a token crosses the border, the split is near the border. If
+    no token would remain for the continuation, the continuation is encoded by itself.
 
     Args:
         encode: encodes a text from its beginning.

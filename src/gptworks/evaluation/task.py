@@ -177,7 +177,7 @@ class Task:
         """Return the value of the setting `key` for an item, as text.
 
         Raises:
-            UserError: the item lacks the field.
+            UserError: for the reasons of `value`.
         """
         return str(self.value(item, key))
 
@@ -186,6 +186,9 @@ class Task:
 
         Args:
             wanted: the field name or template; None: the value of the setting `key`.
+
+        Raises:
+            UserError: the item lacks the field or it is null, or the template is wrong or fails.
         """
         wanted = getattr(self.settings, key) if wanted is None else wanted
         assert isinstance(wanted, str)
@@ -219,7 +222,7 @@ class Task:
         """Return the value of the setting `key` for an item, as a list of at least one text.
 
         Raises:
-            UserError: the list is empty.
+            UserError: the list is empty; or for the reasons of `value`.
         """
         value = self.value(item, key)
         found = [str(one) for one in value] if isinstance(value, list) else [str(value)]
@@ -231,7 +234,11 @@ class Task:
         return f"{self.origin}: `{key}: {shortened(wanted)!r}`, item {self._number(item)}"
 
     def choices(self, item: Item) -> list[str]:
-        """Return the choices of a multiple-choice item, two or more."""
+        """Return the choices of a multiple-choice item, two or more.
+
+        Raises:
+            UserError: there are fewer choices, or one is empty.
+        """
         assert isinstance(self.settings, MultipleChoice)
         wanted = self.settings.choices
         if isinstance(wanted, str):
@@ -247,7 +254,11 @@ class Task:
         return texts
 
     def right_choice(self, item: Item) -> int:
-        """Return the index of an item's right choice."""
+        """Return the index of an item's right choice.
+
+        Raises:
+            UserError: the item's answer is neither a choice nor the index of one.
+        """
         assert isinstance(self.settings, MultipleChoice)
         choices, answer = self.choices(item), self.value(item, "answer")
         if isinstance(answer, str) and answer in choices:

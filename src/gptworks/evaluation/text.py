@@ -56,7 +56,7 @@ class TextEvaluation:
     passages: Floats
     """[P, 3]: nats, tokens and UTF-8 bytes of each passage."""
     positions: list[PositionLoss]
-    """The loss by position in the context; empty if the text is shorter than the context."""
+    """The loss by position in the context; empty if the text is not longer than the context."""
 
     def measured(self) -> dict[str, Measured]:
         """Return the figures with their intervals over passages."""

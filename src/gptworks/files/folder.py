@@ -33,7 +33,7 @@ class Folder:
     def __init__(self, path: Path | str, *, within: "Folder | None" = None, lists: bool = True) -> None:
         """
         Args:
-            within: the folder in which `path` is a name, which must not be a link; None: follow links.
+            within: the open folder that contains the name `path`; the name must not be a link. None: follow links.
             lists: whether to open it so that its names can be listed and flushed, if permissions allow that.
 
         Raises:
@@ -69,7 +69,7 @@ class Folder:
         return os.stat(self._at(name), dir_fd=self._descriptor, follow_symlinks=follow_symlinks)
 
     def link_target(self, name: str, found: os.stat_result) -> str | None:
-        """Return what a name with the status `found` leads to if it is a link or junction (Windows); None if not."""
+        """Return the target of a name with the status `found` if it is a link or a junction (Windows), else None."""
         if stat.S_ISLNK(found.st_mode) or getattr(found, "st_reparse_tag", 0) == _JUNCTION:
             return os.readlink(self._at(name), dir_fd=self._descriptor)
         return None
@@ -85,7 +85,7 @@ class Folder:
         os.mkdir(self._at(name), dir_fd=self._descriptor)
 
     def replace(self, name: str, to: "Folder", new_name: str) -> None:
-        """Rename a file or folder to a name in `to`, in place of a file or empty folder that has it."""
+        """Rename a file or folder to `new_name` in `to`, in place of a file or empty folder of that name."""
         source, target = self._at(name), to._at(new_name)
         os.replace(source, target, src_dir_fd=self._descriptor, dst_dir_fd=to._descriptor)
 
@@ -105,7 +105,7 @@ class Folder:
             try:
                 os.fsync(self._descriptor)
             except OSError as error:
-                if error.errno != errno.EBADF:  # of O_PATH
+                if error.errno != errno.EBADF:  # the descriptor is one of O_PATH
                     raise
 
     def set_mode(self, mode: int) -> None:

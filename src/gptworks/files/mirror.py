@@ -30,21 +30,21 @@ SESSIONS, OWN_SESSION, VERSIONS = ".sessions", ".session.json", ".remote.json"
 SEAL, CHECKPOINTS, LARGE = "manifest.json", "checkpoints", ".safetensors"
 _MOST_JSON_BYTES = 1 << 24
 _MOST_SMALL_BYTES = 1 << 32
-"""What the files of a run, which are fetched at once, may have in all."""
+"""Maximum bytes of a run's small files in all (`_is_small`)."""
 _FRESH_SECONDS = 10.0
-"""A process asks the store again for the state of a folder after this time."""
+"""Time after which a process asks the store again for the state of a folder."""
 _TRIES = 3
 _fetched_at: dict[Path, float] = {}
 
 
 def local_path(path: str | PathLike[str]) -> Path:
-    """Return a path as a local one: of a URL, its mirror, which need not exist."""
+    """Return the path of a URL's local mirror, which need not exist, or a local path unchanged."""
     return mirror_of(path) if is_url(path) else Path(path)
 
 
 def fetched_path(path: str | PathLike[str]) -> Path:
-    """Return a path as a local one. If it is a URL or a mirror, first make the mirror current: all its files but the
-    tensors of checkpoints, which `fetch_missing` fetches.
+    """Return the `local_path` of a path. If it is in a mirror, first make the mirror current, at most every
+    `_FRESH_SECONDS`, except for the tensors of checkpoints, which `fetch_missing` fetches.
 
     Raises:
         UserError: the URL cannot be used, or the store refuses access or holds names that are not read.
@@ -87,8 +87,9 @@ def keep(mirror: Path) -> None:
 
 
 def refresh(mirror: Path, session: dict[str, Any] | None = None) -> bool:
-    """Make a mirror current; return whether its small files are now the store's. It is left as it is while a process
-    trains there, and after this machine was the last that trained there, since it then may have more than the store.
+    """Make a mirror current; return whether its small files are now the store's. The mirror stays unchanged while a
+    process trains there, or if this machine was the last to train there, as it may have files that the store lacks. If
+    another machine trained there since, a mirror with such files is renamed, with a warning.
 
     Args:
         session: the last session before this process's own; None: read it.
@@ -133,14 +134,14 @@ def refresh(mirror: Path, session: dict[str, Any] | None = None) -> bool:
 
 
 def is_last_here(mirror: Path, session: dict[str, Any]) -> bool:
-    """Whether a session, a remote folder's last, or the last that has written there, was one of this machine."""
+    """Whether `session`, the newest of a remote folder, or the last session that wrote there, was on this machine."""
     own = _json(mirror / OWN_SESSION) or {}
     tokens = {own.get("token"), own.get("claims"), written_by(own)} - {None}
     return not tokens.isdisjoint((session.get("token"), written_by(session)))
 
 
 def written_by(session: dict[str, Any]) -> Any:
-    """Return the token of the last session that has written to a remote folder, by what the newest session states."""
+    """Return the token of the last session that wrote to a remote folder, as stated by its newest session."""
     return session.get("after") if session.get("wrote") is False else session.get("token")
 
 
@@ -179,7 +180,7 @@ def _fetch(remote: Remote, entries: dict[str, Entry], mirror: Path, is_wanted: C
     for name, entry in sorted(wanted.items()):
         if name in missing:
             path = mirror / name
-            if name.endswith(f"/{SEAL}") and name.startswith(f"{CHECKPOINTS}/"):  # other bytes under the same name
+            if name.endswith(f"/{SEAL}") and name.startswith(f"{CHECKPOINTS}/"):  # a new checkpoint of this name
                 for large in path.parent.glob(f"*{LARGE}"):
                     large.unlink()
             make_folder(path.parent)
@@ -196,7 +197,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _is_small(name: str, entries: dict[str, Entry]) -> bool:
-    """Whether a run's file is fetched at once: all but tensors, and what an upload has not completed."""
+    """Whether a run's file is fetched at once: all but hidden files, tensors, and incomplete checkpoints."""
     if _is_hidden(name):
         return False
     if not name.startswith(f"{CHECKPOINTS}/"):
@@ -214,7 +215,7 @@ def _download(remote: Remote, name: str, n_bytes: int, path: Path, mirror: Path)
 
 
 def fetch_missing(path: Path, n_bytes: int, sha256: str) -> None:
-    """Fetch a file of a mirror that does not exist yet, with these bytes and checksum; no effect on other paths.
+    """Fetch a mirror's missing file of this size and checksum; no effect on other paths, or if the store has none.
 
     Raises:
         UserError: the store sends other bytes several times. RunError: the store fails, or the disk is full.
@@ -242,8 +243,8 @@ def fetch_missing(path: Path, n_bytes: int, sha256: str) -> None:
 
 
 def send(paths: Iterable[Path]) -> None:
-    """Upload files of a mirror that a command has written; no effect on other paths, or while a process trains there,
-    which uploads them.
+    """Upload files that a command has written to a mirror. Other paths are ignored, and so are mirrors in which a
+    process trains, because that process uploads them.
 
     Raises:
         UserError, RunError: the store refuses access, or fails.
@@ -262,11 +263,11 @@ class LocalCopy:
     path: Path
     n_bytes: int
     kept_because: str
-    """Why it must not be removed; empty: the store has everything."""
+    """Why the copy must not be removed; empty: the store has everything."""
 
 
 def local_copies() -> list[LocalCopy]:
-    """Return the local copies of folders and files in stores, also those of other sessions that were kept aside."""
+    """Return the local copies of folders and files in stores, including the mirrors that `refresh` renamed."""
     found = []
     for path in sorted(cache_root().glob("*/*")):
         url, why = url_of(path), ""
@@ -286,7 +287,7 @@ def local_copies() -> list[LocalCopy]:
 
 
 def remove_copy(url: str) -> LocalCopy:
-    """Delete the local copy of a folder or file in a store, and return what it was.
+    """Delete the local copy of a folder or file in a store, and return its description.
 
     Raises:
         UserError: there is none, a process trains there, or the store may lack files of it.

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 _MOST_LINKS = 40
 PIPE_SECONDS = 1.0
-"""Longest wait for the writer of a pipe, since a shell opens both ends before it starts a command."""
+"""Longest wait for a pipe's writer. It is short, because a shell opens both ends before it starts a command."""
 _CHUNK_BYTES = 1 << 16
 _LFS, _MOST_POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
-"""The beginning of a file that Git LFS has in place of a large file, and the bytes that it has at most."""
+"""First bytes, and maximum size in bytes, of a pointer file, which Git LFS puts in place of a large file."""
 
 
 def open_regular(path: Path, *, inside: Path | None = None, max_bytes: int | None = None) -> BufferedReader:
@@ -149,7 +149,7 @@ def _decoded(data: bytes, path: Path) -> str:
 
 
 def path_like(path: Path) -> str:
-    """Return the end of a message about a missing path: the name nearest to it in its folder, or an advice."""
+    """Return the end of a message about a missing path: the most similar name in its folder, or `Check the path.`"""
     folder = path.parent
     names = (one.name for one in folder.iterdir()) if folder.is_dir() else ()
     near = nearest(path.name, names)
@@ -204,7 +204,8 @@ def check_tree(folder: Path) -> None:
     """Check a folder, except hidden names, before a library opens files in it whose names this package does not know.
 
     Raises:
-        UserError: a link leads out of the folder, or an entry is not a regular file. OSError: an entry cannot be read.
+        UserError: a link leads out of the folder, or an entry is neither a folder nor a regular file.
+        OSError: an entry cannot be read.
     """
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]

@@ -1,5 +1,5 @@
 """Folders in object stores, such as s3://bucket/runs/demo, through fsspec. Each has a mirror on this machine: a folder
-below the cache that has the same files, so that the code that reads and writes folders needs no other way.
+below the cache with the same files, so that other code reads and writes it like any folder.
 
 What a store sends is untrusted: names, sizes and bytes are checked before they reach the disk.
 """
@@ -60,7 +60,7 @@ def mirror_of(url: str | os.PathLike[str]) -> Path:
     """Return the local folder that mirrors a URL: `<cache>/remote/<the URL up to the last slash, quoted>/<last name>`.
 
     Raises:
-        UserError: the URL has no name below the bucket, or one that a folder should not have.
+        UserError: the URL has no name below the bucket, a name with other characters than allowed, or is too long.
     """
     found = STORE_URL.fullmatch(str(url))
     parts = found[2].rstrip("/").split("/") if found else []
@@ -92,7 +92,7 @@ def mirror_around(path: Path) -> Path | None:
 
 
 def shown(path: Path) -> str:
-    """Return a path for a message: the URL of a mirror."""
+    """Return how messages show a path: a mirror as its URL, other paths as they are."""
     return url_of(path) or str(path)
 
 
@@ -102,7 +102,7 @@ def _is_name(part: str) -> bool:
 
 
 class Remote:
-    """A folder in an object store. Each call is tried again, with growing random waits, if it fails."""
+    """A folder in an object store. Failed calls are repeated, with growing random waits, except `upload` by default."""
 
     def __init__(self, url: str) -> None:
         """
@@ -123,7 +123,7 @@ class Remote:
         Raises:
             FileNotFoundError, FileExistsError: as the store says.
             UserError: the store refuses the access, or the object does not have the checksum that it stores.
-            RunError: it fails at every try.
+            RunError: the store fails at every try.
         """
         for n in range(tries):
             try:
@@ -152,8 +152,8 @@ class Remote:
         """Return the objects below the folder by relative name, or the one at the URL itself as "".
 
         Raises:
-            UserError: an object's name is not one for a file here: `..`, other characters, too deep; or one of them is
-                also a folder.
+            UserError: an object has no size, a name that cannot be a file's (such as `..`), too many levels, or other
+                objects below it; or there are too many objects.
             RunError: the store fails.
         """
         found = self._call("", lambda: self._store.find(self._base, detail=True))
@@ -192,7 +192,7 @@ class Remote:
         def work() -> bytes:
             try:
                 return bytes(self._store.cat_file(self._at(name), start=0, end=max_bytes + 1))
-            except Exception:  # each store's library has its own for a range of an empty object
+            except Exception:  # each store's library has its own error for a range of an empty object
                 if self._store.size(self._at(name)) == 0:
                     return b""
                 raise
@@ -238,7 +238,7 @@ class Remote:
         self._call(name, lambda: self._store.pipe_file(self._at(name), data, **mode))
 
     def upload(self, name: str, file: Path, tries: int = 1) -> None:
-        """Write a file's bytes to an object, which appears at once when all have arrived.
+        """Write a file's bytes to an object, which appears only when all of them have arrived.
 
         Raises:
             FileNotFoundError: the file does not exist. UserError: no access. RunError: the store fails.
@@ -258,8 +258,8 @@ class Remote:
             self._call(name, lambda: self._store.rm_file(self._at(name)))
 
     def age_seconds(self, name: str, probe: str) -> float:
-        """Return the age of an object by the store's clock, which writes and deletes the object `probe`; this also
-        shows whether this process may write.
+        """Return the age of an object by the store's clock. To read the clock, write and delete the object `probe`;
+        this also shows whether this process may write.
 
         Raises:
             FileNotFoundError: the object does not exist. UserError: no access. RunError: the store fails.

@@ -1,4 +1,4 @@
-"""The schemes of the URLs that take the place of a path."""
+"""The schemes of URLs, and the URLs of object stores that may be given in place of a path."""
 
 import os
 import re

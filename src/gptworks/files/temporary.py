@@ -15,7 +15,7 @@ from gptworks.files.read import open_folder
 PREFIX, _TOKEN_BYTES = ".writing-", 6
 """A temporary file's name has this prefix, the target's name, a dot, and this many random bytes in hex."""
 _MOST_NAME_BYTES = 200
-"""Longest target name that is kept in a temporary file's name; file systems allow 255 bytes in all."""
+"""Longest target name in a temporary file's name; longer ones are hashed, as file systems allow 255 bytes in all."""
 
 
 @contextlib.contextmanager
@@ -45,7 +45,8 @@ def _stem(name: str) -> str:
 
 
 def new_file(name: str, folder: Folder, mode: int) -> tuple[str, int]:
-    """Make a temporary file to write to, locked while it is open; return its name and descriptor."""
+    """Remove leftovers for the target `name`, and make a temporary file, locked while it is open. Return its name and
+    descriptor."""
     remove_leftovers_of(name, folder)
     while True:
         aside = _stem(name) + secrets.token_hex(_TOKEN_BYTES)
@@ -57,8 +58,8 @@ def new_file(name: str, folder: Folder, mode: int) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def new_private_folder(path: Path, folder: Folder) -> Iterator[tuple[str, Folder, int]]:
-    """Make a locked folder next to `path` that only the owner may enter; yield its name, the open folder, and the
-    umask's mode for folders. At the end delete the folder, unless it was renamed."""
+    """Make a locked folder next to `path` that only the owner may enter; yield its name, the open folder, and the mode
+    that the umask gives new folders. At the end delete the folder, unless it was renamed."""
     with named(path):
         remove_leftovers_of(path.name, folder)
         while True:

@@ -46,8 +46,8 @@ _one_writes = threading.Lock()
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk; no effect without permission to open it, or on a folder of
-    Windows."""
+    """Flush a file, or the names in a folder, to the disk; no effect without permission to open it, or for a folder
+    on Windows."""
     with contextlib.suppress(PermissionError):
         descriptor = os.open(path, FLUSHED)
         try:
@@ -219,8 +219,8 @@ def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
 
 
 def open_to_change(path: Path, *, inside: Path | None = None) -> BufferedRandom:
-    """Open a regular file to read and to overwrite, together with other processes that write other parts of it. They
-    share a lock: without it, Linux's NFS client writes whole pages, and so other machines' bytes as they were before.
+    """Open a regular file to read and to overwrite, while other processes write other parts of it. All processes share
+    a lock: without it, Linux's NFS client writes whole pages, and so overwrites other machines' bytes with older ones.
 
     Arguments and errors: see `open_to_append`.
     """

@@ -38,7 +38,7 @@ class Admission:
         self._tokenizer, self._room, self._special = tokenizer, room, special_tokens(tokenizer)
         stated = stated_of(tokenizer)
         self.defaults = SamplingSettings.of(**stated_sampling({} if stated is None else stated.generation)[0])
-        """Settings of requests that give none: those that the model states, and choices.SAMPLING for the rest."""
+        """Settings for requests that give none: the model's own (`stated_sampling`), else those of choices.SAMPLING."""
         self._constraints: Constraints | None = None
         self._constraints_lock = threading.Lock()
 
@@ -66,7 +66,8 @@ class Admission:
             listener: called with each piece, or with the error that ends the request, in the thread of `Engine.step`.
 
         Raises:
-            UserError: for the reasons of `Engine.pieces`.
+            UserError: an argument is invalid, or for the reasons of `Engine.pieces`.
+            QueueFull: the grammars in use have reached their memory limit.
         """
         settings = SamplingSettings.of(settings or self.defaults, **changes)
         ids, context = self.encode_prompt(prompt), self._room.context

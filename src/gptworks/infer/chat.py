@@ -133,7 +133,8 @@ class ChatSession:
         """Continue the last conversation of a .jsonl file, in any known format; return its number of messages.
 
         Raises:
-            UserError: the file is missing, too large or broken, or turns do not alternate; the session is unchanged.
+            UserError: the file is missing, too large, broken or not a .jsonl file; its turns do not alternate; or it
+                has a system message for a base model. The session is unchanged.
         """
         _check_name(path)
         try:

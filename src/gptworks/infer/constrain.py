@@ -42,7 +42,7 @@ _MAX_REFUSALS = 256
 """Maximum number of refused grammars that are remembered."""
 _MASK_SECONDS = 1.0
 _MASK_SECONDS_PER_TOKEN = 0.02
-"""CPU seconds allowed for a text's masks: at its start, and added per token. All texts wait while one is computed."""
+"""CPU seconds allowed for a text's masks: at its start, and added per token. All texts wait for each mask."""
 
 
 class Grammar:
@@ -82,7 +82,11 @@ class Constraint:
         return mask
 
     def push(self, token: int) -> bool:
-        """Add a token; return whether the text is complete, so that no token may follow."""
+        """Add a token; return whether the text is complete, so that no token may follow.
+
+        Raises:
+            UserError: the constraint does not allow the token.
+        """
         if not self._matcher.consume_token(token):
             raise UserError(f"the constraint failed: {reason_of(self._matcher.get_error())}")
         return bool(self._matcher.is_stopped())
@@ -189,7 +193,11 @@ class Constraints:
 
 
 def _setup(tokenizer: Tokenizer, n_tokens: int) -> dict[str, Any]:
-    """Return the tokenizer in the form that `read_tokenizer` takes; add an end-of-text token if it has none."""
+    """Return the tokenizer in the form that `read_tokenizer` takes; add an end-of-text token if it has none.
+
+    Raises:
+        UserError: a token's text depends on its neighbours in this tokenizer.
+    """
     special, spellings = special_tokens(tokenizer), token_spellings(tokenizer)
     if spellings is not None:
         added = tokenizer.get_added_tokens_decoder()

@@ -1,8 +1,8 @@
 """Default sampling settings of a model: those that its generation_config.json states, else those of SAMPLING.
 
-The values are used by the commands, the server, the studio and Python wherever a request does not give its own. As in
-transformers, `do_sample: false` means greedy. Imported models, and runs tuned from them, state what their files did;
-the recipe's `sampling` overrides it.
+The commands, the server, the studio and Python use these values wherever a request gives none. As in transformers,
+`do_sample: false` means greedy. Imported models, and runs tuned from them, keep the values of the imported files; the
+recipe's `sampling` overrides these values.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ from gptworks.special_tokens import GENERATION_CONFIG, STATED_SAMPLING
 
 
 def stated_sampling(generation: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the sampling settings that the contents of a generation_config.json state, by name; and notes: that the
-    model's texts are sampled with them, or that they are out of range and left out."""
+    """Return the valid sampling settings in the contents of a generation_config.json, by name; and notes for the user
+    on settings that differ from SAMPLING, and on invalid settings that are left out."""
     stated: dict[str, Any] = {}
     notes = []
     for name in STATED_SAMPLING:
@@ -43,7 +43,7 @@ def stated_sampling(generation: Mapping[str, Any]) -> tuple[dict[str, Any], tupl
 
 def sampling_of(tokenizer_folder: Path) -> Sampling:
     """Return the default sampling settings of the run with this tokenizer folder; SAMPLING if it states none, or if its
-    generation_config.json cannot be read, which loading the run reports."""
+    generation_config.json cannot be read. Loading the run reports such a file."""
     file = tokenizer_folder / GENERATION_CONFIG
     try:
         stated, _ = stated_sampling(read_json(file) if file.exists() else {})

@@ -93,7 +93,8 @@ def draw_tokens(draws: list[Draw], requests: OpenRequests) -> None:
 
 
 def _end_step(draw: Draw, requests: OpenRequests) -> None:
-    """Commit a draw's accepted draft tokens to the cache; then end the text if finished, or restart it if too long."""
+    """Commit a draw's accepted draft tokens to the cache. Then end the text if it is finished or its context is full,
+    or restart it if its window slides or if LongRoPE now needs its long factors."""
     request, job, one, room = draw.request, draw.job, draw.sample, requests.room
     if draw.work is not None and draw.draft:
         n_accepted = draw.n_drawn - 1

@@ -81,7 +81,7 @@ class Engine:
             slots: arguments of `Room`, such as n_slots=8.
 
         Raises:
-            UserError: the tokenizer has ids that the model lacks, or a number in `slots` is below 1.
+            UserError: the tokenizer or the drafter does not fit the model, or a number in `slots` is below 1.
         """
         self.model, self.tokenizer, self.chat_template, self.max_waiting = model, tokenizer, chat_template, max_waiting
         self._room = Room(model, **slots)
@@ -174,6 +174,7 @@ class Engine:
 
         Raises:
             UserError: a setting is unknown or impossible, or the prompt has no tokens or exceeds the context.
+            QueueFull, EngineFailed: see `enqueue`.
             RunError: a logit of the model is NaN.
         """
         return self._run(self.admission.request(prompt, settings, n_samples=n_samples, overflow=overflow, **changes))
@@ -198,7 +199,7 @@ class Engine:
         """Take steps until these submitted requests are done; return the completions of each.
 
         Raises:
-            RunError: a logit of the model is NaN.
+            Exception: the error that ended a request, such as a RunError because a logit is NaN.
         """
         while not all(request.done for request in requests):
             self.step()
@@ -356,7 +357,7 @@ class Engine:
             self._room.release()
 
     def _n_waiting(self) -> int:
-        """Return the number of texts without a slot: in the inbox, in the queue, or without a computed prompt."""
+        """Return the number of texts without a slot: in the inbox, in the queue, or waiting for a shared prompt."""
         submitted = sum(request.n_samples for is_new, request in tuple(self._inbox) if is_new)
         return submitted + self._requests.n_to_come + len(self._room.scheduler.waiting)
 
@@ -410,7 +411,7 @@ class Engine:
         return needed_bytes
 
     def begin(self) -> None:
-        """Make the backend and compute a token, so that the first request does not have to wait for the backend."""
+        """Make the backend and compute a token, so that the first request starts at once; then reset the statistics."""
         self.generate([0], max_tokens=1)
         self._requests.statistics = Statistics()
 

@@ -33,20 +33,20 @@ def fit_conversation(
     most_bytes: int | None = None,
     task: Task | None = None,
 ) -> Fitted:
-    """Return a conversation as a prompt that leaves room for an answer; where it is too long, without its oldest turns.
+    """Return a conversation as a prompt that leaves room for an answer; if it is too long, omit its oldest turns.
 
-    System messages stay, and so does the newest question. A question is dropped together with its answer. The same
-    messages always give the same prompt, so a client that keeps the conversation and one that sends it again agree.
+    System messages stay, and so does the newest question. A question is dropped together with its answer. The prompt
+    depends only on the arguments, so it is the same whether a session keeps the messages or a client sends them again.
 
     Args:
         context: the model's context in tokens.
         answer_tokens: tokens to reserve for the answer, at most half the context.
         continues: the answer continues the final message, an assistant's, instead of following it.
-        most_bytes: more bytes of text than this are not encoded, because they exceed the context. None: no limit.
+        most_bytes: messages with more bytes of text count as too long and are not encoded. None: no limit.
         task: allows another thread to abandon the rendering.
 
     Raises:
-        ContextExceeded: the newest question exceeds the context, with the system messages.
+        ContextExceeded: the system messages and the newest question together exceed the context.
         UserError: the template refuses these turns.
         Abandoned: the task was abandoned.
     """

@@ -1,10 +1,10 @@
 """Token healing: draw the end of a prompt again, so that it does not matter where the prompt was cut.
 
-A tokenizer may spell `def ` with a token for the space, where in the training text the space belongs to the token of
-the name that follows; a model rarely saw the token that the prompt ends with. So the prompt's last token is taken off,
-and the first tokens drawn must spell its text again. The text is then drawn from the model's distribution over texts
-that begin with the prompt, whatever its tokens (Lundberg, 2023: "The art of prompt design: prompt boundaries and token
-healing").
+A tokenizer may spell `def ` with a separate token for the space, but in training texts the space belongs to the token
+of the name that follows, so the model rarely saw the prompt's last token. That token is therefore removed (several are,
+if it begins inside a character), and the first tokens drawn must spell the removed text again. The text is then drawn
+from the model's distribution over texts that begin with the prompt, whatever its tokens (Lundberg, 2023: "The art of
+prompt design: prompt boundaries and token healing").
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import token_spellings
 
 MOST_REMOVED = 4
-"""Most tokens that are taken off: a character has up to four bytes, each of which may be a token."""
+"""Maximum number of tokens removed: a character has up to four bytes, each of which may be a token."""
 
 
 class Spellings:
@@ -31,8 +31,9 @@ class Spellings:
     def split(self, ids: list[int]) -> tuple[list[int], bytes]:
         """Return a prompt without its last tokens, and their text, to be drawn again.
 
-        As few tokens are taken off as begin with a whole character. None are if no token would be left, if no token's
-        text goes on after theirs, or if tokens do not spell text by themselves.
+        Removes the fewest last tokens that begin with a whole character. Removes none if no token would be left, if
+        one of them is an added token, if no token of the vocabulary continues their text, or if tokens do not spell
+        text by themselves.
         """
         for n in range(1, min(MOST_REMOVED, len(ids) - self._fewest_left) + 1 if self._of else 1):
             kept, text = ids[:-n], self.text(ids[-n:])
@@ -48,7 +49,7 @@ class Spellings:
         return b"".join(self._of[one] for one in ids)
 
     def allowed(self, text: bytes) -> Tensor:
-        """Return a mask of the tokens that begin with the text or with which it begins, bool [V]."""
+        """Return a mask, bool [V], of the tokens whose bytes begin with `text` or are a prefix of it."""
         return torch.tensor([bool(one) and (one.startswith(text) or text.startswith(one)) for one in self._of])
 
 

@@ -199,7 +199,10 @@ class Stream:
         return request
 
     def hand(self, number: int, piece: Piece | Exception) -> None:
-        """Queue a piece or an error for the request's reader, which the engine wakes after its step. Thread-safe."""
+        """Queue a piece or an error for the request's reader, whom the engine wakes after its step. Thread-safe.
+
+        A piece beyond `max_unread` cancels the stream; the reader then gets a SlowReader instead of the piece.
+        """
         full = self._max_unread is not None and len(self._unread) >= self._max_unread
         if full and isinstance(piece, Piece):
             if self.cancelled:

@@ -31,7 +31,7 @@ class Repeats:
         """text: the tokens of the prompt."""
         self._tokens = np.array(text, np.int64)
         self._lengths = np.zeros(len(text), np.int64)
-        """For each token: how many tokens that end with it are also the end of the text; at most LONGEST_REPEAT."""
+        """For each token: how many tokens, up to and with it, equal the end of the text; at most LONGEST_REPEAT."""
         self._n = max(0, len(text) - LONGEST_REPEAT)
         for token in text[self._n :]:
             self.push(token)
@@ -50,7 +50,7 @@ class Repeats:
     def penalties(self, settings: "SamplingSettings", ends: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the token ids that would continue a repetition, and the number to subtract from the logit of each.
 
-        ends: tokens that end the text, which are never penalized: text that ends as before does not go on for it.
+        ends: tokens that end the text. They are never penalized, because a penalty would prolong the text.
         """
         lengths = self._lengths[: max(0, self._n - 1)]
         places = np.flatnonzero(lengths >= settings.dry_allowed_length)

@@ -56,7 +56,7 @@ class Completion:
 
 @dataclass
 class Statistics:
-    """An engine's counts since it was made; `running`, `waiting`, `slots` and `slots_used` are current numbers."""
+    """An engine's counts since it was made or warmed up; `running`, `waiting` and both numbers of slots are current."""
 
     running: int = 0
     """Number of texts that have a slot."""
@@ -110,7 +110,8 @@ class Request:
         self.error: Exception | None = None
         """The error that ended the request, if any."""
         self.prompt_logprobs = scores.logprobs
-        """Log-probability of each prompt token, None before `score_from`; complete when the first piece comes."""
+        """Log-probability of each prompt token (None before `score_from`), complete when the first piece comes; None
+        if the request does not ask for them."""
         self.n_reused_tokens = 0
         """Number of prompt tokens reused from a slot instead of computed (prefix reuse)."""
         self.admitted_at: float | None = None

@@ -124,7 +124,8 @@ class Room:
         backend = self.backend
         if backend is None:
             backend = choose_backend(self.model, n_slots, capacity, dtype=self._cache_dtype, name=self._backend_name)
-            self._weights = None if self.model.training else _versions(self.model)  # the backend has moved the weights
+            # Read after choose_backend, because the native backend moves the weights.
+            self._weights = None if self.model.training else _versions(self.model)
             self.scheduler.invariant = backend.invariant
             if self.drafter is not None:
                 self.drafter.reset(backend)

@@ -62,8 +62,8 @@ class SamplingSettings:
     presence_penalty: float = SAMPLING.presence_penalty
     """Number subtracted once from the logit of each token that was already generated (OpenAI's definition). 0: off."""
     dry_multiplier: float = SAMPLING.dry_multiplier
-    """Above 0: a token that would go on repeating earlier text becomes less likely, by multiplier · base^(n − allowed),
-    where n is the number of tokens repeated so far, if allowed or more (see `Repeats`). 0: off."""
+    """Above 0: subtract multiplier · base^(n − allowed) from the logit of a token that would go on repeating earlier
+    text, where n ≥ allowed is the number of tokens repeated so far (see `Repeats`). 0: off."""
     dry_base: float = SAMPLING.dry_base
     """Factor by which the penalty of `dry_multiplier` grows with each repeated token."""
     dry_allowed_length: int = SAMPLING.dry_allowed_length
@@ -87,12 +87,12 @@ class SamplingSettings:
     before penalties, temperature and filters. None: report nothing."""
     processed_logprobs: int | None = None
     """Like `logprobs`, but in the distribution that the token was drawn from: after bias, penalties, bans, grammar,
-    temperature and filters. Dropped tokens are left out, and greedy sampling has only one. None: report nothing."""
+    temperature and filters. Tokens dropped by these are left out; greedy sampling keeps one. None: report nothing."""
     heal: bool = False
-    """Draw the end of a prompt that is given as text again, so that the text does not depend on where the prompt's last
-    token ends (`gptworks.infer.healing`). Without an effect on prompts of ids, with json_schema or regex, and with
-    tokenizers whose tokens do not spell text by themselves. The tokens drawn begin with the end of the prompt; the
-    text does not."""
+    """Draw the end of a text prompt again, so that the continuation does not depend on where the prompt's last token
+    ends (`gptworks.infer.healing`). This has no effect on prompts of token ids, with json_schema, regex or prompt
+    log-probabilities, or with tokenizers whose tokens do not spell text by themselves. The generated tokens repeat
+    the end of the prompt; the generated text does not."""
     json_schema: str | Mapping[str, Any] | None = None
     """The text is JSON that satisfies this schema ({}: any JSON). Needs the `constrain` extra."""
     regex: str | None = None
@@ -307,9 +307,9 @@ class _Picked(NamedTuple):
     tokens: Tensor
     """The token of each row, int64 [B]."""
     certain: Tensor | None
-    """Whether the token is right, or must be chosen among all tokens, bool [B]; None: all are right."""
+    """True if a row's token is final, False if it must be chosen again from all tokens, bool [B]; None: all final."""
     pool: Callable[[int], tuple[Tensor, Tensor]]
-    """From a row number, the distribution that its token was drawn from: token ids [K], weights [K]."""
+    """Returns, for a row number, the distribution that its token was drawn from: token ids [K], weights [K]."""
 
 
 def _pick_likeliest(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> _Picked:
@@ -340,7 +340,7 @@ def _pick_of_all(logits: Tensor, settings: Sequence[SamplingSettings], share: Te
 
 
 def _pick_of_candidates(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> _Picked:
-    """Filter and draw among the `CANDIDATES` most likely tokens; uncertain where the filters keep more."""
+    """Filter and draw among the `CANDIDATES` most likely tokens; a row is not certain if its filters keep more."""
     scores = logits / _column([s.temperature for s in settings], logits)
     values, ids = scores.topk(min(CANDIDATES, scores.size(-1)))  # B K
     kept, certain = _filter(scores, values, settings)
@@ -348,15 +348,15 @@ def _pick_of_candidates(logits: Tensor, settings: Sequence[SamplingSettings], sh
     weights = (values - values[:, :1]).exp().masked_fill(~kept, 0.0).gather(1, order).double()
     cumulative = weights.cumsum(-1)
     place = torch.searchsorted(cumulative, share[:, None] * cumulative[:, -1:])
-    tokens = ids.gather(1, place.clamp(max=ids.size(-1) - 1))[:, 0]  # NaN has no place
+    tokens = ids.gather(1, place.clamp(max=ids.size(-1) - 1))[:, 0]  # NaN: place is past the end
     return _Picked(tokens, certain, lambda row: (ids[row], weights[row]))
 
 
 def _report(
     processed: dict[int, TokenLogprob] | None, row: int, n_top: int | None, token: int, ids: Tensor, weights: Tensor
 ) -> None:
-    """Add to `processed` the log-probability of a row's token, drawn from `ids` [K] by `weights` [K], and of its
-    `n_top` most likely tokens; None: nothing."""
+    """Add to `processed` the log-probabilities of a row's token, drawn from `ids` [K] by `weights` [K], and of the
+    `n_top` most likely tokens. Do nothing if `processed` or `n_top` is None."""
     if processed is not None and n_top is not None:
         logprobs = (weights.double() / weights.sum(dtype=torch.float64)).log()
         best = logprobs.topk(min(n_top, int((weights > 0).sum())))
@@ -415,7 +415,7 @@ def draw(weights: Tensor, share: Tensor) -> Tensor:
     blocks = F.pad(weights, (0, -weights.size(-1) % _BLOCK)).view(len(weights), -1, _BLOCK)  # B, n blocks, _BLOCK
     ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # B, n blocks
     target = share[:, None] * ends[:, -1:]
-    block = torch.searchsorted(ends, target).clamp(max=ends.size(-1) - 1)  # B 1; NaN has no place
+    block = torch.searchsorted(ends, target).clamp(max=ends.size(-1) - 1)  # B 1; NaN: index past the end
     before = F.pad(ends, (1, 0)).gather(1, block)
     inner = blocks[torch.arange(len(block), device=block.device), block[:, 0]].double().cumsum(-1)  # B, _BLOCK
     place = torch.searchsorted(inner, torch.minimum(target - before, inner[:, -1:]))

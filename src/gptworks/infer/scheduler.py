@@ -20,12 +20,12 @@ from typing import Any, Literal
 from gptworks.planning.setting import PREFILL_TOKENS
 
 Reuse = Literal["exact", "all", "off"]
-"""Which cached prefixes a new text reuses. exact: those that would have the same bits if computed again. all: every
+"""The cached prefixes that a new text reuses. exact: those that would have the same bits if computed again. all: every
 common prefix; if the backend is not invariant, numbers may differ in their last digits. off: none."""
 
 
 class QueueFull(RuntimeError):
-    """The queue is full: no more requests can wait."""
+    """A request is refused for now: the queue is full, or the grammars in use have reached their memory limit."""
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class Work:
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last `Work` before all tokens of the job are computed."""
+        """Whether all tokens of the job are computed after this work."""
         return self.start + len(self.tokens) - self.n_draft >= len(self.job.tokens)
 
 

@@ -7,15 +7,15 @@ from gptworks.model.gpt import GPT
 
 
 def leave_out_heads(model: GPT) -> list[str]:
-    """Remove the heads that predict tokens beyond the next, which other programs lack; return a note if there were any.
-    The next token's logits do not change."""
+    """Remove the heads that predict tokens beyond the next, because other programs do not support them. Return a list
+    with one note, or an empty list if there were no such heads. The next token's logits do not change."""
     n = model.drop_future_heads()
     what = "the head of 1 token" if n == 1 else f"the heads of {n} tokens"
     return [f"{what} beyond the next (model.n_future_tokens={n + 1}) left out"] if n else []
 
 
 def nearest_architectures(config: ModelConfig, obstacles: Mapping[str, list[str]]) -> str:
-    """Return a text that names the architectures with the fewest missing settings for a model, and what they lack.
+    """Return a text that names the architectures that lack the fewest of a model's settings, and these settings.
 
     Args:
         obstacles: architecture name → the settings that it lacks. If several lack the same settings, the text names

@@ -5,10 +5,11 @@
 
 Texts are encoded and truncated as in the harness's `hf` model, so scores equal those of the exported folder, except
 that `hf` gives probability to rows of the embedding without a token, and the engine does not. A text without a context,
-such as a sentence of BLiMP, follows the token that separates documents; all its tokens count.
+such as a sentence of BLiMP, follows the begin-of-text token, or else end-of-text; all tokens of the text count.
 
-The harness takes the first of tied choices, so a model that knows nothing has 100% where the right one always comes
-first. Next to each `acc` of a multiple choice stands `acc, ties shared`, where a tie of n counts 1/n.
+The harness takes the first of tied choices, so a model that scores all choices equally gets 100% if the right one
+always comes first. A multiple choice with `acc` therefore also gets `acc, ties shared`, in which the right one of n
+tied choices counts 1/n.
 """
 
 import hashlib
@@ -184,7 +185,7 @@ def _sampling(options: dict[str, Any], max_tokens: int, until: list[str], seed: 
 def run_harness(
     engine: Engine, tasks: Sequence[str], *, run: str, step: int, limit: int | None = None, chat: bool = False
 ) -> list[Evaluation]:
-    """Evaluate a run on tasks of the harness; return one evaluation per task, and first one per group, such as `blimp`.
+    """Evaluate a run on tasks of the harness; return an evaluation for each group, such as `blimp`, then for each task.
 
     Args:
         tasks: names of the harness's tasks, or YAML files of tasks.
@@ -253,8 +254,8 @@ def _evaluation(name: str, found: dict[str, Any], run: str, step: int) -> Evalua
 
 
 def _shares(samples: Sequence[dict[str, Any]]) -> list[float]:
-    """Return the accuracy of each item of a multiple choice, with ties shared; empty if the items are something else,
-    or do not name the right choice (as those with a context for each choice)."""
+    """Return the accuracy of each item of a multiple choice, with ties shared. Return an empty list if the items are no
+    multiple choices or do not name the right choice, as in tasks with a separate context for each choice."""
     shares = []
     for one in samples:
         scores, right = [score for score, *_ in one["filtered_resps"]], one["target"]
@@ -275,8 +276,8 @@ def _tasks_of(group: str, found: dict[str, Any]) -> list[str]:
 
 
 def _of_group(name: str, tasks: Sequence[Evaluation], found: dict[str, Any]) -> Evaluation:
-    """Return the result of a group, with the metrics that the harness aggregates: means over all items, or means of the
-    tasks' means, whichever the harness states."""
+    """Return the result of a group, with the metrics that the harness aggregates. Each is the mean over all items or
+    the mean of the tasks' means, whichever equals the harness's value."""
     metrics, figures = {}, found["groups"][name]
     for label in tasks[0].metrics:
         stated = "acc" if label == TIES_SHARED else label

@@ -3,8 +3,9 @@
     adapter_config.json           rank, alpha and the adapted modules of transformers
     adapter_model.safetensors     base_model.model.<module>.lora_A.weight [r, I], lora_B.weight [O, r]
 
-If transformers joins several of our matrices into one (query, key and value of a GPT-2), their adapters become one. Its
-rank is the sum of their ranks, its A is stacked and its B block-diagonal: an exact result. I: inputs; O: outputs.
+If transformers joins several of our matrices into one (query, key and value of a GPT-2), their adapters become one
+adapter, without loss: its rank is the sum of their ranks, its A is stacked, and its B is block-diagonal. I: inputs;
+O: outputs.
 """
 
 import json
@@ -103,7 +104,8 @@ def export_adapter(
         verify: compare base and adapter in PEFT with our model; not possible with a name on the hub.
 
     Raises:
-        UserError: the run has no adapter, or one that PEFT's format cannot represent; or `out` is not empty.
+        UserError: the run has no adapter, or one that PEFT's format cannot represent; `out` is not empty; or `verify`
+            is true, and PEFT is not installed or `base` is not a local folder.
         RunError: PEFT's logits differ from the run's, or the disk is full or fails. No partial folder is left.
     """
     out = Path(out).absolute()

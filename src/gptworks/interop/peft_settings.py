@@ -1,7 +1,7 @@
 """Read `adapter_config.json`, PEFT's settings of an adapter, and refuse settings that gptworks does not support.
 
 Each key is a field of `LoraSettings`, has no effect on a finished adapter, or is refused with a reason. Unknown keys
-are refused too. Refused keys are accepted if their values are empty.
+are refused too. Both kinds are accepted if their values are empty.
 """
 
 import math
@@ -63,8 +63,8 @@ _FIXES: Mapping[str, str] = {
     **dict.fromkeys(("loftq_config", "corda_config", "lora_ga_config"), _CONVERT),
     **dict.fromkeys(("alora_invocation_tokens", "arrow_config"), "It cannot be merged: train a plain LoRA adapter"),
 }
-"""What to do about a refused setting: PEFT converts adapters whose initialization changes the base, and merges most
-others."""
+"""Advice for those refused settings to which `MERGE` does not apply. PEFT converts adapters whose initialization
+changes the base; adapters with the last two settings cannot be merged."""
 _QUANTIFIERS = 8
 _SECONDS = 0.1
 """Limit on seconds of processor time for matching a pattern with a module's name."""

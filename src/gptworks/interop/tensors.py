@@ -17,7 +17,7 @@ from gptworks.model.shapes import ShapesOnly
 
 @dataclass(frozen=True)
 class Layout:
-    """A pair of functions: `join` makes one tensor of the other program from ours, and `split` is its exact inverse."""
+    """A pair of functions: `join` makes one tensor of the other program from ours, and `split` is its inverse."""
 
     join: Callable[[Sequence[Tensor], ModelConfig], Tensor]
     split: Callable[[Tensor, ModelConfig], Sequence[Tensor]]
@@ -44,7 +44,7 @@ def _split_heads(whole: Tensor, config: ModelConfig) -> Sequence[Tensor]:
 
 PLAIN = Layout(lambda parts, _: parts[0], lambda whole, _: [whole])
 LESS_ONE = Layout(lambda parts, _: parts[0] - 1, lambda whole, _: [whole + 1])
-"""Norms of Gemma multiply by 1 + w, ours by w. In fp32, our 1 + w equals the sum in transformers bit for bit."""
+"""Gemma's norms multiply by 1 + w, and ours by w. `split` adds 1 in fp32, as transformers does: the bits are equal."""
 TRANSPOSED = Layout(lambda parts, _: _swapped(parts[0]), lambda whole, _: [_swapped(whole)])
 """A matrix as in GPT-2's files, [in, out]; in gptworks it is [out, in]."""
 TRANSPOSED_THIRDS = Layout(lambda parts, _: _swapped(torch.cat(list(parts))), lambda whole, _: _swapped(whole).chunk(3))
@@ -129,7 +129,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, Tensor]:
 def each_tensor(
     rules: Collection[Place], config: ModelConfig, ours: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Convert our tensors to the other program's, one at a time; yield its name there and the tensor."""
+    """Convert our tensors to the other program's, one at a time; yield the name and the data of each of its tensors."""
     there = list(tensor_places(rules, config, ours))
     assert {name for place in there for name in place.ours} == set(ours), "every tensor has a place"
     for place in there:

@@ -103,7 +103,11 @@ class TokenizedText:
             return np.concatenate([[math.nan], text_nats(model, self)])
 
     def window(self, context: int, index: int) -> tuple[int, int]:
-        """Return the range (first, end) of the tokens that the model read when `token_nats` predicted token `index`."""
+        """Return the range (first, end) of the tokens that the model read when `token_nats` predicted token `index`.
+
+        Raises:
+            UserError: there is no such token, or it is the first, which is not predicted.
+        """
         if not 1 <= index < self.n_tokens:
             raise UserError(f"token {index} is not predicted: choose one from 1 to {self.n_tokens - 1}.")
         stride = default_stride(context)

@@ -35,7 +35,7 @@ MOST_SIDE = 4096
 """Limit on the shorter side of a matrix for computing singular values, which takes 20 s at the limit on one core."""
 
 MOST_PRODUCTS = 2**38
-"""Limit on the multiplications for a matrix times its transpose, of which one core takes a minute."""
+"""Limit on the multiplications for a matrix times its transpose; one core takes a minute at the limit."""
 
 Floats = NDArray[np.float64]
 

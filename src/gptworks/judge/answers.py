@@ -1,4 +1,4 @@
-"""The answers of the judge's tools. They hold no seed, no sealed text and no infinite number."""
+"""The answers of the judge's tools. They contain no seed, no sealed text and no infinite number."""
 
 import math
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class TryAnswer:
     words: str
     accepted: bool
     may_continue: bool
-    """Whether the same change again trains more pairs."""
+    """Whether another call with the same change trains more pairs."""
     pairs: int
     gain: float
     """How much lower the loss is with the change, on average."""
@@ -40,7 +40,7 @@ class TryAnswer:
     """Time of a step with the change, divided by the time without it."""
     parameters: int | None
     champion: int
-    """The number of the try whose change the other runs have; 0: the base recipe."""
+    """Number of the try that made the champion without the change; 0: the base recipe."""
     seconds: float
 
 
@@ -64,10 +64,10 @@ def _finite(value: float) -> float | None:
 
 @dataclass(frozen=True)
 class Status:
-    """Where the campaign stands."""
+    """The state of a campaign."""
 
     running: str
-    """What trains now; empty: nothing does."""
+    """The try or comparison that trains now, as text; empty if none does."""
     tries: int
     accepted: int
     champion: int
@@ -84,7 +84,7 @@ class Status:
     last_error: str
     finished: bool
     final: str
-    """The last line of the campaign."""
+    """The result of the final comparison, as text; empty before it has ended."""
 
 
 def status(campaign: Campaign, about: Tried | None = None, last_error: str = "") -> Status:
@@ -130,7 +130,7 @@ def start(campaign: Campaign) -> Start:
 
 @dataclass(frozen=True)
 class Planned:
-    """What a change means and costs."""
+    """A change's settings, model size and cost."""
 
     differing: dict[str, Any]
     """The settings that differ, also those that follow from the change: [champion's value, changed value]."""
@@ -155,7 +155,7 @@ def planned(campaign: Campaign, changes: dict[str, Any] | None, patch: str | Non
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What the runs of a try measured on the evaluation text."""
+    """The losses of a try's runs on the evaluation text, and the gain of each pair."""
 
     number: int
     loss_unit: str

@@ -102,7 +102,7 @@ class Campaign:
         return made
 
     def close(self) -> None:
-        """Stop the try that trains, with a checkpoint, and let other processes use the folder."""
+        """Stop a running training, which saves a checkpoint, and let other processes use the folder."""
         self._stop.set()
         with self._training:
             self._lock.release()
@@ -134,8 +134,8 @@ class Campaign:
 
     @property
     def records(self) -> Records:
-        """The rules and all tries so far. A try that is not training, and whose end the ledger lacks, is
-        `abandoned`; the pairs and the time of its finished runs count."""
+        """The rules and all tries so far. A try that is not training and has no end in the ledger is `abandoned`;
+        the pairs and the time of its finished runs count."""
         found = read_records(self._ledger)
         for one in found.tries:
             folder = self.folder / TRIES / f"{one.number:03d}"
@@ -156,7 +156,7 @@ class Campaign:
 
     @property
     def champion_path(self) -> Path:
-        """The recipe with all accepted changes."""
+        """Path of the recipe with all accepted changes."""
         number = read_records(self._ledger).champion
         return self.folder / (f"champion-{number:03d}.yaml" if number else BASE)
 
@@ -197,7 +197,7 @@ class Campaign:
 
     def plan(self, changes: Changes = None, patch: str | None = None) -> tuple[Recipe, Recipe, float]:
         """Return the champion's recipe, the changed recipe, and the FLOPs of a step with the change divided by those
-        without. Nothing is trained or entered.
+        without. Nothing is trained or written to the ledger.
 
         Raises:
             UserError: the change is not allowed or invalid, changes nothing, or is too large.
@@ -215,7 +215,8 @@ class Campaign:
     def try_change(
         self, changes: Changes = None, patch: str | None = None, *, pairs: int = USUAL_PAIRS, of_try: int | None = None
     ) -> Tried:
-        """Train pairs of runs with and without a change to the champion, until it is judged or `pairs` pairs exist.
+        """Train pairs of runs with and without a change to the champion until the change is judged, `pairs` pairs exist
+        or the time is over; return the try.
 
         The same change to the same champion continues its earlier try. An accepted change becomes the champion.
 

@@ -109,10 +109,10 @@ def work_of_step(recipe: Recipe) -> float:
 
 
 def check_work(recipe: Recipe, changed: Recipe) -> float:
-    """Return the FLOPs of a step with the change divided by those without it. Both vocabularies are known.
+    """Return the FLOPs of a step with the change divided by those without it. Both recipes must have a vocabulary size.
 
     Raises:
-        UserError: the change multiplies them by too much, or the changed run does not fit into memory.
+        UserError: the result exceeds MOST_WORK, or the changed run does not fit into memory.
     """
     ratio = work_of_step(changed) / work_of_step(recipe)
     if ratio > MOST_WORK:

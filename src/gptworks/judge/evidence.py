@@ -47,10 +47,10 @@ few gains agree by chance far more often than normal noise, and up to half of si
 need no more pairs with it."""
 
 MOST_SPREAD = 3.0
-"""In that deviation of all other tries, each counts with at most this multiple of their median."""
+"""Limit on each try's deviation in the common deviation of all other tries, as a multiple of their median."""
 
 FLATNESS = 10
-"""How slowly levels fall from try to try. 10 suits campaigns of 10 to 100 tries."""
+"""The 10 in the shares γ_k: the larger it is, the more slowly levels fall. 10 suits campaigns of 10 to 100 tries."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Judgement:
 
 
 def level(error: float, control: Control, number: int, accepted: int) -> float:
-    """Return the level of try `number` (from 1) if `accepted` earlier changes were accepted: it needs e ≥ 1 / level."""
+    """Return the level of try `number` (from 1) after `accepted` accepted changes: a gain needs e ≥ 1 / level."""
     share = FLATNESS / ((number + FLATNESS - 1) * (number + FLATNESS))
     return error * share * (1 if control == "family" else 1 + accepted)
 
@@ -81,6 +81,7 @@ def judged(gains: Sequence[float], at_level: float, worth: float, least_deviatio
     """Return the conclusion from the gains of a try, one for each pair.
 
     Args:
+        at_level: the try's level: a gain needs e ≥ 1 / at_level.
         worth: the minimum worthwhile gain.
         least_deviation: see `spread_floor`.
     """
@@ -104,11 +105,12 @@ def judged(gains: Sequence[float], at_level: float, worth: float, least_deviatio
 
 
 SHOWN_ERROR = 0.05
-"""Error of the confidence sequences that are shown, each for itself."""
+"""Error probability of each confidence sequence that is shown."""
 
 
 def spread_floor(others: Iterable[Judgement | None]) -> float:
-    """Return the least deviation of a try's gains, from what all other tries have shown so far; see `LEAST_SPREAD`."""
+    """Return the minimum to assume for the deviation of a try's gains, from the other tries' judgements; see
+    `LEAST_SPREAD`. 0 if no other try has enough pairs."""
     deviations = [one.deviation for one in others if one is not None and one.pairs >= FEWEST_PAIRS]
     if not deviations:
         return 0.0

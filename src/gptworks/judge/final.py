@@ -1,4 +1,4 @@
-"""The end of a campaign: the champion next to the base recipe, over fresh seeds, on text that no try has seen."""
+"""The end of a campaign: compare the champion with the base recipe, with fresh seeds, on text that no try has seen."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,8 @@ FINAL = "final"
 def final_gains(
     folder: Path, found: Records, minutes: float, rules: Rules, report: Report, after_pair: Callable[[Try], None]
 ) -> tuple[list[float], str]:
-    """Train the pairs that are missing. Return the gain of each on the sealed text, and where runs are compared.
+    """Train the missing pairs. Return each pair's gain on the sealed text, and where it is measured: at equal tokens or
+    in equal time.
 
     Raises:
         RunError: a run failed or was stopped; a later call continues.
@@ -46,7 +47,7 @@ def final_gains(
 
 
 def final_facts(gains: list[float], place: str, found: Records) -> dict[str, Any]:
-    """Return the facts of the final comparison; `line` has them in words. The gains have an interval of Student's t."""
+    """Return the facts of the final comparison; `line` has them in words. The mean gain has Student's t interval."""
     n_tries = len(found.tries)
     tries = f"{n_tries} {'try' if n_tries == 1 else 'tries'}, {len(found.accepted)} accepted"
     if not gains:

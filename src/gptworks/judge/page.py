@@ -1,4 +1,4 @@
-"""The page of a campaign: every try, the time and the error budget spent, and the last line."""
+"""The page of a campaign: every try, the time and the error budget spent, and the final result."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a campaign's ledger says: its rules, its tries and what they have shown."""
+"""A campaign's rules, tries and results, read from its ledger."""
 
 import math
 from collections.abc import Mapping
@@ -43,12 +43,12 @@ class Tried:
     number: int
     changes: tuple[str, ...]
     champion: int
-    """Number of the try whose change the recipe without this change has; 0: the base recipe."""
+    """Number of the try that made the champion without this change; 0: the base recipe."""
     identity: str
     """A hash of the changed recipe and of the champion: the same change again continues the same try."""
     level: float
     least_deviation: float = 0.0
-    """See `evidence.spread_floor`, when the last pairs were trained."""
+    """Result of `evidence.spread_floor` when the last pairs were trained."""
     state: State = "running"
     gains: list[float] = field(default_factory=list)
     place: str = PLACES["after"]
@@ -105,9 +105,10 @@ def shown_e(log_e: float) -> str:
 
 
 def facts_of(found: Try) -> dict[str, Any]:
-    """Return the results of a try as facts for the ledger. The last arm decides: in equal time where step times differ.
+    """Return the results of a try as facts for the ledger.
 
-    Its choice depends on step times only, so the gains stay independent of it.
+    The facts are those of the last arm, which compares runs in equal time if step times differ. Only step times decide
+    on the arm, so the gains are independent of that choice.
     """
     arm = found.arms[-1]
     pairs = [pair for pair in found.pairs if arm in pair.loss]
@@ -130,7 +131,7 @@ class Records:
     tries: list[Tried]
     used_seconds: float
     closing: bool
-    """Whether the final comparison has begun: no more tries."""
+    """Whether the final comparison has begun, so that no try may begin."""
     final: dict[str, Any] | None
     """The facts of the final comparison; None before it ended."""
 

@@ -20,11 +20,12 @@ TEXTS, SEALED = "texts", "sealed.jsonl"
 
 _DOCUMENTS_WORTH_A_CHOICE = 20
 MOST_SEALED_CHARACTERS = 1 << 20
-"""At most this many sealed characters are read at the end, by each of its runs."""
+"""Maximum number of sealed characters on which `sealed_loss` evaluates a run."""
 
 
 def seal(recipe: Recipe, folder: Path, secret: Path, key: bytes) -> dict[str, Any]:
-    """Write the text of a recipe's sources to two places. Return the source that replaces those of the recipe.
+    """Write one part of the text of a recipe's sources to `folder`, and the sealed part to `secret`. Return the
+    settings of the source that replaces the recipe's sources.
 
     The sealed share is that of `data.validation`. With 20 documents or more, whole documents are sealed, chosen by a
     keyed hash of their text; with fewer, the end of each.

@@ -39,7 +39,7 @@ from gptworks.judge.records import Tried
 from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
 
 MOST_LINE_BYTES = 1 << 20
-"""Largest request."""
+"""Maximum bytes of a request."""
 
 MOST_WAIT_SECONDS = 600.0
 
@@ -95,7 +95,7 @@ class _Job:
         return self._thread.is_alive()
 
     async def wait(self, seconds: float) -> bool:
-        """Wait for the end, at most for some seconds; return whether it has come."""
+        """Wait at most some seconds for the end of the training; return whether it has ended."""
         with anyio.move_on_after(seconds):
             while self.is_running:
                 await anyio.sleep(0.05)
@@ -124,7 +124,11 @@ class _Judge:
             self._campaign.close()
 
     async def train(self, work: Callable[[Campaign], Tried | None], wait_seconds: float) -> Status:
-        """Start a training and wait for its end; return the status, with the try if it has ended."""
+        """Start a training and wait at most `wait_seconds` for its end; return the status, with the try if it ended.
+
+        Raises:
+            ToolError: another training is running, or this one failed.
+        """
         campaign = await self.campaign()
         if self.job is not None and self.job.is_running:
             raise ToolError(str(campaign.busy()))
@@ -140,7 +144,7 @@ class _Judge:
 
 @contextmanager
 def _answered() -> Iterator[None]:
-    """Make the judge's own errors answers that the agent can read. The text of other errors does not reach it."""
+    """Turn a UserError or RunError in the `with` block into an answer for the agent, who sees no other errors' text."""
     try:
         yield
     except (UserError, RunError) as error:
@@ -250,7 +254,7 @@ class _Lines:
 
 
 def serve(open_campaign: Callable[[], Campaign]) -> None:
-    """Serve a campaign to the client at standard input and output until it leaves; then stop what trains.
+    """Serve a campaign to the client at standard input and output until it leaves; then stop any training.
 
     Args:
         open_campaign: called in a thread, since a new campaign takes longer than a client waits for a server.

@@ -92,7 +92,7 @@ def _runtime_folders() -> Iterator[Path]:
 
 
 def make_private(folder: Path) -> Path:
-    """Make or check a folder that only this user may write. Return its resolved path, which no other user can replace.
+    """Make or check a folder that only this user may write to. Return its resolved path; no other user can replace it.
 
     Raises:
         OSError: the folder cannot be made, belongs to another user, or has a parent folder that others may write to.
@@ -176,7 +176,7 @@ MOST_KEPT, UNUSED_DAYS = 12, 60
 
 
 def _prune(folder: Path) -> None:
-    """Remove libraries unused for UNUSED_DAYS, all but the MOST_KEPT newest, and temporary files of killed processes.
+    """Remove libraries unused for UNUSED_DAYS or beyond the MOST_KEPT last used, and killed processes' temporary files.
 
     Keep the files of the last hour, because another process may be about to use one.
     """

@@ -194,7 +194,7 @@ def dropout(x: Tensor, probability: float) -> Tensor:
 
 
 def _keep(shape: torch.Size, probability: float) -> Tensor:
-    """Return random booleans, false with this probability; faster than `bernoulli_`, since 64 random bits make four."""
+    """Return random booleans, false with this probability. 64 random bits make four, faster than `bernoulli_`."""
     n = shape.numel()
     bits = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
     return bits.view(torch.int16)[:n].view(shape) >= round(probability * 2**16) - 2**15

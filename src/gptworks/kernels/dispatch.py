@@ -1,6 +1,6 @@
 """Kernel dispatch: TABLE lists each operation's kernels, and one function per operation calls the first usable one.
 
-The C++ is used if it is built (`gptworks.kernels.library`) and supports the tensors' dtype and layout; `cpu` has
+The C++ is used if it is available (`gptworks.kernels.library`) and supports the tensors' dtype and layout; `cpu` has
 faster torch code for training on a CPU; Triton computes the loss and decoding's attention on an NVIDIA GPU; torch's own
 functions compute the rest. Most kernels are for training: they compute an operation in one pass over memory, and its
 gradient in another. Plans read the table too (`planned`).
@@ -56,7 +56,7 @@ def fuses_groups(device: torch.device) -> bool:
 
 
 def trains(*tensors: Tensor | None) -> bool:
-    """Whether gradients are computed for one of these tensors, on a CPU."""
+    """Whether gradients are enabled, and one of these tensors is on a CPU and requires one."""
     if not torch.is_grad_enabled():
         return False
     return any(x is not None and x.requires_grad and x.device.type == "cpu" for x in tensors)

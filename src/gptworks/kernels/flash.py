@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 _ASKS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""How grouped queries are allowed; torch 2.11 computes them without being asked."""
+"""Arguments that allow grouped queries; torch 2.11 needs none."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, window: int | None, scale: float | None) -> Tensor:
-    """Compute causal attention of each text of the rows. Arguments as in `gptworks.model.scores`, in bf16 or fp16.
+    """Compute causal attention within each text of the rows. q, k and v are in bf16 or fp16.
 
     Args:
         q: [B, H, T, D]. k, v: [B, G, T, D].
-        bounds: where each text begins in the flat batch [B·T], and its end, int32, ascending.
+        bounds: see `gptworks.model.scores.text_bounds`. window, scale: see `gptworks.model.scores.Scores`.
 
     Returns:
         [B, H, T, D], in q's dtype; its layout is [B, T, H, D].

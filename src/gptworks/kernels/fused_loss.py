@@ -32,7 +32,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None = None
     Args:
         logits: [n, V] in a dtype of `DTYPES`, each row contiguous. With `gradient`, they are overwritten by
             (softmax − one-hot) · the row's factor, or by 0 where the target is −100.
-        targets: int64 [n]. A target that is not a column gives NaN: a GPU cannot raise an error without a wait.
+        targets: int64 [n]. A target that is not a column gives NaN: an error would make the host wait for the GPU.
         factors: each row's factor of the gradient, [n]; None: 1.
     """
     nats: Tensor = _operation(logits, targets, factors, gradient)

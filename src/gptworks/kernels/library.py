@@ -82,7 +82,8 @@ class Library:
 
 
 def library() -> Library:
-    """Return the library for this processor: from the package, from a cache folder, or compiled now. Try only once.
+    """Return the library for this processor: from the package, from a cache folder, or compiled now. Later calls
+    return the same result.
 
     Raises:
         Unavailable: GPTWORKS_NATIVE is 0 or invalid; no library exists and no compiler works; or no folder can hold
@@ -156,7 +157,7 @@ def trains_in_cpp() -> bool:
 
 
 def torch_trains_because() -> str | None:
-    """Return why the C++ cannot be used for training; None if it can, or if torch is as fast on this processor."""
+    """Return why the library is unavailable; None if it is available, even if `training_library` is None."""
     try:
         library()
     except Unavailable as error:

@@ -1,6 +1,6 @@
 """Attention of one new token of each text over its slot of the cache on a GPU, in Triton.
 
-A program computes one query head over a part of the text's keys, which it reads where they lie. A second kernel adds up
+A program computes one query head over a part of the text's keys, which it reads in place. A second kernel adds up
 the parts (Flash-Decoding, Dao et al., 2023), so that a few long texts occupy all of the GPU.
 """
 
@@ -115,7 +115,7 @@ def attend(
         keys, values: the cache's `Vectors` of a layer, with `data` [n_slots, G, capacity, D] and, in int8, `scale`
             [n_slots, G, capacity].
         slots, positions: each text's slot and its last position, int64 [N]; keys up to this position are read.
-        factor: of the products of queries and keys.
+        factor: factor of q·k. softcap, window: see `gptworks.model.scores.Scores`.
 
     Returns:
         [N, H, D], in q's dtype.

@@ -70,7 +70,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None, gradient: bool) -> Tensor:
-    """Compute `gptworks.kernels.fused_loss.cross_entropy`, which has the arguments' description."""
+    """Compute `gptworks.kernels.fused_loss.cross_entropy`, whose docstring describes the arguments."""
     nats = logits.new_empty(len(logits), dtype=torch.float32)
     if not len(logits):
         return nats

@@ -1,4 +1,4 @@
-"""What `gptworks launch` is asked for, checked before anything starts or waits in a queue."""
+"""The job that `gptworks launch` starts or submits, and the checks of its options before that."""
 
 import re
 import shlex
@@ -35,10 +35,10 @@ class Job:
     gpu_type: str = ""
     restarts: int = 0
     grace: int = 120
-    """Seconds to save, from the signal to the end."""
+    """Seconds between the signal to save a checkpoint and the end of the job."""
     time: str = ""
     options: dict[str, str] = field(default_factory=dict)
-    """Further requests, in the words of the target."""
+    """Further requests to the scheduler, by the target's own option names."""
     image: str = ""
     volumes: dict[str, str] = field(default_factory=dict)
     """Path in the container → name of the volume."""
@@ -57,7 +57,8 @@ class Job:
         """Return the shell command that each machine runs, the same for a first and a resumed start.
 
         Args:
-            nodes, rendezvous: shell words; None: there is only one machine.
+            nodes: number of machines, as a shell word.
+            rendezvous: address at which the machines meet, as a shell word; None: there is only one machine.
         """
         words = ["--on", "local", "--nproc", str(self.nproc), "--restarts", str(self.restarts), "--resume"]
         words += ["--force"] if self.force else []
@@ -77,9 +78,9 @@ def check_job(job: Job, recipe: Recipe, resume: bool) -> None:
     """Check that the recipe can train on every number of machines that the job allows.
 
     Raises:
-        UserError: it cannot.
+        UserError: the recipe cannot train on one of these numbers.
     """
-    fetched_path(recipe.run_dir)  # a run in a store is noticed as one in a folder is
+    fetched_path(recipe.run_dir)  # so that a run in a store is noticed like a run in a folder
     check_train(recipe, resume, job.least_nodes * job.nproc, job.change)
     for n_nodes in range(job.least_nodes + 1, job.most_nodes + 1):
         try:
@@ -89,7 +90,11 @@ def check_job(job: Job, recipe: Recipe, resume: bool) -> None:
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """Return the least and the largest number of machines in `N` or `MIN:MAX`."""
+    """Return the smallest and the largest number of machines in `N` or `MIN:MAX`.
+
+    Raises:
+        UserError: the text has another form.
+    """
     found = _COUNT.fullmatch(text)
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most:
@@ -98,7 +103,11 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 
 def parse_gpus(text: str) -> tuple[str, int]:
-    """Return the type and the number of GPUs in `N` or `TYPE:N`."""
+    """Return the type ("" if not given) and the number of GPUs in `N` or `TYPE:N`.
+
+    Raises:
+        UserError: the text has another form.
+    """
     found = _GPUS.fullmatch(text)
     if found is None or not int(found[2]):
         raise UserError(
@@ -108,7 +117,11 @@ def parse_gpus(text: str) -> tuple[str, int]:
 
 
 def parse_pairs(option: str, texts: Sequence[str], separator: str = "=") -> dict[str, str]:
-    """Return the keys and values of an option that is given as `KEY=VALUE`."""
+    """Return the keys and values of an option that is given as `KEY=VALUE`.
+
+    Raises:
+        UserError: a text has another form.
+    """
     pairs = {}
     for text in texts:
         key, found, value = text.partition(separator)
@@ -125,10 +138,10 @@ def check_text(what: str, text: str, pattern: str, example: str) -> None:
 
 
 def recipe_below(job: Job, folder: Path) -> str:
-    """Return the recipe's path from a folder that is copied to the machines; a shipped recipe's name as it is.
+    """Return the recipe's path relative to the folder that is copied to the machines, or a shipped recipe's name.
 
     Raises:
-        UserError: the recipe lies elsewhere.
+        UserError: the recipe lies outside the folder.
     """
     path = Path(job.recipe)
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Starts the ranks of this machine: the only way in which jobs and users start them."""
+"""Starts the ranks of this machine, for users and for jobs on a cluster."""
 
 from gptworks.errors import UserError, refuse_unused
 from gptworks.launch.job import Job
@@ -13,7 +13,7 @@ def check_local(job: Job, nodes: str, rendezvous: str | None, resume: bool) -> t
         nodes, rendezvous: the options, as given.
 
     Raises:
-        UserError: the address is missing, has another form, or each machine takes it for itself.
+        UserError: the address is missing, has another form, or means each machine itself; or `resume` is missing.
     """
     if job.most_nodes == 1:
         if ":" not in nodes:  # 1:1 is an elastic job that has got one machine

@@ -1,4 +1,4 @@
-"""Prints where the machines of a job can meet: an address of this machine, and a port that is free on it.
+"""Prints an address and port at which the machines of a job can meet: this machine's address, and a free port.
 
 A job's script runs this file on the job's first machine: `python -m gptworks.launch.meeting LAST_MACHINE`.
 """
@@ -8,9 +8,9 @@ import sys
 
 
 def meeting_point(machine: str) -> str:
-    """Return `ADDRESS:PORT`: this machine's address in the network that leads to another, and a free port.
+    """Return `ADDRESS:PORT`: this machine's address in the network that leads to `machine`, and a free port.
 
-    The machine's own name may mean the loopback device, as it does on Debian, and the others could not reach that.
+    This machine's name is no substitute: it may mean the loopback device, as on Debian, which others cannot reach.
 
     Raises:
         OSError: the other machine's name has no address.

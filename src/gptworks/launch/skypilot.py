@@ -53,7 +53,7 @@ def job_file(job: Job) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks, which a reader understands."""
+    """Writes texts of several lines in YAML's block style, so that people can read them."""
 
 
 def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

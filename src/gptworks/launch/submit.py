@@ -20,7 +20,7 @@ def write_job(target: str, job: Job, path: Path | None) -> Path:
     """Write the job file for a target; return its path.
 
     Args:
-        path: None: the run's name, in the current folder.
+        path: the file to write; None: a file named after the run in the current folder.
 
     Raises:
         UserError: an option cannot be used with the target, or the file exists and is not an earlier job file.
@@ -38,7 +38,7 @@ def write_job(target: str, job: Job, path: Path | None) -> Path:
 
 
 def submit(target: str, path: Path) -> str | None:
-    """Submit a job file; return what the scheduler answers, or None if its program is not installed here.
+    """Submit a job file; return the scheduler's answer, or None if its program is not installed here.
 
     Raises:
         RunError: the scheduler refuses the job.

@@ -27,7 +27,7 @@ class AttentionInputs(NamedTuple):
     bias: Tensor | None = None
     """Bias that prevents attention between several texts in one row (see `Scores`); None if not needed."""
     bounds: Tensor | None = None
-    """Bounds of the texts in rows of several, if they replace the bias (see `Scores`)."""
+    """Bounds of the texts in rows of several texts, in place of the bias (see `Scores`); None if not needed."""
     fuses_groups: bool = True
     """Whether the device has fused attention for grouped queries (see `Scores`)."""
 

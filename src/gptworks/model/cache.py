@@ -10,8 +10,8 @@ from gptworks.model.lab.embeddings import NO_TOKEN
 
 
 def on_device(numbers: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return numbers, in lists, as a tensor on a device. The host does not wait for a copy to CUDA; on MPS it must,
-    since there the copy would read memory that is freed before."""
+    """Return a tensor of numbers, given as lists, on a device. The host does not wait for a copy to CUDA. It waits on
+    MPS, where the copy would otherwise read memory that is already freed."""
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=device.type == "cuda")
 
 
@@ -48,8 +48,8 @@ class SlotRows:
         self._layers, self._tokens = list(layers), tokens
 
     def layer(self, use: int) -> "SlotLayer":
-        """Return the cached keys and values of a layer's use. It is not kept: a circle of references would hold the
-        cache's memory until Python looks for circles."""
+        """Return the cached keys and values for `use`, an index in `ModelConfig.layer_uses`. The result is not stored
+        here: a reference cycle would hold the cache's memory until Python's garbage collector runs."""
         return SlotLayer(self, *self._layers[use])
 
     def previous_tokens(self, tokens: Tensor) -> Tensor:

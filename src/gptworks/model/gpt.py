@@ -80,7 +80,7 @@ class GPT(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's matrix [V, C], which is the token embedding's if they are tied."""
+        """The head's matrix [V, C]: the token embedding's if the two are tied or `head_is_embedding`."""
         if self.untied_head is None or self.head_is_embedding:
             return self.token_embedding.weight
         return self.untied_head.weight
@@ -100,8 +100,8 @@ class GPT(nn.Module):
         If `router_logits` is a list, the router's logits [B, T, E] of each layer with experts are appended to it.
         If rows hold several texts one after the other, `text_positions`, int64 [B, T], has each token's position in its
         text, from 0: no text sees another, as if each had its own row. `cache` must then be None. `text_starts`, int32
-        [B, K], has the index in the row of each text's first token, and T in the places that are left; with them,
-        attention on recent GPUs computes nothing between texts.
+        [B, K], has the index in the row of each text's first token, and T in the remaining places; with these
+        indices, attention on recent GPUs computes nothing between texts.
 
         Raises:
             ValueError: a row has more tokens than the context.

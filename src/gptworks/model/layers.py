@@ -52,8 +52,8 @@ class Norm(nn.Module):
     eps: float
 
     def of_sum(self, x: Tensor, branch: Tensor | None = None, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return x + alpha · branch (x without a branch), and the norm of that sum. In training on a CPU, one kernel
-        computes both results, and another kernel the gradients of both."""
+        """Return x + alpha · branch (x without a branch), and the norm of that sum. In training, one C++
+        kernel computes both results, and another the gradients of both; without C++, torch uses several."""
         layer, dtype = isinstance(self, LayerNorm), product_dtype(x)
         return dispatch.norm(x, self.weight, self.bias, self.eps, dtype, layer, branch, alpha)
 
@@ -206,8 +206,8 @@ class MLP(nn.Module):
         """Yield the memory of each operation of the MLP on `n_tokens` tokens; the gradient of its result has `arrives`
         bytes. For an `expert`, input and gradient cost nothing: they are slices of tensors that `MoE.cost` counts.
 
-        n_grouped: number of experts computed by grouped products, for which `n_tokens` are the tokens of all. For each
-            product, their matrices are copied into one tensor, which is freed before their gradient, as large, exists.
+        n_grouped: number of experts computed by grouped products; `n_tokens` then counts the tokens of all experts.
+            Each product copies their matrices into one tensor, and frees it before their equally large gradient exists.
         """
         c, p = s.config, s.product_bytes
         inner, outer = round(n_tokens * d_ff * p), round(n_tokens * c.d_model * p)

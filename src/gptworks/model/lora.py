@@ -24,7 +24,7 @@ LORA_PARTS = ("lora_a", "lora_b")
 
 
 class LowRank(nn.Module):
-    """Base class that adds B·A to a layer with frozen parameters. List it before the layer's class among the bases."""
+    """Base class that adds B·A to a layer with frozen parameters. Subclasses list it before the layer's class."""
 
     def attach(self, n_in: int, n_out: int, config: LoRAConfig, device: torch.device, dtype: torch.dtype) -> None:
         """Freeze the layer; create A with random values from torch's global random state, and B with zeros."""
@@ -90,12 +90,13 @@ def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, factor: float)
 
 
 def merge_lora(model: GPT) -> GPT:
-    """Add each adapter's product to its layer's matrix and remove the adapter. Change the model and return it."""
+    """Merge each adapter of an unquantized layer into the layer's matrix. Change the model and return it."""
     return remove_lora(model, merge=True)
 
 
 def remove_lora(model: GPT, merge: bool = False) -> GPT:
-    """Remove the adapters; with `merge`, add each one's product to its matrix first. Change the model and return it."""
+    """Remove the adapters of unquantized layers; with `merge`, first add each one's product to its layer's matrix.
+    Change the model and return it."""
     for name, module in list(model.named_modules()):
         if isinstance(module, LoRALinear):
             model.set_submodule(name, module.plain(merge))

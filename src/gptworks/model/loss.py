@@ -3,8 +3,8 @@
 With a vocabulary of 50,257, a token's fp32 logits take 200 KB, and their gradient as much. Here the head's product,
 the softmax and both gradients are computed for a chunk of tokens at a time. On a CPU, C++ turns logits into their
 gradient row by row (gptworks.kernels.passes); on an NVIDIA GPU, Triton does (gptworks.kernels.triton_loss). Elsewhere,
-torch computes the probabilities of some rows, on a CPU of few that fit in the processor's cache. A softcap, where
-given, first replaces each logit by softcap · tanh(logit / softcap).
+torch computes the probabilities of some rows at a time: on a CPU, of as few as fit in its cache. A softcap, if given,
+first replaces each logit by softcap · tanh(logit / softcap).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +37,8 @@ CHUNK_TOKENS = 8192
 """Tokens per chunk on an accelerator, which needs large products."""
 
 SOFTMAX_LOGITS = 2**27
-"""Largest number of probabilities that an accelerator computes at a time: 512 MiB in fp32, and again for the logits if
-they are in bf16."""
+"""Largest number of probabilities that an accelerator computes at a time: 512 MiB in fp32, and as much for an fp32 copy
+of logits in bf16."""
 
 
 def chunk_tokens(device: torch.device, vocab_size: int) -> int:
@@ -56,8 +56,8 @@ def softmax_tokens(device: torch.device, vocab_size: int) -> int:
 
 
 def selects_rows(device: torch.device) -> bool:
-    """Whether losses of a part of the rows leave the other rows out. On CUDA, they compute all rows: the host would
-    have to wait for the number of rows."""
+    """Whether `target_logprobs` and `distillation_loss` skip rows whose target is −100. On CUDA they compute all rows,
+    because the host would have to wait for the number of the remaining rows."""
     return device.type != "cuda"
 
 
@@ -265,8 +265,8 @@ class _TargetLogprobs(torch.autograd.Function):
 def _sums_and_gradients(
     features: Tensor, weight: Tensor, into_gradient: IntoGradient, wants: tuple[bool, bool], n_sums: int = 1
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return a loss's sums [n_sums], and its gradients for features [N, C] and weight [V, C], each None unless `wants`
-    has True for it. One chunk of logits is in memory at a time."""
+    """Return a loss's sums [n_sums], and its gradients for features [N, C] and weight [V, C]; a gradient is None if
+    `wants` has False for it. One chunk of logits is in memory at a time."""
     head, chunk = weight.to(features.dtype), chunk_tokens(features.device, weight.size(0))
     wide = torch.promote_types(weight.dtype, torch.float32)
     total = torch.zeros(n_sums, dtype=wide, device=features.device)

@@ -1,7 +1,8 @@
 """Mixture of experts: for each token, a router chooses a few of a layer's MLPs and weights their outputs.
 
 Dropless: an expert computes every token sent to it, so that a token's result never depends on other tokens (Gale et
-al., 2022). Two losses on the router's logits keep the experts evenly used in training.
+al., 2022). In training, one loss on the router's logits keeps the experts evenly used, and another keeps the logits
+small.
 
 Shapes: N tokens, E experts, K experts per token, C width.
 """
@@ -55,8 +56,8 @@ class MoE(nn.Module):
         return out.view_as(x), logits.view(*x.shape[:-1], -1)
 
     def _by_expert(self, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute one expert after the other, for which the host counts each expert's tokens. Return the rows' results
-        [P, C], and each pair's row [N·K]; see `arrange`."""
+        """Compute one expert after the other; the host must know each expert's number of tokens. Return the rows'
+        results [P, C], and the row of each (token, expert) pair [N·K]; see `arrange`."""
         sent = tokens_per_expert(chosen, len(self.experts))
         rows, places, sizes = arrange(chosen, sent, even=dispatch.trains(tokens))
         parts = torch.split(send(tokens, rows, places), sizes)
@@ -75,7 +76,7 @@ class MoE(nn.Module):
         )
 
     def _in_groups(self, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute all experts together, one grouped product for each of their layers. Returns as `_by_expert` does."""
+        """Compute all experts together, by one grouped product per linear layer. Return the same as `_by_expert`."""
         expert, order = chosen.flatten().sort(stable=True)  # the (token, expert) pairs, by expert
         rows = torch.arange(order.numel(), device=order.device)
         places = torch.empty_like(order).index_copy_(0, order, rows)
@@ -162,7 +163,7 @@ class MoE(nn.Module):
 
 
 GROUPED_ROWS = 16
-"""Rows per expert, on average, from which grouped products are used: with fewer, copying all experts' matrices into one
+"""Least mean number of rows per expert for grouped products: with fewer, copying all experts' matrices into one
 tensor would take longer than the products."""
 
 
@@ -207,8 +208,8 @@ def collect(given: Tensor, places: Tensor) -> Tensor:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Products of groups of rows with one matrix each. torch's would keep the copy of all matrices that it needs until
-    the backward pass; this one copies them again there."""
+    """Products of groups of rows with one matrix each. torch's own function would keep its copy of all matrices until
+    the backward pass; this one copies the matrices again there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:

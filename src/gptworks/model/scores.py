@@ -32,7 +32,7 @@ class Scores(NamedTuple):
     """Bias [B, T, S], in q's dtype, added to the scores of rows with several texts (`texts_bias`). It includes the
     window's mask. None: each row has one text, or `bounds` separate the texts."""
     bounds: Tensor | None = None
-    """Bounds of the texts in rows of several, in place of a bias (`text_bounds`); see `takes_bounds`."""
+    """Bounds of the texts in rows of several texts (`text_bounds`), in place of a bias if `takes_bounds`."""
     fuses_groups: bool = True
     """False: repeat the keys and values of grouped queries; see `gptworks.kernels.dispatch.fuses_groups`."""
 
@@ -44,9 +44,9 @@ class Scores(NamedTuple):
 PLAIN = Scores()
 
 TOKENS_PER_START = 16
-"""Smallest length of rows, per place for a text's start, at which bounds replace a bias. The backward pass of flash
-attention adds up gradients in float32 [B·T + 128·B·K, H, D] for K places, so many short texts would need more memory
-than the bias."""
+"""Bounds replace a bias only in rows with at least this many tokens per place for a text's start. The backward pass of
+flash attention adds up gradients in float32 [B·T + 128·B·K, H, D] for K places, so many short texts would need more
+memory than the bias."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scores: Scores = PLAIN) -> Tensor:
@@ -233,7 +233,7 @@ def texts_bias(positions: Tensor, window: int | None, dtype: torch.dtype) -> Ten
 
 
 def text_bounds(starts: Tensor, length: int) -> Tensor:
-    """Return where each text of rows [B, T] begins in the flat batch [B·T], and its end: int32 [B·K + 1], ascending.
+    """Return the index of each text's first token in the flat batch [B·T], then B·T itself: int32 [B·K + 1], ascending.
 
     Args:
         starts: where each text begins in its row, int32 [B, K]. Rows of fewer texts have `length` in the other places,
@@ -305,7 +305,7 @@ def output_is_shared(s: Shapes, window: int | None) -> bool:
     """Whether attention saves its result in the layout that the output projection needs, so that both save one tensor.
 
     The C++ kernel, flash attention within bounds and torch's float32 kernel for GPUs always use that layout; torch's
-    other fused kernels use that of the queries, which rotation changes; on an accelerator, QK-norm changes it too.
+    other fused kernels use the queries' layout, which rotation changes, and on an accelerator QK-norm too.
     """
     if s.native or has_bounds(s):
         return True

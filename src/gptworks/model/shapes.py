@@ -1,4 +1,4 @@
-"""Models of which only names, shapes and dtypes of tensors are needed, as before weights are read into them."""
+"""Contexts for building a model on the meta device: its tensors have names, shapes and dtypes, but no values yet."""
 
 from typing import Any, Self
 
@@ -10,7 +10,7 @@ _RANDOM = frozenset((nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_
 
 
 class OnMeta:
-    """The part of a mode of torch that creates tensors on the meta device while the mode is active."""
+    """Mixin for a torch mode: while the mode is active, new tensors are on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class OnMeta:
 class ShapesOnly(OnMeta, TorchFunctionMode):
     """Context for building a model on the meta device that skips random initial values.
 
-    Such a tensor has no values, but for its first random operation torch imports its compiler, which takes as long as
+    Meta tensors have no values, yet for their first random operation torch imports its compiler, which takes as long as
     importing torch.
     """
 

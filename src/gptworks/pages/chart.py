@@ -83,8 +83,8 @@ class Chart:
         return drawing.svg(self.width, self.height, self.title, self.words(), self.name)
 
     def figure(self) -> Markup:
-        """Return the chart in a figure. A wide one is drawn a second time for screens on which its text would be too
-        small; a page shows one of them."""
+        """Return the chart in a figure. A wide chart is also drawn narrow, for screens on which its text would be too
+        small; a page shows one of the two drawings."""
         if self.width <= NARROW:
             return figure(self.svg(), "chart")
         narrow = replace(self, name=f"{self.name}-narrow", width=NARROW, height=min(self.height, NARROW_HEIGHT))

@@ -77,7 +77,7 @@ def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply 
     """Return changes with which the run fits: the cheapest first, changes to more devices last.
 
     If only the hosts' memory is too small, changes to fewer ranks per host come first. If no change suffices, return
-    the most extensive one that was tried; if `arrange` refuses all changes, return an empty list.
+    the most extensive one that was tried; if the run can start with none of them, return an empty list.
 
     Args:
         apply: returns the recipe with overrides applied; None: applies them to `recipe`.
@@ -89,7 +89,7 @@ def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply 
     for remedies in _on_the_same_devices(recipe, device):
         chosen = frozenset(each for remedy in remedies for each in (remedy, *remedy.beyond))
         if any(given < chosen and _micro(change) == inf for given, change in found):
-            continue  # a subset of these remedies already suffices
+            continue  # a subset of these remedies suffices without a smaller micro-batch
         change = search.tried(remedies, n_ranks)
         if change is None:
             continue
@@ -117,8 +117,8 @@ class _Search:
         self.n_ranks, self.device, self.apply = n_ranks, device, apply
 
     def tried(self, remedies: Sequence[_Remedy], n_ranks: int) -> Change | None:
-        """Return the remedies as a change, with the largest micro-batch that fits on the device, or the smallest one
-        if none fits. None: the recipe cannot run with these overrides."""
+        """Return the remedies as a change. If the recipe's micro-batch does not fit on the device, the change sets the
+        largest one that fits, or the smallest if none fits. None: the recipe cannot run with these overrides."""
         overrides = tuple(override for remedy in remedies for override in remedy.overrides)
         costs = [remedy.costs for remedy in remedies]
         found = self._changed(overrides, n_ranks, costs)
@@ -229,7 +229,7 @@ def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Reme
 
 def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list[tuple[list[_Remedy], int]]]:
     """Yield lists of (remedies, number of devices) to try, one list per kind of layout, in ascending numbers of
-    devices. Yield nothing for a laptop's GPU, and unless the device is CUDA: ranks on one CPU share its memory."""
+    devices. Yield nothing for laptops and for devices other than CUDA: ranks on one CPU share its memory."""
     train, tensor = recipe.train, recipe.train.parallel.tensor_parallel
     if device.kind != "cuda" or device.is_laptop:
         return
@@ -260,6 +260,6 @@ def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list
 
 
 def _whole_batch(recipe: Recipe) -> int:
-    """Return the number of units, sequences or groups of answers, that ranks can divide a batch into."""
+    """Return the number of units that ranks can divide a batch into: sequences, or groups of answers."""
     group = recipe.objective.micro_batch_multiple
     return recipe.train.common_batch_size // gcd(recipe.train.common_batch_size, group)

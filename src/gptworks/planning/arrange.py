@@ -28,10 +28,10 @@ class Refusal:
 
 
 def arrange(recipe: Recipe, n_ranks: int, device: Device) -> Layout | Refusal:
-    """Return the layout of the recipe's model and batches on `n_ranks` devices, following `train.parallel`.
+    """Return the layout of the recipe's model and batches on `n_ranks` devices, or the rule that the recipe breaks.
 
-    `strategy: auto` shards the model if a step with the whole model on each device would not fit. The returned layout
-    may not fit either: to check this, compare `training_peak` of its `rank_setting` with the device's memory.
+    `train.parallel` decides the layout: `strategy: auto` shards the model if a step with the whole model on each device
+    does not fit. The sharded model may not fit either: `need` of the layout's `device_setting` says whether it does.
 
     Raises:
         UserError: the recipe of a teacher cannot be read.
@@ -59,7 +59,7 @@ def layout_of(recipe: Recipe, n_ranks: int, device: Device) -> Layout:
     """Return the layout that `arrange` chooses.
 
     Raises:
-        UserError: `arrange` refuses the recipe.
+        UserError: `arrange` refuses the recipe, or the recipe of a teacher cannot be read.
     """
     arranged = arrange(recipe, n_ranks, device)
     if isinstance(arranged, Refusal):
@@ -163,7 +163,7 @@ def _tensor_refusal(model: ModelConfig, tensor: int) -> Refusal | None:
 
 
 def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | None:
-    """Return why the tensors cannot be sharded, which `setting` of `train.parallel` demands; None if they can be."""
+    """Return why the run cannot shard its tensors, as this `setting` of `train.parallel` demands; None if it can."""
     if recipe.model.repeats_layers:
         return Refusal(
             f"model.layer_repeats runs blocks several times and train.parallel.{setting} gathers each for one run",
@@ -214,8 +214,8 @@ def planned_precision(name: str, device: Device) -> str:
 
 
 def device_setting(recipe: Recipe, device: Device, layout: Layout, precision: str | None = None) -> Setting:
-    """Return `rank_setting` with the device's attention; precision None: the one that `train.precision` selects on the
-    device."""
+    """Return `rank_setting` with the attention kernels that torch has for the device. precision: None: the one that
+    `train.precision` selects on the device."""
     precision = precision or planned_precision(recipe.train.precision, device)
     setting = rank_setting(recipe, precision, device.on_cpu, layout)
     return replace(
@@ -224,7 +224,7 @@ def device_setting(recipe: Recipe, device: Device, layout: Layout, precision: st
 
 
 def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = ONE_DEVICE) -> Setting:
-    """Return the properties of one rank's training step, with checkpoints being written.
+    """Return the properties of one rank's training step in a run that writes checkpoints.
 
     If the vocabulary is unknown, one token is assumed, so estimates from the result are lower bounds.
 
@@ -237,7 +237,7 @@ def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = 
         recipe = recipe.model_copy(update={"model": model})
     micro = train.rank_micro_batch_size(layout.data_parallel)
     prompts, n_held_out = (train.sample_prompts, train.sample_held_out) if train.sample_every else ((), 0)
-    longest_prompt = max((len(prompt.encode("utf-8")) for prompt in prompts), default=0)  # tokens are fewer
+    longest_prompt = max((len(prompt.encode("utf-8")) for prompt in prompts), default=0)  # in bytes: tokens are fewer
     if n_held_out:  # a conversation may fill the context
         whole = model.context_length
         limit = whole if recipe.data.conversations else train.held_out_tokens(whole)

@@ -27,8 +27,8 @@ _UNSET_STEPS = 10**9
 
 
 def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: int = 1) -> tuple[Recipe, str | None]:
-    """Return a recipe for training a preset on `n_ranks` devices, and a clause that explains its number of steps; None
-    if `overrides` set the length.
+    """Return a recipe for training a preset on `n_ranks` devices, and a clause that explains its number of steps (None
+    if `overrides` set the length).
 
     Settings not in `overrides` are assumed: AdamW, the compute-optimal number of tokens, half a million tokens per step
     (or one sequence for each rank, if that is more), and the largest micro-batch that fits.

@@ -1,4 +1,4 @@
-"""Plans the other way round: what a number of hours, or an amount of money, is enough for."""
+"""The number of tokens, and the largest model, for which a number of hours or an amount of money suffices."""
 
 from dataclasses import dataclass, replace
 from math import ceil
@@ -22,7 +22,7 @@ WIDTH_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest model of an architecture that a time suffices for, and that fits on the devices."""
+    """The largest model of an architecture that fits on the devices and can be trained in a given time."""
 
     overrides: tuple[str, ...]
     """Settings of its size, such as `model.d_model=512`."""
@@ -36,11 +36,11 @@ class Largest:
 
 @dataclass(frozen=True)
 class Affordable:
-    """What a time suffices for on the devices of a plan."""
+    """The training for which a given time suffices on the devices of a plan."""
 
     seconds: float
     flops: float
-    """FLOPs of training on `tokens`, with recomputed ones."""
+    """FLOPs of training on `tokens`, including those recomputed in the backward pass."""
     tokens: int
     """Number of tokens that the planned model reads in this time."""
     steps: int
@@ -50,7 +50,7 @@ class Affordable:
 
 
 def hours_for(budget: float, price: float, n_devices: int) -> float:
-    """Return the hours for which a budget pays the devices. price: of an hour of a device."""
+    """Return the hours for which a budget pays for all devices. price: the price of one device for an hour."""
     return budget / (price * n_devices)
 
 
@@ -58,7 +58,7 @@ def affordable(plan: Plan, hours: float) -> Affordable:
     """Return what `hours` of the plan's devices suffice for.
 
     Raises:
-        UserError: the plan does not know the device's speed, or the time is too short for a step or over a century.
+        UserError: the device's speed is unknown, or `hours` are too few for a step or more than `MOST_HOURS`.
     """
     if hours > MOST_HOURS:
         raise UserError(f"{hours:g} hours are more than {MOST_HOURS:,}: give fewer, or a smaller budget.")
@@ -125,7 +125,7 @@ def _of_size(plan: Plan, groups: int) -> tuple[Plan, tuple[str, ...]] | None:
         sized = plan_recipe(recipe, plan.data, device=plan.device, n_ranks=ranks, utilization=plan.utilization)
     except UserError:
         return None
-    if plan.measured is not None and plan.tokens_per_second is not None:  # a step's FLOP/s, as measured
+    if plan.measured is not None and plan.tokens_per_second is not None:  # assume the measured FLOP/s for every size
         rate = plan.tokens_per_second * plan.flops_per_token / sized.flops_per_token
         sized = replace(sized, measured=replace(plan.measured, tokens_per_second=rate))
     return sized, overrides

@@ -54,6 +54,9 @@ class DeviceOptions:
 
         Args:
             measured: measures and returns a device of this machine; called with `this` or `cpu`.
+
+        Raises:
+            UserError: `device` names no known device, or several.
         """
         if self.memory_gib is not None:
             return custom_device(self.memory_gib, self.flops, self.bandwidth)

@@ -39,10 +39,10 @@ _LAPTOP = _node(16, 0.125, 1, None, "a laptop; 1 Gb/s Ethernet assumed") | {"is_
 """The nodes above state the rates of NVLink and PCIe for one direction; vendors print the sum of both directions."""
 
 DEVICES: dict[str, Device] = {}
-"""Known devices by name. If several differ only in memory, the first one is meant where a name has no memory."""
+"""Known devices by name. If several differ only in memory, a name without memory means the first one."""
 
 Figures = tuple[str, int, float, float]
-"""A device's name, its memory in GB, its TFLOP/s, and the GB/s of its memory."""
+"""A device's name, its memory in GB, its TFLOP/s in float32, and the bandwidth of its memory in GB/s."""
 
 
 def _gpu(
@@ -76,9 +76,9 @@ def _geforce(series: list[Figures], tensor: int, source: str, node: dict[str, An
 
 
 def _apple(chip: str, gibibytes: tuple[int, ...], single: float, bandwidth: float, source: str) -> None:
-    """Add an Apple chip with each memory sold. Its GPU has one rate in all precisions, and shares memory with its CPU.
+    """Add an Apple chip in each size of memory. Its GPU has one rate in all precisions, and shares memory with its CPU.
 
-    The GPU has what Metal recommends, two thirds of the memory and from 36 GB on three quarters: the property
+    The GPU gets the part that Metal recommends, two thirds of the memory, or three quarters from 36 GB on: the property
     `recommendedMaxWorkingSetSize` is 10,922.67 MiB of 16 GiB, 21,845.34 of 32, 49,152 of 64 and 73,728 of 96.
     """
     rate = single * 1e12
@@ -247,10 +247,10 @@ _SIZE = re.compile(r"(?<![a-z\d.])(\d{1,6}(?:\.\d{1,3})?)\s*-?(gb|gib|g)\b", re.
 _GLUED = re.compile(
     r"^(rtx|rx|gtx)?(\d{3,4})(ti|super|xtx|xt|laptop|mobile)?(super)?(laptop|mobile)?$|^(m\d)(pro|max|ultra)$"
 )
-"""Words that people write together, such as `rtx4070tisuper` and `m2max`, in groups."""
+"""Matches names written as one word, such as `rtx4070tisuper` and `m2max`, with a group for each part."""
 
 LEAST_GIGABYTES = 0.1
-"""Least memory of a GPU that has only its memory for a name."""
+"""Minimum memory, in GB, of a GPU that is given only by its memory, such as `8 GB`."""
 
 _CUTOFF = 0.75
 """Similarity from which an unknown name is taken for a misspelling."""
@@ -258,10 +258,10 @@ _CUTOFF = 0.75
 
 def find_device(name: str) -> Device:
     """Return the device called `name`, in any usual spelling, such as `h100`, `RTX 4090`, `4090 laptop`, `m2 max 64`,
-    or what its driver calls it; or a GPU with this memory only, such as `8 GB`, whose rates are unknown.
+    or what its driver calls it. If `name` is only a size, such as `8 GB`, return a GPU with this memory, without rates.
 
     Raises:
-        UserError: no device has this name, or none with this memory; the nearest ones are named.
+        UserError: no device, or more than one, has this name, or none with this memory; the message names the nearest.
     """
     sizes, words = _read(name)
     if len(sizes) == 1 and not words and sizes[0] >= LEAST_GIGABYTES and "-" not in name:
@@ -287,7 +287,7 @@ def find_device(name: str) -> Device:
 
 
 def _read(name: str) -> tuple[list[float], frozenset[str]]:
-    """Return the memory sizes in GB that a name states, and its other words, without those that say nothing."""
+    """Return the memory sizes in GB that a name states, and its other words, without those in `_IGNORED`."""
     text = re.sub(r"\((r|tm)\)", "", name.strip().lower().replace("max-q", "maxq"))
     sizes = [float(size) for size, _ in _SIZE.findall(text)]
     words: set[str] = set()

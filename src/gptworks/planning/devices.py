@@ -12,7 +12,7 @@ published (Chowdhery et al., 2022); small models on one device reach less."""
 
 @dataclass(frozen=True)
 class Device:
-    """A device's memory and speed, and its node. Rates are in FLOP/s and bytes/s; None: the vendor publishes none."""
+    """A device's memory and speed, and its node. Rates are in FLOP/s and bytes/s; None: unknown."""
 
     name: str
     kind: str
@@ -43,8 +43,8 @@ class Device:
 
     @property
     def has_flash(self) -> bool:
-        """Whether torch has flash attention for the device: an NVIDIA GPU of compute capability 8.0, the first with
-        bf16, or higher; `gptworks.kernels.dispatch.has_flash` asks torch."""
+        """Whether torch has flash attention for the device: if it is an NVIDIA GPU with bf16 (compute capability 8.0
+        or higher). `gptworks.kernels.dispatch.has_flash` asks torch."""
         return self.kind == "cuda" and self.has_bf16 and not self.name.startswith("AMD")
 
     @property

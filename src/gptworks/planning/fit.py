@@ -54,7 +54,7 @@ def need(setting: Setting, device: Device) -> Need:
     peak, gathers_once = training_peak(setting), False
     if setting.n_texts and setting.layout.sharding != "none":
         generating = generation_peak(setting, gathered=True)
-        # Rollouts need it: each rank answers its own prompts, and takes a different number of steps.
+        # Rollouts need all blocks at once: each rank answers its own prompts, in a different number of steps.
         gathers_once = setting.objective.rollouts is not None or generating.total_bytes <= device.memory_bytes
         if gathers_once and generating.total_bytes > peak.total_bytes:
             peak = generating

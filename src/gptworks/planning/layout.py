@@ -70,7 +70,7 @@ def parallel_overrides(sharding: Sharding | None, tensor_parallel: int | None) -
 class Shards:
     """Sizes of the groups of tensors that FSDP gathers and reduces together, in elements on a tensor-parallel rank.
 
-    FSDP shards a tensor by rows and pads them to a multiple of the number of ranks; padding counts.
+    FSDP shards a tensor by rows and pads them to a multiple of the number of ranks; the sizes include the padding.
     """
 
     block: int

@@ -49,11 +49,12 @@ from gptworks.planning.timeline import (
 
 RECEIVING = 2
 """Number of buffers, as large as a gathered block, that FSDP holds in a forward pass: the buffer that receives a block,
-and the previous block's, which it frees once the block is copied out."""
+and the buffer of the previous block, which it frees only after this block's gathering has begun."""
 
 
 def training_peak(setting: Setting) -> Peak:
-    """Estimate the peak memory of a device in a training step after the first; on a CPU, of rank 0 in the whole run."""
+    """Estimate the peak memory of a device in training steps after the first. If the run saves, include the generation
+    of texts and, on a CPU, the start of rank 0."""
     lengths = (setting.row_length, *setting.shorter_lengths)
     moments = [_Step(setting, length).run() for length in lengths]
     if setting.on_cpu and setting.saves:
@@ -211,8 +212,8 @@ class _Step(Timeline):
         return self.model.layer_skips(layer) or (first and norm and not self.trained.embedding)
 
     def _kept_next_to_stream(self, use: int) -> int:
-        """Return the bytes kept besides a recomputed block's input, such as an earlier block's output that a skip
-        connection adds, unless the block after that one saves it as its own input."""
+        """Return the bytes kept besides a recomputed block's input. They include an earlier block's output that a skip
+        connection adds, unless the earlier block's successor saves that output as its own input."""
         after = self.model.n_layers - use
         reads = self.model.layer_skips(use) and after != use
         skipped = reads and self._reads_apart(after) and not self._computes_again(after)
@@ -337,7 +338,7 @@ class _Step(Timeline):
         self._add_up_over_ranks()
 
     def _gather(self, layer: int) -> None:
-        """Hold the weights that FSDP2 gathers for a block's backward pass, and prefetches for the next block's."""
+        """Hold the weights that FSDP2 gathers for a block's backward pass, and prefetches for the next block."""
         if self.sharded and self.layout.sharding == "fsdp":
             if layer == self.model.n_layers - 1:  # only this block's weights were not prefetched
                 self.hold(COMMUNICATION, self.gathered_bytes)

@@ -220,7 +220,7 @@ class Plan:
     @property
     def smallest_device(self) -> str | None:
         """Name of the known device of this kind with the least memory that holds the run as it is; None if the run fits
-        on its own device, or on none."""
+        on the plan's device, or on no known one."""
         own = self.device
         alike = {
             name: device.memory_bytes
@@ -274,8 +274,8 @@ class Plan:
 
     @property
     def sampling_seconds_per_step(self) -> float | None:
-        """Seconds per step to read the weights while answers are generated: all of them in fp32, for each token of each
-        batch of answers. None: the device's bandwidth is unknown. `step_time` includes the FLOPs of generation."""
+        """Seconds per step to read all weights once for each token of each batch of answers; 0 if the objective
+        generates no answers; None: the device's bandwidth is unknown. `step_time` includes the FLOPs of generation."""
         rollouts = self.recipe.objective.rollouts
         if rollouts is None:
             return 0.0
@@ -358,8 +358,8 @@ class Plan:
 
     @property
     def most_weights_only(self) -> int:
-        """Maximum number of weights-only checkpoints on disk: if evaluations fall between saves, `keep_checkpoints`
-        with the weights that were best so far; with `keep_every`, one more with the weights of step 0."""
+        """Maximum number of weights-only checkpoints on disk: `keep_checkpoints` of them hold the best weights so far,
+        if evaluations fall between saves; with `keep_every`, one more holds the weights of step 0."""
         train = self.train
         return bool(train.keep_every) + (train.keep_checkpoints if train.evaluate_every % train.checkpoint_every else 0)
 
@@ -400,8 +400,8 @@ def plan(
         apply: returns the recipe with recommended overrides applied; None: applies them to `recipe`.
 
     Raises:
-        UserError: the vocabulary size is unknown, the training split is shorter than one window, or the recipe cannot
-            run on this many devices.
+        UserError: the vocabulary size is unknown, the training split is shorter than one window, the recipe cannot
+            run on this many devices, or the recipe of a teacher cannot be read.
     """
     device, model, train = device or this_cpu(), recipe.model, recipe.train
     counted = replace(data, train_tokens=None) if recipe.data.records else data  # steps count records, not windows

@@ -146,7 +146,7 @@ def serving(
 
 
 def _in_cpp(model: ModelConfig, device: Device) -> bool:
-    """Return whether the C++ engine computes the model, as far as its settings say."""
+    """Return whether the C++ engine runs the model, judged by the device, experts and laboratory settings."""
     return device.on_cpu and not model.n_experts and not model.laboratory
 
 
@@ -189,7 +189,7 @@ def attention_copies_bytes(
         return 0
     groups, width = model.n_kv_heads, model.d_head
     both = 2 * product_bytes * (groups + _repeated_heads(model)) * width
-    # From int8: the keys; of the values the elements, the scales, their product in float32, and that in another dtype.
+    # An int8 cache needs the unpacked keys and, of the values: elements, scales and products in one or two dtypes.
     unpacking = groups * (width * (product_bytes + 1 + 4 + product_bytes % 4) + 4) if cache_bytes == 1 else 0
     return n_texts * length * max(both, unpacking)
 

@@ -23,7 +23,7 @@ grow. The minimum on a CPU may be large, because memory is committed only for pa
 
 def slots_for(n_texts: int, longest_tokens: int, on_cpu: bool) -> tuple[int, int]:
     """Return the number of slots that an engine makes for texts of up to `longest_tokens` tokens, and the capacity of
-    each in tokens, which the model's context limits."""
+    each in tokens, before the model's context limits it."""
     least = LEAST_CAPACITY_CPU if on_cpu else LEAST_CAPACITY
     return _power_of_two(min(n_texts, ANSWERS_AT_ONCE)), _power_of_two(max(least, longest_tokens))
 

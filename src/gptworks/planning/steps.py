@@ -32,6 +32,9 @@ def planned_steps(train: TrainConfig, context_length: int, data: DataSize = UNKN
 
     An epoch has `samples_per_epoch` samples, or if that is None, each window of `gptworks.data.batches.Batches` once.
     The number is rounded to whole steps.
+
+    Raises:
+        UserError: the training split is shorter than one window.
     """
     n_train_tokens, windows = data.train_tokens, data.samples_per_epoch
     if windows is None and n_train_tokens is not None and n_train_tokens <= context_length:

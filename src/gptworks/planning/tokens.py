@@ -13,8 +13,8 @@ BYTES_PER_TOKEN = 4.0
 
 def data_size(recipe: Recipe) -> DataSize:
     """Estimate the size of the training split: bytes of the sources, without the held-out share, divided by the bytes
-    per token (1 for a character tokenizer, else `BYTES_PER_TOKEN`), as if all text were Python where there are
-    snippets. Sizes of built datasets of a mixture are exact."""
+    per token (1 for a character tokenizer, else `BYTES_PER_TOKEN`). If there are snippets, all text counts as Python.
+    Sizes of built datasets of a mixture are exact."""
     if recipe.data.mixture:
         return _mixture_size(recipe)
     try:

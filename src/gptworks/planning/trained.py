@@ -83,8 +83,8 @@ def everything(count: ParameterCount) -> Trained:
 
 
 def moments_in_8_bits(sizes: Iterable[int]) -> tuple[int, int]:
-    """Return how many elements of matrices of these sizes have moments in 8 bits, and the number of scales of both.
-    AdamW keeps smaller matrices' moments in float32."""
+    """Return how many elements of matrices of these sizes have 8-bit moments, and the number of both moments' scales.
+    AdamW keeps the moments of matrices with fewer than `LEAST_IN_8_BITS` elements in float32."""
     large = [size for size in sizes if size >= LEAST_IN_8_BITS]
     return sum(large), 2 * sum(-(-size // SCALED_TOGETHER) for size in large)
 

@@ -194,7 +194,8 @@ class QuantizedGPT(GPT):
 
 
 def weights_of(model: GPT) -> str:
-    """Return the kinds of a model's matrices as text: `int4, int8` for packed ones; otherwise the dtype, `fp32`."""
+    """Return the kinds of a model's matrices as text, such as `int4, int8`; for an unpacked model, bf16, fp16 or
+    fp32."""
     return model.weights if isinstance(model, QuantizedGPT) else KINDS.get(model.dtype, "fp32")
 
 

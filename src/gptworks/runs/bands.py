@@ -61,7 +61,8 @@ class Verdict:
     """Result of comparing a run with a band.
 
     A run is inside its band if at most `n_allowed` of its evaluations lie outside the interval at their step.
-    `n_allowed` is the 95% quantile for independent evaluations; those of a run are not, so the 95% is nominal.
+    `n_allowed` is the 95% quantile for independent evaluations; a run's evaluations depend on one another, so the 95%
+    is nominal.
     """
 
     band: Band

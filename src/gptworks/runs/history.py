@@ -21,7 +21,7 @@ from gptworks.training.changes import read_history as read_changes
 from gptworks.training.record.metrics import Record, Skipped, read_metrics
 
 THINNED_RECORDS = 20_000
-"""Number of evenly spaced records that remain of twice as many of a kind; the best and the last are kept as well."""
+"""If a kind has twice this many records, every second one is dropped, but never the best and the last."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from gptworks.tokenizer import load_tokenizer
 from gptworks.training.checkpoint_files import save_checkpoint
 
 FILE = "quantization.json"
-"""The file of a quantized run that names its origin and reports its errors."""
+"""The file of a quantized run that holds its origin and the figures of the `QuantizationReport`."""
 
 CALIBRATION_TOKENS = 32_768
 """Default number of tokens of training text with which GPTQ calibrates."""

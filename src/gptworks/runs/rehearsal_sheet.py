@@ -1,5 +1,5 @@
-"""A dress rehearsal as text for a terminal, as a page and as JSON. Each line says whether it was shown here, is planned
-or was not checked."""
+"""A dress rehearsal as text for a terminal, as a page and as JSON. Each line was shown on this machine,
+is planned or was not checked."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -58,7 +58,7 @@ _KINDS: dict[Kind, tuple[str, str]] = {
     "float32 product": ("products in float32", "none"),
     "graph break": ("graph breaks", "none"),
 }
-"""What each kind of finding is about, and what is printed if there is none."""
+"""The subject of each kind of finding, and the text to print if there is none."""
 
 
 def _step(r: Rehearsed) -> Iterator[Line]:

@@ -66,7 +66,7 @@ def watch_report(folder: Path, path: Path, wait: Callable[[float], object] = tim
 
 
 def has_ended(folder: Path) -> bool:
-    """Return whether a run has an outcome as new as its log. A run that crashed has no outcome or an older one."""
+    """Return whether a run has an outcome as new as its log, and no process trains it. A crash writes no outcome."""
     log, outcome = folder / "metrics.jsonl", read_outcome(folder)
     if isinstance(outcome, str):  # missing or damaged: compare the times of the files
         return _written(folder / OUTCOME) >= max(1, _written(log))
@@ -121,7 +121,7 @@ def to_html(run: History, refresh_seconds: int | None = None) -> str:
 
 
 def _settings(recipe: Recipe) -> tuple[Markup, Markup]:
-    """Return the settings that differ from their defaults, and all of them, folded."""
+    """Return the settings that differ from their defaults, and a folded section of all settings."""
     hidden = {"name", "run_dir", "sweep"}
     given, whole = (recipe.model_dump(mode="json", exclude=hidden, exclude_defaults=some) for some in (True, False))
     return html.settings(given), html.folded("All settings", html.settings(whole))

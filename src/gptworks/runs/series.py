@@ -39,7 +39,7 @@ _FIRST = ("step", "offset", "tokens", "seconds", "loss")
 _NO_FIGURES = ("step", "offset", *AXES, "sequences", "sequences_held_out")
 
 SKIMMED_BYTES = 1 << 22
-"""From a longer log, some records are sampled first, so that the whole curve shows before all of the log is read."""
+"""Size of a log above which some records are sampled first, so that the whole curve shows before all is read."""
 
 N_SKIMMED = 200
 """Number of records sampled from a long log."""
@@ -243,7 +243,8 @@ class Series:
     def curve(self, key: str, axis: str) -> tuple[Floats, Floats]:
         """Return x and y of the curve of a figure, such as `validation.loss`: positions on an axis, and finite values.
 
-        Sampled records stand for the unread part of a long log.
+        Sampled records stand for the unread part of a long log. The first request for a figure by layer or part starts
+        the reading of the log again.
         """
         kind, _, name = key.partition(".")
         if "." in name and not self._is_detailed and f"{kind}.{name.partition('.')[0]}" in self.details:

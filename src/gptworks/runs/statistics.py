@@ -18,7 +18,7 @@ class Difference:
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """Return the mean of `second` minus that of `first`, two or more values each. Spreads may differ (Welch, 1947)."""
+    """Return mean(`second`) − mean(`first`), each of two or more values; their spreads may differ (Welch, 1947)."""
     a, b = variance(first) / len(first), variance(second) / len(second)
     value = fmean(second) - fmean(first)
     if a + b == 0:

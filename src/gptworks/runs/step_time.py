@@ -1,8 +1,8 @@
 """Measure how much longer a training step takes with a change than without it, from the logs of pairs of runs.
 
-Other work on the machine slows down single steps, whole runs or hours. So a run's step time is the median over parts
-of the run, and the spread between pairs measures the noise of the ratio, since the runs of a pair follow one another.
-The test is that of `sequential`, applied to the logarithms of the ratios.
+Other work on the machine slows down single steps, whole runs or all runs for hours. So a run's step time is the median
+over parts of the run, and the spread between pairs measures the noise of the ratio, since the runs of a pair follow one
+another. `sequential` tests the logarithms of the ratios.
 """
 
 import math

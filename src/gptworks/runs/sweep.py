@@ -287,7 +287,7 @@ class _Sweeper:
         return train_trial(place, self.stop_asked, self.report, report_evaluations)
 
     def _describe(self, sweep: Sweep, number: int) -> None:
-        """Write the recipe of the best trial to `best.yaml`, and report trial `number`."""
+        """Call `after_trial`, write the recipe of the best trial to `best.yaml`, and report trial `number`."""
         trial, best = sweep.trials[number], sweep.best
         self.after_trial(sweep)
         if best is not None:

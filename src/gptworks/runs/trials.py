@@ -40,7 +40,7 @@ def train_trial(
 ) -> str | None:
     """Train the recipe next to the run folder `place`. Return `done` or `failed`; or None if a stop was requested.
 
-    `watch` is called repeatedly, and once after training ends. If it returns a word, stop the trial and return that.
+    `watch` is called repeatedly, and once after training ends. If it returns a word, the trial stops with this result.
     """
     if not _alone(place, stop_asked, report):
         return None
@@ -108,8 +108,8 @@ def last_line(place: Path) -> str:
 
 
 def check_comparable(recipe: Recipe, key: str, named: str) -> None:
-    """Raise a UserError that begins with `named` if trials cannot vary the setting `key`: if it is the seed or decides
-    what the loss measures, their losses would not show which value is better."""
+    """Raise a UserError that begins with `named` if `key` is the seed or decides what the loss measures: if trials
+    varied such a setting, their losses would not show which value is better."""
     if key.partition(".")[0] in ("name", "run_dir", "sweep", "data", "tokenizer"):
         raise UserError(f"{named}: `{key}` is the same in all trials, so that their losses compare.")
     # a key that no recipe has raises an error later, when a recipe is loaded with a value for it

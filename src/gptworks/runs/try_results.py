@@ -25,8 +25,8 @@ PLACES = {"after": "at equal tokens", "in-time": "in equal time"}
 """Words for the point at which the run `after` or `in-time` is compared with the run without the change."""
 
 LOSS_ERROR, SPEED_ERROR = 0.04, 0.01
-"""False-positive rates, for a change without effect, of the test of losses and of the test of step times, which leads
-to third runs. Together they mislead 5% of tries."""
+"""False-positive rates of the test of losses and of the test of step times, which decides on third runs. For a change
+without effect, a test is wrong in at most 5% of tries."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,8 @@ class Try:
 
     @property
     def to_same_loss(self) -> float | None:
-        """Time in which changed runs reach the others' final loss, over the others' time; None if one never does."""
+        """Mean time in which a changed run reaches the final loss of the run without the change, divided by the time of
+        that run; None if a changed run never reaches it, or before the first pair."""
         shares = [pair.share_to_same_loss for pair in self.pairs]
         reached = [share for share in shares if share is not None]
         if self.step_time is None or len(reached) < len(shares):

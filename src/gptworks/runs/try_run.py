@@ -51,9 +51,9 @@ class Rules:
     seed_of: Callable[[int], int] | None = None
     """Returns the seed of a pair by its number; None: seeds follow from the recipe's."""
     ended: Callable[[Try], bool] = attrgetter("decided")
-    """Whether no more pairs are needed; called after each pair."""
+    """Returns whether the try needs no more pairs; called before the first pair and after each pair."""
     stop_asked: Callable[[], object] = lambda: None
-    """Whether to stop the run that trains now, with a checkpoint from which the try continues."""
+    """Returns whether to stop the current run, which then writes a checkpoint from which the try can continue."""
 
 
 def plan_try(
@@ -70,6 +70,7 @@ def plan_try(
     Raises:
         UserError: the recipe rejects a change, a change makes losses incomparable, the time is too short, or the folder
             holds files that are not those of a try to resume.
+        RunError: a step failed while its time was measured.
     """
     if not changes:
         raise UserError("nothing is changed: give at least one key.path=value, such as train.optimizer=adamw.")
@@ -95,7 +96,7 @@ def plan_try(
     times = [[measured_step_seconds(one) for one in (recipe, changed)] for _ in range(MEASUREMENTS)]
     seconds, seconds_changed = map(min, zip(*times, strict=True))  # other work on the machine only adds time
     ratio = seconds_changed / seconds
-    # Whether each pair will probably need a third run, as long as the first in time. The pairs' own times decide later.
+    # Plan a third run, in equal time, for each pair if step times seem to differ. The times of the pairs decide later.
     third = StepTime(ratio, ratio, ratio).is_distinct
     n_arms, per_step = (3, 2 * seconds + seconds_changed) if third else (2, seconds + seconds_changed)
     budget = 60 * minutes
@@ -137,7 +138,8 @@ def measured_step_seconds(recipe: Recipe) -> float:
     """Return the seconds that a training step takes, measured in this process.
 
     Raises:
-        UserError: the recipe's text cannot be prepared. RunError: a step failed.
+        UserError: the recipe's text cannot be prepared.
+        RunError: a step failed.
     """
     rate = measure_speed(_rehearsal(recipe)).tokens_per_second
     return recipe.train.batch_size * recipe.row_length / rate
@@ -147,7 +149,7 @@ def steps_in_turns(
     recipes: Sequence[Recipe], clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[tuple[float, ...]]:
     """Yield the seconds of one training step of each recipe, in this process, again and again. Since the steps take
-    turns, other work on the machine slows down all recipes alike.
+    turns, other work on the machine slows down all recipes alike. From then on, this process keeps freed memory.
 
     Args:
         clock: returns seconds; `time.process_time` leaves out those in which other processes had the core.

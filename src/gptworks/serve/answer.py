@@ -19,7 +19,7 @@ _PASSED_ON = openai.SamplingFields.model_fields.keys() & {field.name for field i
 
 
 def sampling_settings(body: openai.SamplingFields, defaults: SamplingSettings, **more: Any) -> SamplingSettings:
-    """Return the sampling settings of a request, with those of `more` added and the model's `defaults` for the rest.
+    """Return a request's sampling settings with `more` added, and the model's `defaults` for those that it leaves out.
 
     Raises:
         UserError: settings of the request contradict each other.

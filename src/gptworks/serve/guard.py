@@ -39,7 +39,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD":  # the routes answer GET, and the server below leaves the body out
+        if scope["method"] == "HEAD":  # the routes answer GET, and uvicorn leaves the body out
             scope = {**scope, "method": "GET"}
         answer = _Answer(send, self._service.metrics.answered)
         caller = Caller(self._client(scope))

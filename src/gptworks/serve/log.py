@@ -1,4 +1,4 @@
-"""The server's log: a line for each request, written in its own thread, so that a full pipe delays no request."""
+"""The server's log: a line for each request. A separate thread writes the lines, so a full pipe delays no request."""
 
 import logging
 import queue

@@ -96,8 +96,8 @@ class StreamOptions(Wire):
 
 
 class SamplingFields(Wire):
-    """The fields that completion and chat requests share. Fields after `user` are vLLM's, those of DRY
-    llama.cpp's."""
+    """The fields that completion and chat requests share. Fields after `user` are from vLLM's API, except that the
+    `dry_` fields are from llama.cpp's."""
 
     model: ModelName
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None

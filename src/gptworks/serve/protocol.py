@@ -23,7 +23,7 @@ KERNEL_BYTES = 1 << 17
 """Size of a connection's send buffer; the system's default takes megabytes for each slow reader."""
 
 _LOOKS = (0.02, 0.1)
-"""Seconds after a client stops sending at which its connection is checked; later, each sweep checks it."""
+"""Times of checks of a connection after its client stops sending, in seconds; later, each sweep checks it."""
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -65,10 +65,11 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Finish the current answer after the client has stopped sending, since it may still read; then close.
+        """Return whether to finish the current answer after the client stops sending, since it may still read.
 
-        A client that closed the connection looks the same. To find out, the server sends `100 Continue`, which clients
-        ignore: if the client closed the connection, its system answers with a reset.
+        A client that closed the connection looks the same; a page or a watching client is assumed to have closed it.
+        To find out about others, the server sends `100 Continue`, if no answer has begun. Clients ignore it, but if the
+        connection is closed, the client's system answers with a reset.
         """
         if self._idle or self.cycle.more_body or self.transport.is_closing():
             return False  # asyncio then closes the transport
@@ -181,7 +182,7 @@ def bounded_by(settings: ServerSettings) -> type[GuardedProtocol]:
 
 
 def sweep(connections: Iterable[Any]) -> None:
-    """End the connections that are too slow."""
+    """End the connections that are too slow or whose clients have gone."""
     now = time.monotonic()
     for connection in _guarded(connections):
         connection.sweep(now)

@@ -59,7 +59,7 @@ class Server(uvicorn.Server):
         loop, said = asyncio.get_running_loop(), False
 
         def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-            """Log only once that no file descriptors are left, since asyncio tries again many times a second."""
+            """Log a lack of file descriptors or memory only once, since asyncio tries again many times a second."""
             nonlocal said
             error = context.get("exception")
             if not isinstance(error, OSError) or error.errno not in _SHORT_OF_FILES:
@@ -93,6 +93,9 @@ def make_server(app: FastAPI, host: str, port: int, started: Callable[[int], Non
     Args:
         port: 0 means any free port.
         started: called with the port once the server listens.
+
+    Raises:
+        UserError: the limit of open files is too low for any connection.
     """
     service: Service = app.state.service
     settings: ServerSettings = service.settings

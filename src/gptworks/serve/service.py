@@ -17,7 +17,7 @@ from gptworks.serve.sign_in import SignIn
 from gptworks.serve.tokens import Tokens
 
 _NEED_NO_SLOT = 16
-"""Requests accepted in addition to one for each text, for work without a slot: tokenizing, embeddings, model lists."""
+"""Number of requests accepted beyond one per text, for work that needs no slot: tokenizing, embeddings, model lists."""
 
 
 @dataclass(eq=False)

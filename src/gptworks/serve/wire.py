@@ -1,4 +1,4 @@
-"""The base of all requests and their parts, which refuses unknown fields and accepts those that request nothing."""
+"""The base class of requests and their parts. It refuses unknown fields, unless their values request nothing."""
 
 from typing import Any
 

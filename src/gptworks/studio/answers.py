@@ -54,7 +54,7 @@ def _printable(tree: Any) -> Any:
 
 
 def plain(tree: Any) -> Any:
-    """Return a tree that JSON can hold: non-finite numbers become names, as in metrics.jsonl; objects become text."""
+    """Return a tree that JSON can hold: non-finite numbers become strings, as in metrics.jsonl; so do other objects."""
     if isinstance(tree, dict):
         return {printable(str(key)): plain(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

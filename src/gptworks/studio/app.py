@@ -36,7 +36,7 @@ def create_studio(
 ) -> FastAPI:
     """Create the studio's ASGI app for run folders, or folders that contain them. Its state is `app.state.studio`.
 
-    Without folders it is the studio of the folder `runs` here, which the first run makes if it does not exist.
+    Without folders, the studio uses the folder `runs` in the working folder. The first run creates it if needed.
 
     Every request needs an API key from `settings`, or a session, for which `app.state.service.sign_in` issues codes.
 
@@ -47,7 +47,7 @@ def create_studio(
         max_idle_bytes: see `Engines`.
 
     Raises:
-        UserError: a folder or the device does not exist.
+        UserError: a folder or the device does not exist, or the folder `runs` cannot be used.
     """
     for folder in folders:
         if not folder.is_dir():
@@ -64,10 +64,10 @@ def create_studio(
 
 
 def _default_folder(read_only: bool) -> Path:
-    """Return the folder `runs` here, which may be missing.
+    """Return the folder `runs` in the working folder. It may not exist yet.
 
     Raises:
-        UserError: it is not a folder, or nothing could make it.
+        UserError: `runs` is not a folder; or it does not exist, and the working folder is a run or `read_only` is set.
     """
     if DEFAULT_RUNS.is_dir():
         return DEFAULT_RUNS

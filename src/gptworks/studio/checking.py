@@ -210,7 +210,7 @@ def _shortest(tree: Tree, section: str, whole: Recipe) -> Tree:
 
 
 def edited(text: str, tree: Tree, path: str, value: str | None) -> tuple[str, Tree]:
-    """Return text and tree after changing a setting, or removing it (None). Comments stay if only one line changes.
+    """Return text and tree after changing a setting, or removing it (None). Comments stay if no other line changes.
 
     Raises:
         UserError: the setting is invalid.
@@ -301,9 +301,9 @@ def _given(tree: Tree, section: str = "") -> dict[str, str]:
 
 
 def read_within(tree: Tree, question: Tree) -> Recipe:
-    """Make a recipe from a tree, and limit its reach, since users of the page may have fewer rights than its owner:
-    paths must lie in the question's `allowed` folders or occur in its `origin`, and must not be Python files; addresses
-    must be public https.
+    """Make a recipe from a tree, and limit what it may read, since users of the page may have fewer rights than the
+    studio's owner: paths must lie in the question's `allowed` folders or occur in its `origin`, and must not be Python
+    files; addresses must be public https.
 
     Raises:
         UserError: a path or address is not allowed, or the recipe is invalid.
@@ -358,7 +358,7 @@ def _is_of_the_hub(dataset: str) -> bool:
 
 def _check_below(path: str, file: str, folders: Sequence[str]) -> None:
     """Raise a UserError if a path, or a file that its pattern matches, is outside of the folders."""
-    given = Path(os.path.expanduser(file))  # noqa: PTH111 (which leaves an unknown user's folder as it is)
+    given = Path(os.path.expanduser(file))  # noqa: PTH111 (Path.expanduser raises an error for an unknown user)
     matches = glob.iglob(str(given), recursive=True) if glob.has_magic(file) else ()  # noqa: PTH207 (as sources do)
     paths = (given, *map(Path, matches))
     check_within(path, file, paths, folders, "write the recipe to a file and use gptworks train")

@@ -242,7 +242,7 @@ def _of_rows(of: Opened, body: RowsRequest, rows: Sequence[Row]) -> Tree:
 
 
 def _nats(model: GPT, rows: Sequence[Row], end: int, check: Check) -> list[list[float | None]]:
-    """Return the loss in nats of each token of each row, up to token `end`; None for unknown and for later tokens.
+    """Return the loss in nats of each row's tokens, up to token `end`; None for later tokens and those without a loss.
 
     Raises:
         UserError: a row is too long to read, or has a token that the model lacks.

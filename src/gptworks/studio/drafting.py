@@ -1,4 +1,4 @@
-"""Draft a recipe for a folder in a process, as `gptworks init` does, and report what the process has found so far.
+"""Draft a recipe for a folder as `gptworks init` does, in a process that reports what it has found so far.
 
 python -m gptworks.studio.drafting FOLDER MINUTES NAME prints a line of JSON for each finding.
 """
@@ -21,9 +21,9 @@ from gptworks.errors import RunError, UserError, shortened
 from gptworks.files.fetch import REACH
 
 MOST_KINDS, MOST_REASONS, N_PASSAGES = 200, 8, 6
-"""Maximum number of kinds, of notes and of reasons of a kind, and the number of passages, in an answer."""
+"""In an answer: maximum number of kinds of files, of notes and of reasons for each kind; and number of passages."""
 MOST_LEFT_OUT, MOST_WORDS = 1_000, 300
-"""Maximum number of left-out files in an answer, and of characters of each with its reason."""
+"""Maximum number of left-out files in an answer, and of characters of the line that names a file and the reason."""
 MOST_TEXT = 100_000
 """Maximum number of characters in a recipe's text."""
 _PAUSE_SECONDS = 0.2
@@ -45,7 +45,7 @@ class Drafting:
     """Whether the process was asked to stop."""
 
     def __post_init__(self) -> None:
-        weakref.finalize(self, self.process.kill)  # at exit too: nobody would read the draft
+        weakref.finalize(self, self.process.kill)  # runs at exit too, when nobody is left to read the draft
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -124,7 +124,7 @@ class Drafts:
 def main() -> None:
     """Look at the folder, draft the recipe, and print each finding."""
     folder, minutes, name = sys.argv[1:]
-    out, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no finding
+    out, sys.stdout = sys.stdout, sys.stderr  # what libraries print must not mix with the lines of JSON
     reported = 0.0
 
     def send(**found: Any) -> None:
@@ -166,7 +166,7 @@ def _kind(kind: Kind) -> Tree:
 def _draft(draft: Draft) -> Tree:
     """Return the recipe's text, and what its run costs, as JSON."""
     plan, text = draft.plan, draft.text()
-    if len(text) > MOST_TEXT:  # because of a long table of files, which are comments
+    if len(text) > MOST_TEXT:  # leave the table of files out of the comments
         text = draft.file(draft.lines())
     disk_bytes = None
     if plan.checkpoints_bytes is not None and plan.shards_bytes is not None:

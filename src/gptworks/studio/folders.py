@@ -18,7 +18,7 @@ Tree = dict[str, Any]
 
 
 def outermost(folders: Sequence[str]) -> list[str]:
-    """Return the folders that lie in no other one."""
+    """Return the given folders, except those inside another given folder."""
     return [one for one in folders if not any(other != one and Path(one).is_relative_to(other) for other in folders)]
 
 
@@ -26,7 +26,7 @@ def entries(folder: str | None, words: str, allowed: Sequence[str]) -> Tree:
     """Return a folder's folders and files, sorted by name.
 
     Args:
-        folder: its path; None: the allowed folders, or what is in the only one.
+        folder: the folder's path; None: return the allowed folders or, if there is only one, its entries.
         words: return only entries whose names contain this, in any case.
 
     Returns:
@@ -43,7 +43,7 @@ def entries(folder: str | None, words: str, allowed: Sequence[str]) -> Tree:
         return {"path": None, "above": [], "folders": found, "files": [], "n_folders": len(found), "n_files": 0,
                 "notes": []}  # fmt: skip
     given = places[0] if folder is None else folder
-    path = Path(os.path.expanduser(given))  # noqa: PTH111 (which leaves an unknown user's folder as it is)
+    path = Path(os.path.expanduser(given))  # noqa: PTH111 (Path.expanduser raises an error for an unknown user)
     check_within("folder", given, [path], allowed, "use gptworks init")
     path = path.absolute()
     return {"path": _stated(path), "above": _above(path, places), **_sorted(path, words.casefold())}
@@ -96,7 +96,7 @@ def _size(entry: "os.DirEntry[str]") -> int | None:
 
 
 def _stated(path: str | Path) -> str | None:
-    """Return the path if JSON can state it."""
+    """Return the path as text; None if it is not UTF-8, since JSON cannot represent it then."""
     try:
         str(path).encode()
     except UnicodeEncodeError:

@@ -22,7 +22,7 @@ COMMON = {
 }
 """Settings that users change most often."""
 ENDLESS = 10**9
-"""A number's upper bound from here on only keeps it in range, and is not shown."""
+"""The form does not show upper bounds of this size or more, since they only exclude absurd values."""
 _TOPICS = {
     "model": {
         "preset": "model: size", "position": "model: positions", "norm": "model: norms",

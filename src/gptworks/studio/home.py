@@ -1,4 +1,4 @@
-"""Routes of the Home tab: draft a recipe for a folder of texts, and how far a run is. A route of Start starts it."""
+"""Routes of the Home tab: drafting a recipe for a folder of texts, and a run's progress. Start's routes start runs."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ from gptworks.studio.state import Studio, studio_of
 
 router = APIRouter(include_in_schema=False)
 actions = APIRouter(include_in_schema=False, dependencies=[writable])
-"""Routes that start or end processes, or serve those. A read-only studio rejects requests to these routes."""
+"""Routes for drafting a recipe, which starts a process. A read-only studio rejects requests to these routes."""
 MOST_SAMPLES, MOST_CHARACTERS = 4, 4_000
 """Maximum number of samples of a run in an answer, and of characters of a prompt or a text."""
 _PATH = r"^[^\x00]+$"
@@ -45,7 +45,7 @@ async def home(request: Request) -> Response:
 async def look(request: Request) -> Response:
     """Begin to look at a folder of texts, and to draft a recipe for it, in a process."""
     studio, body = studio_of(request), await body_of(request, LookRequest)
-    folder = Path(os.path.expanduser(body.folder))  # noqa: PTH111 (which leaves an unknown user's folder as it is)
+    folder = Path(os.path.expanduser(body.folder))  # noqa: PTH111 (Path.expanduser raises an error for an unknown user)
 
     def begin() -> None:
         check_within("folder", body.folder, [folder], studio.allowed, "use gptworks init")
@@ -53,7 +53,7 @@ async def look(request: Request) -> Response:
         studio.processes.check_room()
         is_inside = (
             folder.is_relative_to(here := Path.cwd()) and folder != here
-        )  # then the recipe moves with its folder
+        )  # a relative path stays valid if the recipe and the texts are moved together
         studio.drafts.begin(str(folder.relative_to(here) if is_inside else folder), body.minutes, body.name)
 
     await studio.checks.in_thread(begin)

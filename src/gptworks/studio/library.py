@@ -49,7 +49,7 @@ class RunFolder:
     root: Path
     """The given folder that contains the run. Nothing outside of it is read."""
     started: float = 0.0
-    """When the run was started or last resumed, in seconds since the epoch: its recipe is written then."""
+    """Time at which recipe.yaml was written (at the run's start or last resumption), in seconds since the epoch."""
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the run's checkpoints, newest first, one for each step."""
@@ -184,7 +184,8 @@ class Library:
         return {"id": run.id, "run": printable(str(run.folder)), "started": run.started, **empty, **made}
 
     def _settings(self, run: RunFolder) -> dict[str, Any]:
-        """Return figures from a run's recipe, or the recipe's problem; and whether the run has a chat template."""
+        """Return figures from a run's recipe, or the recipe's problem; whether the run has a chat template; and its
+        sampling defaults."""
         made: dict[str, Any]
         try:
             recipe = self.recipes.of(run.folder)

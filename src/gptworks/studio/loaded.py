@@ -48,7 +48,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A checkpoint of a run. Its manifest changes if the run is trained again from the start."""
+    """A run's checkpoint. `manifest`, the SHA-256 of its manifest, changes if the run is trained again from step 0."""
 
     run: RunFolder
     checkpoint: Checkpoint
@@ -94,6 +94,7 @@ class Engines:
 
         Raises:
             APIError: the run or the checkpoint does not exist.
+            UserError: see `Library.get`.
         """
 
         def look() -> Wanted:
@@ -131,10 +132,11 @@ class Engines:
         return True
 
     async def take(self, wanted: Wanted, caller: Caller) -> ServedModel:
-        """Return a checkpoint's served engine. All who wait share one load; it is not removed before `caller` leaves.
+        """Return a checkpoint's served engine, which all callers share. It stays loaded until `caller` leaves.
 
         Raises:
             UserError: the model cannot be loaded, for example because it is damaged.
+            RunError: the engine fails when it starts, or the server is about to stop.
         """
         found = self._loaded.get(wanted)
         if found is None:

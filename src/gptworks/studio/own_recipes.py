@@ -18,11 +18,11 @@ MOST_ENTRIES = 20_000
 MOST_RECIPES = 500
 _SECTION = re.compile(r"^(model|tokenizer|data|train|objective|adapter|initialize_from)[ \t]*:", re.MULTILINE)
 _LEAST_SECTIONS = 2
-"""A YAML file with at least this many sections of a recipe is one, whether it is valid or not."""
+"""Minimum number of a recipe's sections in a YAML file for it to count as a recipe, valid or not."""
 
 
 def own_recipes(roots: Sequence[Path]) -> dict[str, Path]:
-    """Return the recipes by name, which is their path below the working folder; elsewhere their whole path.
+    """Return the recipes by name: the path relative to the working folder, or the whole path for files outside of it.
 
     Recipes next to the run folder of the same name are left out, since the run has them.
     """

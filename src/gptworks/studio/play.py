@@ -1,4 +1,4 @@
-"""Routes of the Play tab: a model's text, token by token, with each token's alternatives before and after sampling."""
+"""Routes of the Play tab: generated tokens, with their alternatives before and after the sampling settings apply."""
 
 import asyncio
 import secrets
@@ -58,10 +58,10 @@ class PlaySettings(Wire):
     logit_bias: openai.Biases | None = None
 
     def sampling(self, defaults: SamplingSettings, n_top: int) -> SamplingSettings:
-        """Return the sampling settings, with the model's `defaults` for the rest and a random seed if none is given.
+        """Return the given settings, the model's `defaults` for all others, and a random seed if none is given.
 
         Raises:
-            UserError: they are invalid.
+            UserError: the settings are invalid.
         """
         given = {name: value for name, value in self.model_dump().items() if value is not None}
         given = {"seed": secrets.randbelow(_SEEDS)} | given
@@ -126,7 +126,7 @@ async def generate(request: Request) -> Response:
     """Generate a text and send it token by token, as events."""
     body, caller = await body_of(request, GenerateRequest), caller_of(request)
     service, engines = service_of(request), _engines_of(request)
-    body.settings.sampling(SamplingSettings(), body.n_top)  # invalid ones are refused before a model is loaded
+    body.settings.sampling(SamplingSettings(), body.n_top)  # refuse invalid settings before a model is loaded
     source = await _source(request, body.template_of)
     begun: list[Generation] = []
 
@@ -171,7 +171,10 @@ async def _source(request: Request, run: str | None) -> str | None:
 async def _begin(
     service: Service, model: ServedModel, body: GenerateRequest, caller: Caller, source: str | None
 ) -> Generation:
-    """Submit a request's prompt to the engine and return the generation. source: the template of a model without one.
+    """Submit a request's prompt to the engine and return the generation.
+
+    Args:
+        source: the chat template to use if the model has none.
 
     Raises:
         APIError, UserError, QueueFull: the request is rejected.

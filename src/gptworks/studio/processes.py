@@ -138,7 +138,7 @@ def console_lines(folder: Path) -> list[str]:
 
 
 def _ask_holder(found: int, folder: Path) -> None:
-    """Ask the process `found` to stop, if it still holds the run folder's lock, since its id may have been reused."""
+    """Ask the process `found` to stop if it still holds the run folder's lock; its id may belong to another by now."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(found)
         try:

@@ -51,7 +51,7 @@ def _values(question: Any) -> Any:
 
 
 class Recipes:
-    """Reads recipes one at a time, and each again only when its file has changed. Thread-safe."""
+    """Reads recipes one at a time, and caches each until its file changes. Thread-safe."""
 
     def __init__(self, process: Confined | None = None) -> None:
         self._process = process or _SHARED

@@ -66,17 +66,17 @@ def resumption(run: RunFolder, text: str, forked_at: int | None = None) -> Resum
 
 @dataclass(frozen=True)
 class Extension:
-    """The length that a run, or a fork of it, should have to train on."""
+    """The length that a run, or a fork of it, needs in order to train further."""
 
     edits: list[tuple[str, str]]
-    """Pairs of each setting that limits the run's length and its value as typed: the run's own, or a longer one."""
+    """Each setting that limits the run's length, paired with its value as typed: the run's own, or a larger value."""
     why: str | None
     """Why the run's own length is too short, as a sentence; None if it suffices."""
 
 
 def extension(run: RunFolder, forked_at: int | None = None) -> Extension:
-    """Return the length that a run, or its fork from step `forked_at`, should have: the run's own, but as long again if
-    it ends there, or if a fork would have less than a tenth of it left."""
+    """Return the length that a run, or its fork from step `forked_at`, needs in order to train further: the run's own,
+    plus as much again if none of it is left, or less than a tenth of it for a fork."""
     recipe, outcome = load_recipe(run.folder), read_outcome(run.folder)
     newest = next((checkpoint.step for checkpoint in checkpoints(run.folder)), 0)
     last = outcome.step if not isinstance(outcome, str) and outcome.reason == "finished" else None

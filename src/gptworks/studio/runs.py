@@ -71,8 +71,8 @@ async def _rows(feed: Feed, names: set[str] | None = None) -> list[dict[str, Any
 
 
 def _origin(one: Watched, named: Mapping[str, Mapping[Path, str]]) -> dict[str, Any] | None:
-    """Return the run that `one` was forked from: its name `run`, the `step`, and its `id` in the list; None if `one` is
-    not a fork. If several runs have that name, `id` is that of the run next to the fork, if any, else None.
+    """Return the run that `one` was forked from: its name `run`, the `step`, and its `id`; None if `one` is not a fork.
+    If several listed runs have that name, `id` is that of the run next to the fork. `id` is None if no run fits.
 
     Args:
         named: ids of runs by their folder's name, then by their folder.
@@ -105,8 +105,8 @@ async def curves(
     log: bool = False,
     raw: bool = False,
 ) -> Response:
-    """Return curves of runs' figures in a window of an axis, with fewer points but all spikes. raw: return smoothed
-    curves also without smoothing."""
+    """Return curves of runs' figures in a window of an axis, with fewer points but all spikes. raw: also return the
+    curves without smoothing."""
     infinite = float("inf")
     view = View(x, -infinite if low is None else low, infinite if high is None else high, points, smooth, log)
     names, keys = list(dict.fromkeys(run)), list(dict.fromkeys(key))

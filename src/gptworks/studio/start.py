@@ -258,7 +258,7 @@ async def changes(request: Request) -> Response:
 
 @router.get("/studio/start/extension")
 async def extend(request: Request, run: RunName, step: Annotated[int | None, Query(ge=0)] = None) -> Response:
-    """Return the length that a run, or its fork from `step`, should have to train on; see `Extension`."""
+    """Return the length that a run, or its fork from `step`, needs in order to train further; see `Extension`."""
     studio = studio_of(request)
     return as_json(await studio.checks.in_thread(lambda: extension(studio.library.get(run), step)))
 

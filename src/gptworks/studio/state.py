@@ -65,7 +65,7 @@ class Studio:
 
     @property
     def allowed(self) -> list[str]:
-        """The folders below which a request may name files: the one in which the studio was started, and the given."""
+        """The folders below which a request may name files: the working folder and the folders given to the studio."""
         return list(dict.fromkeys(str(one.absolute()) for one in (Path.cwd(), *self.library.roots)))
 
     def describe(self) -> dict[str, Any]:

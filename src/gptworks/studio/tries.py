@@ -1,4 +1,4 @@
-"""Show the results of `gptworks try` with the curves of its runs. Only reads files, which may be hostile."""
+"""Show the results of `gptworks try` with the curves of its runs. The files may be hostile, and are only read."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ async def list_tries(request: Request) -> Response:
 
 
 class Tries:
-    """Reads tries, and each again only when its file has changed. Call its methods in the feed's thread."""
+    """Reads tries, and caches each until its file changes. Call its methods in the feed's thread."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed

@@ -172,7 +172,8 @@ def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), fork
 
     Raises:
         UserError: a changed setting may never change, or affects the loss curve and is not in `asked`;
-            `train.max_steps` is below the step already reached; or `asked` contains an unknown setting.
+            `train.max_steps` is below the step already reached; `data.anneal` would change the weights of samples
+            already read; or `asked` contains an unknown setting.
     """
     changes, folder = changed(before, now), now.run_dir
     known = {setting.path for recipe in (before, now) for setting in settings(recipe)}

@@ -45,7 +45,7 @@ def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = 
     """Create a run folder that continues from a checkpoint of another run; `gptworks train INTO --resume` trains it.
 
     The folder appears complete or not at all, and does not depend on the source: the checkpoint's files, which no run
-    changes, are hard links, all other files copies.
+    changes, are hard links, and all other files are copies.
 
     Args:
         step: the step of the checkpoint; None: the last checkpoint from which the run can resume.
@@ -117,7 +117,7 @@ def origin_of(text: str) -> tuple[Path, int | None]:
 
 
 def _checkpoint_of(source: Path, step: int | None) -> Checkpoint:
-    """Return the checkpoint to continue from; its files are not verified yet."""
+    """Return the checkpoint to continue from, not verified yet; raise UserError if there is none."""
     if not (source / "recipe.yaml").is_file():
         raise not_a_run(source)
     found = checkpoints(source)
@@ -165,7 +165,7 @@ def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe
 
 
 def _copy(source: Path, name: str, aside: Path) -> None:
-    """Copy a file or folder of the source, if it exists."""
+    """Copy a file or folder of the source, if it exists; the tokenizer must exist."""
     if name == "tokenizer" or (source / name).is_dir():
         copy_folder(source / name, aside / name, inside=source)
     elif (source / name).exists():
@@ -173,7 +173,7 @@ def _copy(source: Path, name: str, aside: Path) -> None:
 
 
 def _history(source: Path, checkpoint: Checkpoint, overrides: Sequence[str]) -> History:
-    """Return the source's record of changes up to the checkpoint, with the checkpoint as its first origin."""
+    """Return the source's record of changes up to the checkpoint, plus `overrides` and the checkpoint as an origin."""
     history, step = read_history(source), checkpoint.step
     origin = Origin(source.resolve().name, step, checkpoint.weights_sha256)
     given = by_key([*history.overrides, *overrides])

@@ -71,7 +71,7 @@ def train(
 
     Raises:
         UserError: the recipe, its data or the run folder cannot be used, or the run does not fit in memory.
-        RunError: losses or gradients stay non-finite, or a checkpoint cannot be written.
+        RunError: too many steps are skipped as non-finite or spikes, or a checkpoint cannot be written.
     """
     display = display or Display(None if ranks.is_rank_zero else Console(quiet=True))
     with contextlib.ExitStack() as opened:
@@ -110,7 +110,7 @@ class Run(Session):
     """Adds the operations of the training loop to a run's session."""
 
     def begin(self) -> None:
-        """Start a new run folder, or restore its newest undamaged checkpoint.
+        """Start the run in a new folder, or restore the newest undamaged checkpoint of its folder.
 
         With `keep_every`, a new run saves its initial weights, because step 0 is a multiple of every number.
         """
@@ -131,7 +131,8 @@ class Run(Session):
         self.reporter.opening(self.model, self.progress)
 
     def training_step(self) -> None:
-        """Do one training step: compute the batch's gradients, and apply them or, if they are anomalous, skip them."""
+        """Do one training step: compute the batch's gradients, and apply them or, if they are anomalous, skip them.
+        Roll back after `max_skipped_steps` skipped steps in a row."""
         started = time.perf_counter()
         progress, settings = self.progress, self.settings
         self.state.writer.check()

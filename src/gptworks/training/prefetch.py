@@ -54,7 +54,7 @@ class Prefetcher:
 
 
 BLOCK = 256
-"""Number of samples in a block: a run reads the first rows of all their windows, then all second rows, etc."""
+"""Number of samples in a block: a run reads the first rows of all windows of a block, then all second rows, etc."""
 
 
 def cut_windows(first: int, size: int, n_rows: int) -> Iterator[tuple[int, int, int]]:

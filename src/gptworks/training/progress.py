@@ -223,7 +223,8 @@ def rate_factor(train: TrainConfig, step: int, progress: float) -> float:
 
     Warmup is linear over `warmup_steps`. Then, with schedule "cosine", the rate follows half a cosine until the end of
     the run (Loshchilov & Hutter, 2017); with "wsd", it stays constant and then falls, linearly or as 1 - sqrt, over the
-    last `decay_fraction` of the run (Hu et al., 2024; Hägele et al., 2024). Both end at `final_rate_fraction`.
+    last `decay_fraction` of the run (Hu et al., 2024; Hägele et al., 2024). Both end at `final_rate_fraction`. With
+    "constant", it stays at 1.
     """
     if step < train.warmup_steps:
         return (step + 1) / train.warmup_steps

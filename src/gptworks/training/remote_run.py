@@ -1,5 +1,5 @@
-"""Trains in the mirror of a remote folder: `remote_run` claims the folder, fetches what it holds, uploads what training
-writes, and lets other processes see that it lives.
+"""Trains in the mirror of a remote folder: `remote_run` claims the folder, fetches its files, uploads the files that
+training writes, and shows other processes that this one is alive.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ from gptworks.training.signals import SCHEDULERS, stop_signals
 from gptworks.training.uploads import Report, Uploads
 
 BEAT_SECONDS, STALE_SECONDS = 20.0, 80.0
-"""A session is written again after each BEAT_SECONDS; one that is older than STALE_SECONDS has died."""
+"""A session's object is rewritten every BEAT_SECONDS; if it is older than STALE_SECONDS, the session has died."""
 
 
 @contextlib.contextmanager
 def remote_run(run_dir: Path, ranks: Ranks, report: Report) -> Iterator[Callable[[], str | None]]:
     """Return a context in which `run_dir`, if it is the mirror of a remote folder, belongs to this run. Rank 0 uploads.
-    It gives a function that returns SIGTERM if the run must stop, because another process has taken the folder.
+    The context gives a function that returns "SIGTERM" once another process has taken the folder, until then None.
 
     Raises:
-        UserError: another process trains there, or the store refuses access.
+        UserError: another process trains there, `run_dir` is only part of a mirror, or the store refuses access.
         RunError: the store fails; at the end: files could not be uploaded, or another process has taken the folder.
     """
     if (url := url_of(run_dir)) is None:
@@ -51,7 +51,7 @@ def remote_run(run_dir: Path, ranks: Ranks, report: Report) -> Iterator[Callable
     if not ranks.is_rank_zero:
         ranks.from_rank_zero(lambda: None)
         yield lambda: None
-        with stop_signals(SCHEDULERS):  # the ranks and their store outlive the uploads
+        with stop_signals(SCHEDULERS):  # a signal does not end ranks, and their store, before the uploads
             ranks.from_rank_zero(lambda: None)
         return
     session = Session(Remote(url), report)
@@ -85,7 +85,7 @@ def remote_run(run_dir: Path, ranks: Ranks, report: Report) -> Iterator[Callable
         with ranks.busy():
             finish(True)
         raise
-    with stop_signals(SCHEDULERS):  # the first does not end the last uploads
+    with stop_signals(SCHEDULERS):  # the first signal does not interrupt the last uploads
         ranks.from_rank_zero(lambda: finish(False))
 
 
@@ -101,17 +101,18 @@ class Session:
         if (machine := _machine()) is not None:
             self._own["machine"] = machine
         self.fetched = False
-        """Whether `claim` has made the mirror's small files those of the store."""
+        """Whether `claim` has fetched the store's small files into the mirror."""
         self._number, self._over, self._lock = 0, threading.Event(), threading.Lock()
         self._beats = threading.Thread(target=self._beat, daemon=True, name="store")
         self.taken_by: str | None = None
-        """The process that has claimed the folder after this one."""
+        """Description of the process that has claimed the folder after this one; None: none has."""
 
     def claim(self, mirror: Path) -> None:
-        """Claim the folder once the last session has ended or died, give signs of life, and make the mirror current.
+        """Claim the folder if the last session has ended or died; start to give signs of life; make the mirror current.
 
         Raises:
-            UserError: another process trains there. RunError: the store fails.
+            UserError: another process trains there, or the store refuses access.
+            RunError: the store fails.
         """
         remote = self.remote
         probe = f".probe-{self._own['token']}"
@@ -125,14 +126,14 @@ class Session:
         self._own["after"] = written_by(last or {})
         self._number = (last or {"number": 0})["number"] + 1
         name = self._name(self._number)
-        if last is not None and is_last_here(mirror, last):  # so that a crash between here and the end changes nothing
+        if last is not None and is_last_here(mirror, last):  # must stay true if this process dies before the end
             self._keep(mirror, False, token=written_by(last), claims=self._own["token"])
         text = json.dumps(self._own).encode()
         try:
             remote.put(name, text, new=True)
         except FileExistsError:
             now = last_session(remote, remote.entries()) or {}
-            if now.get("token") != self._own["token"]:  # otherwise a try that seemed to fail has made it
+            if now.get("token") != self._own["token"]:  # otherwise, a try that seemed to fail has made the object
                 raise UserError(self._in_use(now)) from None
         self._beats.start()
         try:
@@ -153,10 +154,10 @@ class Session:
             raise
 
     def _wait(self, last: dict[str, Any], probe: str) -> None:
-        """Wait until a session's sign of life is stale.
+        """Wait until a session's last sign of life is older than STALE_SECONDS.
 
         Raises:
-            UserError: it gives another one.
+            UserError: the session gives another one, or another process has claimed the folder.
         """
         name = self._name(last["number"])
         age = before = self.remote.age_seconds(name, probe)
@@ -194,10 +195,10 @@ class Session:
         return process == os.getpid() and last.get("token") != self._own["token"]
 
     def may_write(self, counts: bool) -> bool:
-        """Return whether the folder still belongs to this session; asked before each change of it.
+        """Return whether the folder still belongs to this session. `Uploads` asks before each change of the folder.
 
         Args:
-            counts: a reader sees the change, so that the session states first that it has written.
+            counts: whether readers see the change; if so, the session first records that it has written.
 
         Raises:
             UserError, RunError: the store refuses access, or fails.
@@ -207,7 +208,8 @@ class Session:
         return self.taken_by is None
 
     def _beat(self) -> None:
-        """Write the session again and again, until it ends. Stop the run if another process has claimed the folder."""
+        """Rewrite the session's object every BEAT_SECONDS until the session ends. If another process has claimed the
+        folder, set `taken_by` and return."""
         while not self._over.wait(BEAT_SECONDS):
             with contextlib.suppress(Exception):  # `Uploads` reports a store that fails
                 newest = last_session(self.remote, self.remote.entries())
@@ -223,7 +225,7 @@ class Session:
         self._leave()
 
     def _leave(self) -> None:
-        """End the signs of life, and record in the store that the session has ended."""
+        """End the signs of life, and record in the store that the session has ended, unless the folder was taken."""
         self._over.set()
         self._beats.join()
         if self.taken_by is None:
@@ -244,7 +246,7 @@ class Session:
 
 
 def _machine() -> str | None:
-    """Return what distinguishes this machine, since its start, and this process's namespace; None if unknown."""
+    """Return an id of this start of the machine and this process's PID namespace; None if unknown."""
     with contextlib.suppress(OSError, UserError):
         boot = read_regular(Path("/proc/sys/kernel/random/boot_id"), 100).decode().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -252,5 +254,5 @@ def _machine() -> str | None:
 
 
 def _who(session: dict[str, Any]) -> str:
-    """Return the process of a session for a message; the store's text is untrusted."""
+    """Describe a session's process for a message; the store's text is untrusted, so it is escaped and cut."""
     return f"process {str(session.get('process'))[:20]!a} on {str(session.get('host'))[:100]!a}"

@@ -28,6 +28,7 @@ def open_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) 
     Raises:
         UserError: another process uses the folder; the folder holds a run and `resume` is false, or holds other files;
             a changed setting is fixed or must be listed in `change`; or the tokenizer's files have changed.
+        RunError: the folder cannot be written.
     """
     folder = recipe.run_dir
     check_run_folder(recipe, resume, change)
@@ -53,7 +54,7 @@ def is_in_use(folder: Path) -> bool:
 
 
 def _is_of_no_run(name: str) -> bool:
-    """Whether a folder may have this file before its run begins; another rank may be writing one of them."""
+    """Return whether a folder may have a file of this name before its run begins; another rank may be writing one."""
     return name in _NOT_OF_A_RUN or name.startswith(".writing-.")
 
 

@@ -49,7 +49,11 @@ def samples_of_step(recipe: Recipe, run_dir: Path, step: int) -> StepSamples:
 
 
 def _batch_sizes(recipe: Recipe, run_dir: Path) -> list[tuple[int, int]]:
-    """Return the run's batch sizes in order, each as (number of steps before it applies, size)."""
+    """Return the run's batch sizes in order, each as (number of steps before it applies, size).
+
+    Raises:
+        UserError: the history of changes is damaged.
+    """
     try:
         changes = [
             (change.step, *map(int, change.settings[_BATCH_SIZE]))
@@ -78,7 +82,7 @@ def _position(sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], n_step
 
     Args:
         sizes: the result of `_batch_sizes`.
-        jumps: for each rollback, the step to which the run went back, and the step before the rollback.
+        jumps: for each rollback, the step to which the run went back, and the step from which it went back.
     """
 
     def samples(step: int) -> int:
@@ -97,7 +101,7 @@ def _position(sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], n_step
 def _check(
     run_dir: Path, recipe: Recipe, sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], step: int
 ) -> None:
-    """Raise UserError if `_position` contradicts the first checkpoint at or after `step`, or else the last one."""
+    """Raise UserError if `_position` contradicts the first checkpoint at or after `step`; without one, the last."""
     found = sorted(all_checkpoints(run_dir), key=lambda one: one.step)
     near = next((one for one in found if one.step >= step), found[-1] if found else None)
     if near is None:

@@ -25,8 +25,8 @@ def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: set[Signatu
     never rolls back to these.
 
     Args:
-        known: signatures of folders that matched their manifests. Unchanged folders are not read again; folders read
-            now are added.
+        known: signatures of folders that matched their manifests, which are not read again while unchanged; folders
+            that are found to match now are added.
 
     Raises:
         RunError: a deletion fails.

@@ -135,8 +135,8 @@ class Session:
         return True
 
     def write_settings(self, before: Recipe | None, is_new: bool) -> None:
-        """Write the recipe, the tokenizer and the record of changes to the run folder, and before a resume remove newer
-        checkpoints of weights only; only rank 0 calls this."""
+        """Write the recipe, the tokenizer and the record of changes to the run folder. If the run is resumed, remove
+        newer checkpoints that hold only weights. Only rank 0 calls this."""
         setup, recipe, folder, step = self.setup, self.recipe, self.recipe.run_dir, self.progress.step
         changes, exact = {}, True
         if before is not None and not is_new:

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 NOTICE: signal.Signals | None = getattr(signal, "SIGUSR1", None)
-"""The signal that a scheduler sends before its SIGTERM; None on Windows, which has neither."""
+"""The signal that a scheduler sends before its SIGTERM; None on Windows, which has no SIGUSR1."""
 
 SCHEDULERS = (signal.SIGTERM,) if NOTICE is None else (signal.SIGTERM, NOTICE)
 """Signals that a scheduler sends before it ends a job."""
@@ -20,7 +20,7 @@ STOPS = (signal.SIGINT, *SCHEDULERS) if _BREAK is None else (signal.SIGINT, sign
 """Signals that stop a run after its step, with a checkpoint."""
 
 ASK: signal.Signals = getattr(signal, "CTRL_BREAK_EVENT", signal.SIGTERM)
-"""What to send to another process to stop its run after its step, as Ctrl-C does. Before the first step, it ends the
+"""The signal that makes another process stop its run after a step, as Ctrl-C does. Before the first step, it ends the
 process. Unlike SIGINT, it is not lost while Python imports modules. On Windows, SIGTERM would end a run without saving,
 and the process must be started with `OWN_GROUP`."""
 
@@ -40,7 +40,7 @@ def exit_code_of(stop: str | None) -> int:
 @contextmanager
 def exits_unfinished() -> Iterator[None]:
     """Return a context in which a scheduler's signal ends the process with `UNFINISHED`, since there is nothing to save
-    yet; also one that has come while `hold_signals` held it back."""
+    yet. A signal that `hold_signals` has held back ends the process on entry."""
 
     def leave(number: int, _: FrameType | None) -> None:
         raise SystemExit(UNFINISHED)
@@ -57,7 +57,7 @@ def exits_unfinished() -> Iterator[None]:
 
 
 def hold_signals() -> None:
-    """Hold a scheduler's signals back until the program that replaces this process's is in `exits_unfinished`."""
+    """Hold a scheduler's signals back until the program that replaces this one by exec enters `exits_unfinished`."""
     _mask("SIG_BLOCK")
 
 

@@ -17,11 +17,12 @@ from gptworks.training.distributed.ranks import ALONE, Ranks
 
 
 def check_start(recipe: Recipe, resume: bool = False) -> None:
-    """Check that `initialize_from` can be used, before any work is done; in a resumed run, check its own checkpoint.
+    """Check that `initialize_from` can be used, before any work is done; in a resumed run, check its newest checkpoint.
 
     Raises:
-        UserError: `initialize_from` is not a run folder, has another model, or is unset though `adapter` is set; the
-            weights to start from are quantized; or embeddings of added tokens would not be trained.
+        UserError: `initialize_from` is not a run folder, has another model or fewer heads than an adapter needs, or is
+            unset though `adapter` is set; the weights to start from are quantized; or embeddings of added tokens would
+            not be trained.
     """
     source = recipe.initialize_from
     if resume and (own := checkpoints(recipe.run_dir)):

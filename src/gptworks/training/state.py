@@ -98,8 +98,8 @@ EMBEDDING, HEAD = "token_embedding.weight", "untied_head.weight"
 
 
 class LateUntying:
-    """Unties a head that is tied to the token embedding at first; from then on the head trains separately, beginning as
-    a copy (modded-nanogpt, pull request 178). The recipe sets the step, so that a resumed run unties at the same one.
+    """Unties a head that is tied to the token embedding at first; from then on the head, at first a copy, trains
+    separately (modded-nanogpt, pull request 178). The recipe sets the step, so that a resumed run unties at that step.
 
     The head's matrix exists from the start, so that all checkpoints have the same model tensors. Until the head is
     untied, its matrix is saved as a copy of the embedding, without optimizer state.
@@ -167,7 +167,7 @@ class TrainingState(Listener):
         self.average = WeightAverage(model, self._recipe.train)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go back to a checkpoint.
+        """Restore progress, weights, averages and optimizer from a checkpoint.
 
         Raises:
             UserError: the checkpoint is damaged, was imported, or was trained on other data.
@@ -191,7 +191,7 @@ class TrainingState(Listener):
             self._step.scaler.load_state_dict(progress.scaler)
 
     def roll_back(self, reason: str) -> int:
-        """Restore the checkpoint before a series of skipped steps, and skip the batches of these steps.
+        """Restore the checkpoint before a series of skipped steps, delete later ones, and skip these steps' batches.
 
         Args:
             reason: why the last step was skipped.
@@ -224,10 +224,13 @@ class TrainingState(Listener):
         return broken.step
 
     def save(self, *, weights_only: bool = False) -> None:
-        """Write a checkpoint of this step, unless it is already written, and delete those no longer kept.
+        """Begin to write a checkpoint of this step, unless a full one exists; the writer deletes those no longer kept.
 
         Args:
             weights_only: leave out the optimizer's state.
+
+        Raises:
+            RunError: an earlier save failed.
         """
         if self._saved_step == self.progress.step:
             return

@@ -20,7 +20,7 @@ from gptworks.training.record.stopwatch import Stopwatch
 
 
 class StepLosses:
-    """Mean losses of a step over the targets of all ranks. The host reads them at the first use of one."""
+    """Mean losses of a step over the targets of all ranks. The host reads all of them when one is first used."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class StepLosses:
 
     @cached_property
     def figures(self) -> dict[str, float]:
-        """Means of the objective's other figures, by name."""
+        """Means of the objective's other figures, by name, rounded to five digits."""
         return {name: float(f"{self._scalars[f'sum/{name}'] / self._divisor(name):.5g}") for name in self._names}
 
     def _divisor(self, name: str) -> float:
@@ -143,6 +143,6 @@ class TrainStep:
         self.optimizer.zero_grad()
 
     def skip(self) -> None:
-        """Discard the gradients and leave the parameters unchanged."""
+        """Discard the gradients, leave the parameters unchanged, and update the scaler's factor."""
         self.scaler.update()
         self.optimizer.zero_grad()

@@ -41,8 +41,9 @@ class Uploads:
     ) -> None:
         """
         Args:
-            may_write: asked before each change of the store, and whether a reader of the folder sees the change.
-            fetched: the mirror's small files are those of the store.
+            may_write: returns whether this process may change the store. Called before each change, with the argument
+                whether a reader of the folder sees the change.
+            fetched: whether the mirror's small files are those of the store.
         """
         self._remote, self._mirror, self._report, self._may_write = remote, mirror, report, may_write
         self.over = threading.Event()
@@ -53,7 +54,7 @@ class Uploads:
         """Small files and manifests that the store has, as they were when they were sent."""
         self._sent_at = -float("inf")
         self._n_failed = 0
-        for folder in self._checkpoints():  # fetched ones, and those that an earlier session has uploaded
+        for folder in self._checkpoints():  # some are in the store: fetched, or uploaded by an earlier session
             name = f"{CHECKPOINTS}/{folder}/{SEAL}"
             with contextlib.suppress(FileNotFoundError, UserError):
                 if name in self._names and remote.read(name, 1 << 24) == read_regular(
@@ -80,13 +81,13 @@ class Uploads:
                 wait, self._n_failed = _POLL_SECONDS, 0
 
     def finish(self, failed: bool) -> None:
-        """Upload all that is left.
+        """Upload all that is left, unless another process has taken the folder.
 
         Args:
-            failed: the run ends with an error, which is reported; try each upload once.
+            failed: whether the run ends with an error; then try once, and only report files that are left.
 
         Raises:
-            RunError: something could not be uploaded.
+            RunError: something could not be uploaded, and the run ends without an error.
         """
         until, n = time.monotonic() + (0 if failed else END_SECONDS), 0
         while True:
@@ -140,8 +141,8 @@ class Uploads:
             self._upload_small()
 
     def _resumable(self, here: list[str]) -> str | None:
-        """Return the store's newest checkpoint with which training can continue, up to the newest here; None: the store
-        has none, or this folder has none."""
+        """Return the store's newest checkpoint with optimizer state that is not newer than the newest such one here;
+        None: the store has none, or this folder has none."""
         newest = next((_order(folder) for folder in here if folder.startswith("step-")), None)
         there = (name.split("/")[1] for name in self._names if name.startswith(f"{CHECKPOINTS}/step-"))
         usable = [each for each in there if f"{CHECKPOINTS}/{each}/{SEAL}" in self._names]
@@ -151,7 +152,7 @@ class Uploads:
         path, below = self._mirror / CHECKPOINTS / folder, f"{CHECKPOINTS}/{folder}"
         try:
             stamp = _stamp(path / SEAL)
-            if f"{below}/{SEAL}" in self._names:  # another of the same step, which must not be read half replaced
+            if f"{below}/{SEAL}" in self._names:  # another checkpoint of this step: no reader may see it half replaced
                 self._remove(f"{below}/{SEAL}")
             for file in sorted(path.iterdir()):
                 if file.name != SEAL:
@@ -176,7 +177,7 @@ class Uploads:
                     continue
                 if stamp[1] <= _WHOLE_BYTES:
                     self._writing().put(name, read_regular(path, 2 * _WHOLE_BYTES, inside=self._mirror))
-                else:  # it may grow while it is sent
+                else:  # a large file may grow while it is sent
                     copy = path.with_name(f".sent-{path.name}")
                     copy.unlink(missing_ok=True)
                     copy_file(path, copy)
@@ -201,10 +202,10 @@ class Uploads:
         self._sent.pop(name, None)
 
     def _writing(self, counts: bool = True) -> Remote:
-        """Return the store for a change of it.
+        """Return the store in order to change it.
 
         Args:
-            counts: a reader of the folder sees the change.
+            counts: whether a reader of the folder sees the change.
 
         Raises:
             RunError: another process has taken the folder.
@@ -234,13 +235,13 @@ class Uploads:
             ]
             paths = [above / each for each in files if not each.startswith(".")]
             found += [path for path in paths if not (self._mirror / path).is_symlink()]
-        # A folder with other files and without its recipe is not a run's; sums state that the files next to them exist.
+        # The recipe is first: a folder with only other files is not a run's. Sums follow the files that they list.
         order = sorted(found, key=lambda path: (path.name != "recipe.yaml", path.parent, path.name == SUMS_FILE, path))
         return [path.as_posix() for path in order]
 
 
 def _order(folder: str) -> str:
-    """Return what sorts checkpoints by their step."""
+    """Return a key that sorts names of checkpoints by step."""
     return folder.rpartition("-")[2].zfill(20)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The result of a filter that drops a document. A filter has few different reasons, since they are counted."""
+    """The result of a filter that drops a document. A filter may give only few different reasons: each is counted."""
 
     reason: str
 
@@ -26,7 +26,7 @@ class Filter:
         self.settings = settings
 
     def apply(self, text: str) -> str | Dropped:
-        """Return the text, perhaps changed, or the reason to drop it. Only the text and the settings matter."""
+        """Return the text, perhaps changed, or the reason to drop it. It depends only on the text and the settings."""
         raise NotImplementedError
 
 

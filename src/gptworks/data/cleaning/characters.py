@@ -74,8 +74,8 @@ quadratic time."""
 
 
 class UnicodeFilter(Filter):
-    """Normalizes text to NFC or NFKC (Unicode Standard Annex 15). Removes byte order marks, control characters except
-    tabs and line breaks, and combining marks after the thirtieth in a row."""
+    """Normalizes text to NFC or NFKC (Unicode Standard Annex 15), and line breaks to line feeds. Removes byte order
+    marks, other control characters except tabs, and combining marks after the thirtieth in a row."""
 
     settings: NormalizeUnicode
 

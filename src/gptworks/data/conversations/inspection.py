@@ -37,7 +37,7 @@ class Finding:
 _CONSEQUENCES: dict[DataFault, frozenset[DataFault]] = {
     "tokens-not-special": frozenset({"no-end-token", "answers-altered"}),
 }
-"""Maps a fault to the faults that it causes. Messages explain those only once the fault itself is fixed."""
+"""Maps a fault to the faults that it causes. Messages explain these only once their cause is fixed."""
 
 
 def refuse_faults(findings: Sequence[Finding], allowed: Sequence[str]) -> None:
@@ -169,7 +169,7 @@ class PairInspection:
     n_pairs: int
     n_validation: int
     median_prompt: int
-    """Median prompt length of the training pairs in tokens, within the context. The next two fields: answer lengths."""
+    """Median prompt length of the training pairs in tokens, within the context. The next two fields are for answers."""
     median_chosen: int
     median_rejected: int
     n_chosen_longer: int
@@ -310,7 +310,7 @@ def _about_held_out(answered: npt.NDArray[np.bool_], context: int, noun: str) ->
 
     Args:
         answered: whether each held-out example has an answer within the context, [n].
-        noun: what the examples are; empty: no finding.
+        noun: the word for the examples in the message; empty: no finding.
     """
     if answered.any() or not noun:
         return []
@@ -343,7 +343,7 @@ def _about_repetition(
 
 
 def about_tokens(recipe: Recipe, prepared: Prepared) -> list[Finding]:
-    """Return faults of the records' keys, the chat template, the tokenizer and the run to start from."""
+    """Return faults of the records' keys, the chat template, the tokenizer, the run to start from and the objective."""
     manifest, template = prepared.manifest, prepared.chat_template
     assert template is not None
     findings = about_keys(manifest)

@@ -1,9 +1,9 @@
-"""Rows in which examples are the turns of one conversation, so that a model learns to answer later in a chat too.
+"""Rows in which examples are the turns of one conversation, so that a model also learns to answer later in a chat.
 
-The tokens are those of the chat template's text for the joined conversation: what the template writes only at the
-beginning is left out of later examples. Each epoch joins other examples, because a model that always saw the same
-neighbours would learn them by heart. The rows stay the same: examples change places only with others whose lengths,
-rounded up, are equal.
+A row has the tokens of the chat template's text for the joined conversation: text that the template writes only at the
+beginning is left out of later examples. Each epoch joins different examples, because a model that always saw the same
+neighbours would learn them by heart. The number of rows is constant: examples change places only with examples of equal
+length, rounded up.
 """
 
 from functools import lru_cache
@@ -22,11 +22,11 @@ from gptworks.errors import UserError
 from gptworks.tokenizer import load_tokenizer
 
 _ROUND_TOKENS = 8
-"""Lengths are rounded up to a multiple of this: more padding, and more examples to change places with."""
+"""Lengths are rounded up to a multiple of this. A larger one gives more padding, and more examples of equal length."""
 
 
 class Joint(NamedTuple):
-    """What a chat template writes around an exchange that follows another one."""
+    """The tokens that a chat template writes around an exchange (question and answer) that follows another one."""
 
     prefix: tuple[int, ...]
     """Tokens that begin a conversation, and no later exchange."""
@@ -47,10 +47,10 @@ _PROBES = (("What is it?", "A tree."), ("  Où?\n", "Là-bas"), ("1 + 1 =", " 2\
 
 
 def find_joint(template: ChatTemplate) -> Joint:
-    """Return what the template writes between exchanges.
+    """Return the tokens that the template writes between exchanges.
 
     Raises:
-        UserError: it has no end token after an answer, or writes an exchange differently depending on those before.
+        UserError: the template writes no end token after an answer, or writes later exchanges differently.
     """
     found = {_joint(template, *first, *second) for first in _PROBES for second in _PROBES if first != second}
     if len(found) != 1 or None in found:
@@ -84,7 +84,7 @@ def training_examples(shards: TokenShards, recipe: Recipe) -> Examples:
     """Return the training examples in the rows that a run reads.
 
     Raises:
-        UserError: for the reasons of `Examples` and `find_joint`, or the dataset has no chat template.
+        UserError: see `Examples` and, for a run that joins examples, `find_joint`; or there is no chat template.
     """
     if not recipe.objective.joins:
         return Examples(shards, recipe.row_length, recipe.objective.packs)
@@ -119,7 +119,7 @@ class JoinedExamples(Examples):
         return Row.of(inputs, targets, positions, texts)
 
     def _places_in(self, epoch: int) -> tuple[Int64s, Int64s]:
-        """Return the example at each example's place in an epoch, [n], and random numbers that order a row's, [n]."""
+        """Return the example that takes each example's place in an epoch, [n], and random keys to sort rows by, [n]."""
         random = np.random.default_rng((self._seed, epoch))
         at = np.arange(len(self.n_tokens))
         for alike in self._alike:
@@ -149,8 +149,8 @@ class JoinedExamples(Examples):
         return made
 
     def _end(self, ids: Int64s, learned: npt.NDArray[np.bool_]) -> int | None:
-        """Return the number of tokens of a conversation up to the end token of the answer that ends it; None if it does
-        not end with a learned answer, so that no exchange can follow."""
+        """Return the number of tokens of a conversation through the end token of its last answer; None if it does not
+        end with a learned answer, so that no exchange can follow."""
         n_tail = len(self._joint.tail)
         end = len(ids) - n_tail
         ends_answer = end > 0 and bool(learned[end - 1]) and int(ids[end - 1]) in self._joint.ends

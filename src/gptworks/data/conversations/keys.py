@@ -134,7 +134,7 @@ def unread_in_turn(turn: Fields, shape: Shape, answers: bool) -> Iterator[str]:
     """Yield the keys of a turn that other programs honour and gptworks does not read.
 
     Args:
-        answers: whether the turn is the assistant's; elsewhere learning switches have no effect.
+        answers: whether the turn is the assistant's; in other turns, learning switches that are on are not read.
     """
     for name in turn:
         if not is_stated(turn, name) or not isinstance(name, str):

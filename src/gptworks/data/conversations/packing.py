@@ -40,7 +40,7 @@ class Examples:
         self.rows = pack(n_inputs, context_length) if packing else [[i] for i in range(len(n_inputs))]
         """Indices of the examples in each row."""
         self._most_texts = max(map(len, self.rows), default=0) + 1
-        """Number of texts in the row with most, including its padding. It is constant, so that one graph serves all."""
+        """Maximum number of texts in a row, with its padding. All rows have this many starts, so one graph fits all."""
 
     def tokens(self, example: int) -> tuple[Int64s, npt.NDArray[np.bool_]]:
         """Return all tokens of an example, [n], and whether each is learned, [n]."""
@@ -53,7 +53,7 @@ class Examples:
         return ids[: self._context_length + 1], learned[: self._context_length + 1]
 
     def row(self, row: int, epoch: int = 0) -> Rows:
-        """Return a row of `context_length` tokens; see `Rows`. Only joined examples differ by epoch."""
+        """Return a row of `context_length` inputs; see `Rows`. `epoch` matters only for joined examples."""
         return laid_out([self.text(example) for example in self.rows[row]], self._context_length, self._most_texts)
 
     def shown(self, row: int, epoch: int = 0) -> Row:
@@ -118,7 +118,7 @@ def laid_out(texts: Iterable[tuple[Int64s, npt.NDArray[np.bool_]]], width: int, 
 
     Args:
         texts: each text's tokens, [n], and whether each token is learned, [n]; targets not learned are IGNORED.
-        n_starts: number of starts in the row, at least that of the texts with their padding.
+        n_starts: number of starts to return: at least the number of texts, plus one if there is padding.
     """
     starts = np.full(n_starts, width, dtype=np.int32)
     inputs, positions = (np.zeros(width, dtype=np.int64) for _ in range(2))

@@ -135,7 +135,7 @@ def _same(a: Message, b: Message) -> bool:
 
 
 _TRANSCRIPT = re.compile(r"(?:\A|\n\n)(Human|Assistant):")
-"""What begins a turn in the texts of Anthropic's hh-rlhf, which hold the whole conversation."""
+"""Pattern for the beginning of a turn in Anthropic's hh-rlhf, where one text holds the whole conversation."""
 
 
 def _side(record: Fields, name: str) -> Turns:

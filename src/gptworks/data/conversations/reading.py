@@ -47,7 +47,7 @@ _ROLES = {
     "model": "assistant", "developer": "system",
 }  # fmt: skip
 QUESTIONS = ("instruction", "prompt", "question", "query")
-"""Fields that hold a question; `input` does if there is none of them."""
+"""Fields that hold a question; if a record has none of them, `input` holds it."""
 _ANSWERS = ("output", "response", "completion", "answer")
 
 
@@ -95,8 +95,8 @@ def is_held_out(prompt: list[Message], fraction: float) -> bool:
 
 
 def fraction_held_out(prompts: Iterable[list[Message]], fraction: float) -> float:
-    """Return the fraction with which `is_held_out` holds out at least one of these prompts: `fraction`, or for few
-    prompts perhaps more; `fraction` too if all prompts are equal. Reads prompts up to the first that is held out."""
+    """Return the fraction with which `is_held_out` holds out at least one of these prompts: `fraction`, or more if that
+    holds out none. If all prompts are equal, return `fraction`. Prompts are read up to the first that is held out."""
     nearest, farthest = 1.0, 0.0
     for prompt in prompts:
         place = _place(prompt)
@@ -236,7 +236,7 @@ def with_system(record: Fields, turns: Turns) -> Turns:
 
 
 def read_question(record: Fields, field: str) -> Message:
-    """Return the user's message: the text of `field`, and that of `input` or `context` after it."""
+    """Return the user's message: the text of `field`, followed by the text of `input` or `context`, if any."""
     asked = read_text(record, field)
     given = next((read_text(record, name) for name in ("input", "context") if name != field and record.get(name)), "")
     return {"role": "user", "content": "\n\n".join(text for text in (asked, given) if text)}
@@ -268,15 +268,15 @@ def read_turns(record: Fields, field: str, shape: Shape = "messages") -> Turns:
     """Read the list of turns in a field: objects {role, content}, or {from, value} as in ShareGPT.
 
     Args:
-        shape: the shape that an error names if the first turn has neither.
+        shape: the shape to assume if the keys of the first turn do not show it.
 
     Raises:
-        ValueError: the field is not such a list, or a learning switch has an unknown value.
+        ValueError: the field is not such a list, or a role or a learning switch has an unknown value.
     """
     if field not in record:
         raise ValueError(f"no field `{field}`; its fields are {', '.join(map(str, record)) or 'none'}")
     turns = record[field]
-    if isinstance(turns, str) and turns.lstrip().startswith("["):  # as tables hold it
+    if isinstance(turns, str) and turns.lstrip().startswith("["):  # JSON, as in the cell of a table
         with contextlib.suppress(ValueError, RecursionError):
             turns = json.loads(turns)
     if not isinstance(turns, list) or not turns:

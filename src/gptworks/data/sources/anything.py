@@ -72,7 +72,7 @@ class Files(Source):
         return path if path is not None and path.is_dir() else None
 
     def entries(self) -> Iterator[tuple[Path, str]]:
-        """Yield each file, sorted, with the reason why it is not tried; "": it is."""
+        """Yield each file, sorted, with the reason why it is not read; "" if it is to be read."""
         files = local_files(self.settings, tuple(KINDS)) if self.folder is None else sorted(_walk(self.folder))
         for path in files:
             yield path, self._outside(path) or _unreadable(path, self.folder)
@@ -102,7 +102,7 @@ class Files(Source):
         """Look at all files, and warn of those left out.
 
         Raises:
-            UserError: none can be read, or a file is not the one that `sha256` names.
+            UserError: no file can be read, or a file's sha256 is not the stated one.
         """
         for file in self.files() if self.settings.sha256 else ():
             self.check_sum(file)
@@ -123,7 +123,7 @@ class Files(Source):
         return [["files", _READING_VERSION, *missing_packages(kinds)], *(sums or contents(files))]
 
     def kind(self, file: Path) -> str | None:
-        """Return the kind of a file; None if its ending is unknown. A file that the settings name may have any."""
+        """Return the kind of a file. An unknown ending gives None in a folder, and text if the settings name files."""
         name = plain_name(file.name)
         if name.endswith(self.settings.extensions):
             return "text"
@@ -132,10 +132,10 @@ class Files(Source):
     def look(
         self, most_bytes: int | None = None, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> list[Item]:
-        """Read all files, and return what they give.
+        """Read all files, and return an `Item` for each: the text that it gives, or why it gives none.
 
         Args:
-            most_bytes: bytes of text to read of a file, at least; the rest is estimated. None: read all.
+            most_bytes: minimum bytes of text to read of a file; the rest is estimated. None: read all.
             progress: called with the numbers of files done and of all files.
         """
         entries = [*self.entries()]
@@ -303,10 +303,10 @@ class _Errors:
 
 
 def _of_the_file(error: Exception, file: Path) -> UserError:
-    """Return an error as one about a file that cannot be read: libraries raise many types of errors for broken files.
+    """Return any error as a UserError about the file: libraries raise many types of errors for broken files.
 
     Raises:
-        Exception: the error, if it is not one about the file.
+        MemoryError, RunError: the error, if it has this type, because it is then not about the file.
     """
     if isinstance(error, MemoryError | RunError):
         raise error

@@ -154,7 +154,7 @@ class Archive(Source):
 
 
 def _count(endings: Counter[str], ending: str) -> None:
-    if ending in endings or len(endings) < _MOST_ENDINGS:  # a hostile archive may have millions
+    if ending in endings or len(endings) < _MOST_ENDINGS:  # a hostile archive may have millions of endings
         endings[ending] += 1
 
 

@@ -87,8 +87,8 @@ class Code(_SourceFiles):
         return files
 
     def walk(self) -> Iterator[Path]:
-        """Yield the folder's files of all endings, except ignored files and folders of other programs or of gptworks.
-        A folder that may not be opened is yielded itself.
+        """Yield the folder's files of all endings, except ignored files, caches, vendored code and files of gptworks. A
+        folder that may not be opened is yielded itself.
 
         Raises:
             UserError: a `.gitignore` cannot be read.
@@ -108,8 +108,8 @@ class Code(_SourceFiles):
         )
 
     def _walk(self, folder: Path, rules: list[tuple[Path, Any]]) -> Iterator[Path]:
-        """Yield the files of a folder and its subfolders, except ignored files and folders of other programs or of
-        gptworks. `rules`: each folder above that has a `.gitignore`, with the patterns of that file."""
+        """Yield the files below a folder, with the exceptions of `walk`. `rules`: each folder above it that has a
+        `.gitignore`, with the patterns of that file."""
         ignored = folder / ".gitignore"
         if self.settings.gitignore and ignored.is_file():
             rules = [*rules, (folder, _rules(ignored))]

@@ -15,7 +15,7 @@ from gptworks.errors import UserError
 MOST_ROW_BYTES = 1 << 24
 _STATED = re.compile(rb"(?:\xef\xbb\xbf)?sep=([,;|\t])\r?\n", re.IGNORECASE)
 _DELIMITERS, _SNIFFED_BYTES = ",;\t|", 1 << 12
-"""Delimiters that are recognized, and the number of bytes of a table's beginning in which they are."""
+"""The delimiters to recognize, and the number of bytes at the beginning of a table in which to look for them."""
 _QUOTED = (
     "A field with the delimiter, a quotation mark or a line break needs quotation marks around it, and those in it are "
     "doubled. Write it so, or set the source's `delimiter`, or `quotes` to false if quotation marks are text."

@@ -67,7 +67,10 @@ def extracted_bytes(data: bytes, kind: str, where: str, keep: bool = True) -> st
 
 
 def _kept(question: dict[str, Any], content: list[Any] | None, where: str) -> str:
-    """Return the text from the cache, else the child's answer, which is then kept there; None: the cache is not used.
+    """Return the text from the cache; if it is not there, ask the child, and keep the answer in the cache.
+
+    Args:
+        content: values that identify the document in the cache; None: do not use the cache.
 
     Raises:
         UserError: there is no text.
@@ -155,7 +158,7 @@ def _answer(question: dict[str, Any]) -> str | dict[str, str]:
     except (UserError, MemoryError):
         raise
     except Exception as error:  # libraries raise many types of errors for a broken document
-        if isinstance(error, ImportError) or type(error).__name__ == "DependencyError":  # all2md's, no ImportError
+        if isinstance(error, ImportError) or type(error).__name__ == "DependencyError":  # all2md's own error
             return {"missing": " ".join(str(error).split())[:300]}
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"a broken {kind.upper()} file ({reason}). Get it again.") from None
@@ -214,9 +217,9 @@ def _plain(data: bytes, kind: str) -> str:
 
 
 def _notebook(data: bytes) -> str:
-    """Return the cells of a Jupyter notebook as they were written, without what they print."""
+    """Return the cells of a Jupyter notebook as they were written, without their outputs."""
     tree = json.loads(data)
-    sheets = [tree, *tree.get("worksheets", ())]  # format 3 has sheets, whose cells of code are called input
+    sheets = [tree, *tree.get("worksheets", ())]  # format 3 has sheets, and `input` in cells of code
     written = (cell.get("source", cell.get("input", "")) for sheet in sheets for cell in sheet.get("cells", ()))
     return "\n\n".join(filter(None, ("".join(one).strip() for one in written)))
 

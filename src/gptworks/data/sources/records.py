@@ -114,7 +114,7 @@ class HuggingFace(Source):
 
 
 def _dataset_signature(settings: AnyDataset) -> list[list[Any]]:
-    """Return the signature of a dataset: its name on the hub and, for a local folder, also its files."""
+    """Return a dataset's signature: its name, configuration, split and revision, and the files of a local folder."""
     folder = Path(settings.dataset or "")
     check_tree(folder)
     name = ["huggingface", settings.dataset, settings.name, settings.split, *filter(None, [settings.revision])]
@@ -139,7 +139,11 @@ def _check_data_files(builder: Any, dataset: str) -> None:
 
 
 def record_document(where: object, record: Mapping[str, Any], field: str) -> Iterator[Piece]:
-    """Yield the text in a record's field as the pieces of a document."""
+    """Yield the text in a record's field as the pieces of a document.
+
+    Raises:
+        UserError: the record lacks the field, or the field holds no text.
+    """
     if field not in record:
         raise UserError(f"{where}: no field `{field}`; its fields are {', '.join(record)}. Set the source's `field`.")
     text = record[field]
@@ -233,7 +237,11 @@ def refuse(error: UserError) -> None:
 def read_jsonl(
     file: Path, start: int = 0, end: int | None = None, opened: BinaryIO | None = None, skip: Skip = refuse
 ) -> Iterator[tuple[Line, Mapping[str, Any]]]:
-    """Yield the place of each line, and its object; arguments as for `read_lines`."""
+    """Yield the place and the object of each line that is not blank; arguments and errors as for `read_lines`.
+
+    Args:
+        skip: called with the error of a line that is not a JSON object.
+    """
     rule = "Each line must be one JSON object."
     for number, line in read_lines(file, MOST_LINE_BYTES, start, end, opened):
         if not line.strip():
@@ -260,6 +268,9 @@ def read_parquet(
 
     Args:
         start, end: read only row groups `start` to `end` - 1.
+
+    Raises:
+        UserError: the file is broken, or has no column `field`.
     """
     with _parquet_file(file) as table:
         groups = range(table.metadata.num_row_groups)
@@ -335,8 +346,8 @@ def open_dataset(source: AnyDataset) -> tuple[str, Any]:
     """Open a dataset of the Hugging Face hub or a local folder. Return its name for messages, and its rows.
 
     Raises:
-        UserError: the library `datasets` is not installed or cannot open the dataset, or a link leads out of the local
-            folder.
+        UserError: the split is a slice, the library `datasets` is not installed or cannot open the dataset, or a link
+            leads out of the local folder.
     """
     where, folder = f"dataset {source.dataset}", Path(source.dataset or "")
     if "[" in source.split:
@@ -379,7 +390,7 @@ def listed_names(columns: list[str]) -> str:
 
 def text_field(rows: list[Mapping[str, Any]]) -> str:
     """Return the field that is the text: one with a usual name, the only one with words, or one that is much longer
-    than the others; "": several are, so all together are the text.
+    than the others; "" if there is no such field, so that all fields together are the text.
 
     Raises:
         UserError: there are no records, or no field has words.

@@ -1,4 +1,4 @@
-"""What the files of a folder give, by file and by kind, and why files are skipped."""
+"""The amount of text in the files of a folder, by file and by kind, and the reasons why files are skipped."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -50,7 +50,7 @@ class Kind:
 
 
 def reasons(items: Iterable[Item]) -> list[str]:
-    """Return each file that is skipped, or of which parts are left out, with the reason; hidden files are not named."""
+    """Return a line for each file that is skipped wholly or in part, with the reason; hidden files have none."""
     named = (item for item in items if (item.why or item.lacks) and item.why != HIDDEN)
     return [one_line(f"{item.file}: {item.why or item.lacks}") for item in named]
 

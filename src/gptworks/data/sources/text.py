@@ -1,4 +1,4 @@
-"""The sources of plain text: UTF-8 files, each of one document or of documents with the same number of lines."""
+"""The sources of plain text: UTF-8 files that hold one document each, or documents of a given number of lines."""
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -53,7 +53,7 @@ class Text(PlainText):
 
 
 class Lines(PlainText):
-    """A source of UTF-8 text files in which every `settings.lines` lines are one document."""
+    """A source of UTF-8 text files with `settings.lines` lines per document; a unit's last document may have fewer."""
 
     settings: LinesSource
 

@@ -32,7 +32,7 @@ class Chunk:
     """Number of cached tokens that the slot keeps; later tokens in the slot are overwritten (a rollback)."""
     tokens: Sequence[int]
     n_logits: int = 1
-    """Return the logits of this many tokens, the chunk's last."""
+    """Number of last tokens of the chunk whose logits are returned."""
     room: int | None = None
     """The text's maximum final length, in tokens, for rotary scaling by length only. None: the slot's capacity."""
 
@@ -52,15 +52,15 @@ class Backend(ABC):
     two texts can share any common prefix. False: they can share only complete prefill chunks."""
 
     features: dict[int, tuple[int, Tensor]] | None = None
-    """For each slot: the position of the first of its latest logits, and the features [n_logits, C] of these logits.
-    None: `compute` stores no features. Only `gptworks.infer.speculate.HeadsDraft` needs them."""
+    """For each slot: the position of the first token whose logits were last computed, and the features [n_logits, C] of
+    these tokens. None: `compute` stores no features. Only `gptworks.infer.speculate.HeadsDraft` needs them."""
 
     @abstractmethod
     def compute(self, chunks: Sequence[Chunk], on_cuda: bool = False) -> list[Tensor]:
         """Compute the chunks and extend their slots; return each chunk's logits, float32 [n_logits, V], on the CPU.
 
         Args:
-            on_cuda: leave the logits of a model on CUDA there, where `sample` draws from them.
+            on_cuda: if the model is on CUDA, leave the logits there, for `sample`.
         """
 
     def logits(self, features: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Backend(ABC):
             self.features.pop(target, None)
 
     def _keep(self, chunks: Sequence[Chunk], features: Tensor) -> None:
-        """Store the features [n, C] of the chunks' logits in `self.features`, if it is not None."""
+        """Store features [n, C], one for each of the chunks' logits, in `self.features`, if it is not None."""
         parts = torch.split(features, [chunk.n_logits for chunk in chunks])
         for chunk, part in zip(chunks, parts, strict=True):
             if self.features is not None and chunk.n_logits:
@@ -120,7 +120,7 @@ class TorchBackend(Backend):
         self._by_room = scaling is not None and scaling.by_length
 
     def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
-        if self._graphs is not None:  # free the old ones' memory first
+        if self._graphs is not None:  # free the old graphs' memory first
             self._graphs = DecodingGraphs(self.model, self.cache)
         super().grow(n_slots, capacity, held)
 
@@ -144,7 +144,7 @@ class TorchBackend(Backend):
         return [*together.values(), *long]
 
     def _compute(self, chunks: list[Chunk], stays: bool) -> list[Tensor]:
-        """Compute chunks together; the logits of each, on the model's device if it `stays` there, else on the CPU."""
+        """Compute chunks together; return the logits of each, on the model's device if `stays`, else on the CPU."""
         decodes = all(len(chunk.tokens) == chunk.n_logits == 1 for chunk in chunks)
         with eval_mode(self.model), torch.inference_mode():
             graphs = self._graphs if decodes else None

@@ -1,7 +1,7 @@
 """CUDA graphs of decoding: all of a step's kernels are launched together, which takes less time than one by one.
 
-A graph computes one token of each of a number of texts, of any lengths. The number is rounded up to a power of two: the
-last text is then computed several times.
+A graph computes one token for each of N texts of any length. To round N up to a power of two, the last text is computed
+several times.
 """
 
 import threading
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from gptworks.infer.backends.backend import Chunk
 
 _CAPTURING = threading.Lock()
-"""Held during a capture: no other thread may begin one then, as that waits for the device, which a capture forbids. A
-server has a thread for each model."""
+"""A lock held during each capture: a second thread that began a capture would wait for the device, and CUDA forbids
+such a wait while another capture runs. A server has a thread for each model."""
 
 
 class DecodingGraphs:
     """Computes decoding steps of a model on CUDA by graphs, each captured at the first step with its number of texts.
 
-    All share one memory pool, as their steps never overlap and their results are copied.
+    The graphs share one memory pool, because their steps never overlap and their results are copied.
     """
 
     def __init__(self, model: GPT, cache: SlotCache) -> None:
@@ -38,8 +38,8 @@ class DecodingGraphs:
     def compute(self, chunks: Sequence["Chunk"]) -> tuple[Tensor, Tensor]:
         """Return features [N, C] and logits, float32 [N, V], of one token of each of N texts, and extend their slots.
 
-        Call this in inference mode, with the model in evaluation mode. With autocast, all calls must be in the context
-        of the first: graphs read the copies of weights that it keeps.
+        Call this in inference mode, with the model in evaluation mode. With autocast, make all calls in one autocast
+        context: the graphs read the copies of weights that this context keeps.
 
         Raises:
             ValueError: a text has more tokens than a slot holds.
@@ -88,13 +88,13 @@ class _Graph:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all captures on a device: for each stream, cuBLAS keeps tens of megabytes of workspace."""
+    """Return the one stream for all captures on a device: cuBLAS keeps tens of megabytes of workspace per stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def captures_graphs(model: GPT) -> bool:
-    """Whether graphs can compute a model's decoding: Triton computes attention, and the host need not know the texts'
-    lengths (for rotary scaling by length) or the tokens of each expert, gather weights or compile blocks."""
+    """Whether CUDA graphs can decode with a model: Triton computes attention, and a step needs nothing from the host,
+    which rules out experts, rotary scaling by length, sharded weights, hooks and compiled blocks."""
     config, scaling = model.config, model.config.rope_scaling
     return (
         dispatch.chosen("cached_attention", model.head_weight).by == dispatch.TRITON
@@ -107,5 +107,5 @@ def captures_graphs(model: GPT) -> bool:
 
 
 def _addresses(model: GPT) -> tuple[int, ...]:
-    """Addresses of some of the weights, which differ once a model has been given others."""
+    """Return the addresses of some of the weights; they differ after the model's weights have been replaced."""
     return tuple(x.data_ptr() for x in (model.head_weight, model.token_embedding.weight, *model.norm.parameters()))

@@ -198,7 +198,7 @@ class NativeBackend(Backend):
 
 
 class _InProcess(ModelStructure):
-    """A model's structures that refer to its tensors in this process, which they keep alive."""
+    """A model's structures for this process; they refer to the model's tensors and keep them alive."""
 
     def __init__(self, backend: NativeBackend) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""A model as the kernels read it: the structures of `entries`, whose pointers a subclass decides."""
+"""A model as the kernels read it: the structures of `entries`, with pointers that a subclass sets."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class ModelStructure:
     """Describes a model to the kernels of a processor. A subclass places tensors: in this process, or in an image."""
 
     types: Any = entries
-    """Where the classes `Matrix`, `Norm`, `Layer` and `Model` are, with pointers of the kernels' size."""
+    """Has the classes `Matrix`, `Norm`, `Layer` and `Model` as attributes, with pointers of the kernels' size."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class ModelStructure:
         self.widest, self.n_threads = widest, n_threads
 
     def place(self, tensor: Tensor) -> int:
-        """Return the address of a contiguous tensor, which has to stay there."""
+        """Return the address of a contiguous tensor; the tensor must keep this address."""
         raise NotImplementedError
 
     def place_layers(self, layers: Any) -> int:

@@ -211,7 +211,7 @@ _EXPERTS = tuple(
 
 
 def _places(architecture: Architecture, config: ModelConfig) -> tuple[Place, ...]:
-    """Return a file's modules in order, each with our modules that it holds."""
+    """Return a file's modules in order, each with the gptworks modules that it stores."""
     interleaves = architecture.interleaved and config.position == "rope"
     apart = (
         Place("blk.{layer}.attn_q", (_QUERY,), QUERY_IN_PAIRS if interleaves else PLAIN),

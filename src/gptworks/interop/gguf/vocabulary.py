@@ -52,7 +52,7 @@ _FURTHER_ENDS = frozenset(
 
 _END_IS_NONE = ({"<|return|>", "<|call|>"}, {"<|call|>", "<|flush|>"}, {"<|calls|>", "<|flush|>"},
                 {"<|return|>", "<|calls|>"})  # fmt: skip
-"""Pairs of tokens: with both of a pair in the vocabulary, newer versions of llama.cpp do not end a text at <|end|>."""
+"""Pairs of tokens: if both are in the vocabulary, newer versions of llama.cpp do not end a text at <|end|>."""
 
 
 @dataclass(frozen=True)
@@ -211,8 +211,7 @@ def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary | None) -> None:
 
 
 def add_sampling(writer: GGUFWriter, stated: Stated | None) -> None:
-    """Write the sampling settings that a model states and llama.cpp has a key for; it uses them where a user gives
-    none."""
+    """Write the model's stated sampling settings for which llama.cpp has a key; llama.cpp uses them as defaults."""
     sampling, _ = stated_sampling({} if stated is None else stated.generation)
     for name in (name for name in THEIR_SAMPLING if name in sampling):
         add = writer.add_int32 if name == "top_k" else writer.add_float32

@@ -1,9 +1,9 @@
 """Blocks of bytes for a page: as files next to it, or as text in it.
 
-As text, eight characters hold seven bytes: 16 to 18 % more than the bytes in UTF-8 (base64: 33 %). Seven bits make a
-character of ASCII. Three of them cannot stand in a script element: NUL, CR and <. Two-byte characters replace them. A
-mask moves zeros, the most frequent bits, to a letter. Two sums stand behind the bytes, by which the page knows a file
-that was cut or changed on its way.
+The text has one character for seven bits. In UTF-8 it takes 16 to 18 % more space than the bytes (base64: 33 %),
+because most characters are ASCII. Two-byte characters replace NUL, CR and <, which a script element cannot contain. An
+XOR mask turns seven zero bits, the most frequent value, into a letter. Two checksums follow the bytes, so that the page
+detects a file that was truncated or changed.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,25 +11,25 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 BLOCK_BYTES = 7 << 21
-"""Bytes of a block: browsers limit the length of a string, and static hosts the size of a file (the least: 25 MiB)."""
+"""Bytes of a block: browsers limit the length of a string, and static hosts limit files (some of them to 25 MiB)."""
 _AT_ONCE = 7 << 15
 _MASK = 0x55
 _REPLACED = (0x00, 0x0D, 0x3C)
 _CHARACTERS = np.arange(128, dtype=np.uint8) ^ _MASK
-"""The character of each seven bits, in Latin-1."""
+"""The character for each value of seven bits, in Latin-1."""
 for _i, _code in enumerate(_REPLACED):
     _CHARACTERS[_code ^ _MASK] = 0xC0 + _i
 
 
 def as_text(content: bytes) -> str:
-    """Return the text of some bytes and their sums (js/blocks.js reads it)."""
+    """Return bytes, padded to a multiple of four, and their checksums as text; js/blocks.js decodes it."""
     content += bytes(-len(content) % 4)
     content += _sums(content)
     return "".join(_as_text(content[at : at + _AT_ONCE]) for at in range(0, len(content), _AT_ONCE))
 
 
 def _sums(content: bytes) -> bytes:
-    """Return Fletcher's two sums of numbers of 32 bits, modulo 2^32."""
+    """Return Fletcher's two checksums of the content, read as 32-bit numbers, modulo 2^32."""
     numbers = np.frombuffer(content, "<u4")
     rest = np.arange(len(numbers), 0, -1, dtype=np.uint32)
     return np.array([numbers.sum(dtype=np.uint32), (numbers * rest).sum(dtype=np.uint32)], "<u4").tobytes()
@@ -47,7 +47,7 @@ def _as_text(content: bytes) -> str:
 
 
 def blocks(content: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """Yield the blocks of `BLOCK_BYTES`, the last one shorter, into which a content in pieces is divided."""
+    """Divide a content, given in pieces, into blocks of `BLOCK_BYTES` and yield them; the last may be shorter."""
     held = bytearray()
     for piece in content:
         for at in range(0, len(piece), BLOCK_BYTES):

@@ -46,20 +46,21 @@ for i, one in enumerate(pipes):
     os.dup2(one, 3 + i)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-"""Chromium reads commands from descriptor 3 and writes answers to 4."""
+"""Script that starts Chromium with two pipes: it reads commands from descriptor 3 and writes answers to 4."""
 START_SECONDS = 60
 
 
 class Unavailable(Exception):
-    """No browser here opens a file; the message is the reason."""
+    """No browser on this machine can open a file; the message states the reason."""
 
 
 def find_browser() -> str:
-    """Return the path of a browser: what the variable `BROWSER` names, or one of PATH and the usual places.
+    """Return the path of the browser that the variable `BROWSER` names, else of one on PATH or in macOS's Applications.
 
     Raises:
-        Unavailable: there is none, or the platform is Windows, where browsers take no pipe from Python.
-        UserError: the variable names none.
+        Unavailable: there is no browser, the variable is empty, or the platform is Windows, where browsers take no
+            pipe from Python.
+        UserError: the variable names no program.
     """
     if (named := os.environ.get(BROWSER)) is not None:
         found = shutil.which(named) if named else None
@@ -75,14 +76,16 @@ def find_browser() -> str:
 
 @contextlib.contextmanager
 def opened(file: Path, seconds: float, served: bool = False) -> Iterator["Page"]:
-    """Open a page, a file whose name ends in .html, inside the `with`, for at most `seconds`.
+    """Open a file whose name ends in .html in a browser, and yield the page; the browser ends with the context.
 
     Args:
-        served: open it from a web server, with the files next to it.
+        seconds: time limit for loading the page and computing in it.
+        served: open it from a local web server, which also serves the files next to it.
 
     Raises:
         Unavailable: there is no browser, or it does not start or may not read the file.
-        RunError: the page takes longer.
+        UserError: see `find_browser`.
+        RunError: the time limit is exceeded.
     """
     program = find_browser()
     with contextlib.ExitStack() as stack:
@@ -104,7 +107,7 @@ def opened(file: Path, seconds: float, served: bool = False) -> Iterator["Page"]
 
 @contextlib.contextmanager
 def _serving(file: Path) -> Iterator[str]:
-    """Serve a file's folder inside the `with`, to clients that know a secret; yield the file's address."""
+    """Serve a file's folder, until the context ends, to clients that know a secret; yield the file's URL."""
     secret = secrets.token_urlsafe(16)
 
     class Handler(SimpleHTTPRequestHandler):
@@ -142,10 +145,10 @@ class Page:
         """The browser's name and version, such as Chrome 140."""
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of an expression of JavaScript, which is awaited.
+        """Return the value of a JavaScript expression; a promise is awaited.
 
         Raises:
-            RunError: the expression throws.
+            RunError: the expression throws, or the time limit is exceeded.
         """
         found = self._pipe.ask("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if thrown := found.get("exceptionDetails"):
@@ -153,8 +156,8 @@ class Page:
         return found["result"].get("value")
 
     def faults(self) -> list[str]:
-        """Return what the page has reported until now: errors, and what its policy stopped."""
-        self._pipe.ask("Runtime.evaluate", expression="0")  # what came before is read
+        """Return the errors that the page has reported so far, including what its security policy blocked."""
+        self._pipe.ask("Runtime.evaluate", expression="0")  # reads all earlier events
         found = []
         for event, content in self._pipe.events:
             if event == "Runtime.exceptionThrown":
@@ -182,11 +185,15 @@ class _Pipe:
         os.set_blocking(to, False)
 
     def limit(self, seconds: float, error: Exception) -> None:
-        """Raise `error` if the browser has not answered in so many seconds from now."""
+        """Set a deadline `seconds` from now; waiting for the browser beyond it raises `error`."""
         self._end, self._late = time.monotonic() + seconds, error
 
     def ask(self, method: str, **values: Any) -> Any:
-        """Return the browser's answer."""
+        """Call a method of the DevTools protocol; return the browser's answer.
+
+        Raises:
+            Unavailable: the browser has ended, or refuses the call.
+        """
         self._n += 1
         message = {"id": self._n, "method": method, "params": values}
         rest = json.dumps(message | ({"sessionId": self.session} if self.session else {})).encode() + b"\0"
@@ -231,7 +238,7 @@ class _Pipe:
 
 @contextlib.contextmanager
 def _running(program: str, profile: str) -> Iterator[_Pipe]:
-    """Run a browser inside the `with`; no process of it is left."""
+    """Run a browser and yield the pipe to it; all its processes end with the context."""
     with contextlib.ExitStack() as stack:
         commands, to, back, answers = (*os.pipe(), *os.pipe())
         for one in (to, back):

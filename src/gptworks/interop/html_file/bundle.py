@@ -1,6 +1,6 @@
-"""JavaScript modules as one script: each is a function that returns its exports, after those that it imports.
+"""Bundle JavaScript modules into one script: each becomes a function that returns its exports, imported modules first.
 
-It reads the forms of import and export that the studio's modules have, each at the beginning of a line.
+Only those forms of import and export are read that the studio's modules use, each at the beginning of a line.
 """
 
 import re
@@ -17,10 +17,10 @@ def bundle(entry: Path, instead: Mapping[Path, Path]) -> str:
     """Return one script with the module `entry` and all that it imports.
 
     Args:
-        instead: modules to take in place of others.
+        instead: module to replace → module to take in its place.
 
     Raises:
-        ValueError: modules import one another in a circle, or have a form of import that is not read.
+        ValueError: modules import one another in a circle, or have a form of import or export that is not read.
     """
     replaced = {theirs.resolve(): ours.resolve() for theirs, ours in instead.items()}
     numbers: dict[Path, int] = {}

@@ -29,39 +29,40 @@ from gptworks.tokenizer import StreamDecoder, encode_text
 GREEDY_TOKENS = 64
 PROMPT_TOKENS = 32
 TOLERANCES = {"fp32": 1e-3, "bf16": 3e-2, "int8": 1e-2, "int4": 1e-2}
-"""Largest difference of logits, as a share of the largest logit: processors round activations differently."""
+"""Largest accepted difference of logits, as a share of the largest logit: processors round activations differently."""
 SECONDS = 600
 _JS = Path(__file__).with_name("js")
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was found equal."""
+    """The result of a comparison in which nothing differed by more than rounding."""
 
     program: str
     """The browser and its version, or Node."""
     no_browser: str | None
-    """The reason why Node was used, which checks the file's code but not the page; None: a browser was."""
+    """The reason why Node, which runs the file's code but not the page, was used; None: a browser was used."""
     logit_difference: float
     """Largest difference of logits, as a share of the largest."""
     loss: float
-    """Mean loss in the file of a text of `PROMPT_TOKENS` arbitrary tokens and the greedy ones."""
+    """Mean loss, in nats per token, that the file computes for the prompt (up to `PROMPT_TOKENS` arbitrary tokens) and
+    the greedy tokens."""
     loss_difference: float
-    """Its difference from the engine's."""
+    """Difference of `loss` from the engine's mean loss."""
     greedy_tokens: int
-    """Number of greedy tokens that are equal, `GREEDY_TOKENS` or as many as the context holds; where two logits differ
-    by less than the tolerance, either counts."""
+    """Number of equal greedy tokens: `GREEDY_TOKENS`, or as many as the context holds. The engine's token also counts
+    if its logit in the file is below the largest by at most the tolerance."""
     texts: int
     chats: int
     tokens_per_second: float | None
-    """Speed at which the file wrote the greedy text here."""
+    """Speed at which the file generated the greedy text on this machine."""
 
 
 def check_file(
     file: Path, split: bool, model: GPT, weights: str, capacity: int, cache: torch.dtype, tokenizer: Tokenizer,
     template: ChatTemplate | None,
 ) -> Check | str:  # fmt: skip
-    """Return what is equal in a file and in the engine, or the reason why nothing here compares them.
+    """Compare a file with the engine; return the result, or the reason why this machine cannot compare them.
 
     Args:
         split: the page reads files next to it.
@@ -110,11 +111,12 @@ def _script() -> str:
 
 
 def _values(file: Path, split: bool, expressions: list[str]) -> tuple[str, str | None, list[Any]]:
-    """Return what computed expressions in a page, a browser or else Node; why not a browser; and the values.
+    """Evaluate expressions in a page, in a browser or else in Node. Return the program's name, the reason why it is not
+    a browser (None if it is one), and the values.
 
     Raises:
-        Unavailable: neither is here.
-        RunError: the page fails, or reports a fault.
+        Unavailable: there is neither a browser nor Node.
+        RunError: the page fails, reports a fault, or takes more than `SECONDS`.
     """
     try:
         with opened(file, SECONDS, served=split) as page:
@@ -139,7 +141,7 @@ def _values(file: Path, split: bool, expressions: list[str]) -> tuple[str, str |
 
 
 def _greedy(backend: NativeBackend, n_prompt: int, capacity: int) -> tuple[list[int], torch.Tensor]:
-    """Return a text that the model continues greedily, and the logits of all its tokens, fp32 [T, V]."""
+    """Return an arbitrary prompt with its greedy continuation, and the logits of all these tokens, fp32 [T, V]."""
     n_vocab = backend.vocab_size
     tokens = [(7919 * i + 13) % n_vocab for i in range(n_prompt)]
     rows = [backend.compute([Chunk(0, 0, tokens, n_prompt)])[0]]
@@ -160,7 +162,11 @@ def _compare_texts(
     given: dict[str, Any], tokenizer: Tokenizer, tokens: list[int], n_prompt: int, wanted: torch.Tensor, near: float,
     file: Path,
 ) -> None:  # fmt: skip
-    """Compare the text that the page writes; behind another token of nearly the same logit, the rest differs."""
+    """Compare the text that the page writes with the engine's, up to the first token that differs because of rounding.
+
+    Raises:
+        RunError: they differ by more than rounding.
+    """
     read, decoder = StreamDecoder(tokenizer), StreamDecoder(tokenizer)
     if given["prompt"] != [read.push(one) for one in tokens[:n_prompt]]:
         raise RunError(f"{file}: the texts of the tokens {tokens[:n_prompt]} are not the engine's.")
@@ -178,12 +184,12 @@ def _compare_texts(
 
 
 def accepted(template: ChatTemplate) -> list[tuple[list[dict[str, Any]], list[int]]]:
-    """Return conversations that the template accepts, and their token ids."""
+    """Return those conversations of `_CHATS` that the template accepts, each with its token ids."""
     made = []
     for messages in _CHATS:
         try:
             made.append((messages, template.encode(messages, add_generation_prompt=True)))
-        except UserError:  # such as one that takes no system message
+        except UserError:  # for example, the template takes no system message
             continue
     return made
 

@@ -1,4 +1,4 @@
-"""How a model was made, as its run records it, without paths of the machine or passwords."""
+"""Collect how a model was made from the records of its run, without paths of the machine or passwords."""
 
 import math
 import re
@@ -18,14 +18,15 @@ from gptworks.training.record.outcome import read_outcome
 
 MOST_LOSSES = 200
 _PATH = re.compile(r"""(?<![^\s"'`|(=\[,])(?:file://|~|[A-Za-z]:)?(?:[\\/]+[^\\/\s"'`|()\[\],;<>]+){2,}[\\/]?""")
-"""A path from the root of a file system. Not one in a URL, whose slashes follow letters."""
+"""Matches an absolute path, but not the path of a URL, where other characters precede the slashes."""
 _OF_PERSONS = re.compile(r"""(?:file://|[A-Za-z]:)?[\\/]+(?:home|Users)[\\/]+[^\\/]+[\\/]?""")
 _SIGNED_IN = re.compile(r"://[^/\s@]+@")
 
 
 def public(tree: Any) -> Any:
-    """Return JSON whose texts may be public: paths of a machine are cut to their last name, URLs lose user names and
-    passwords, and U+FFFD replaces characters that cannot be shown or change the direction of text."""
+    """Return a JSON tree with texts that may be published: absolute paths are cut to their last name (home folders to
+    ~), URLs lose user names and passwords, and U+FFFD replaces characters that cannot be shown or change the direction
+    of text."""
     if isinstance(tree, dict):
         return {name: public(value) for name, value in tree.items()}
     if isinstance(tree, list | tuple):
@@ -43,7 +44,7 @@ def _last_name(found: re.Match[str]) -> str:
 
 
 def how_made(loaded: LoadedRun) -> dict[str, Any]:
-    """Return what the run records of its making. A figure that is not recorded is null or missing."""
+    """Return what the run records about how its model was made. A figure that is not recorded is None or missing."""
     recipe, checkpoint = loaded.recipe, loaded.checkpoint
     run_dir, state, outcome = checkpoint.run_dir, _state(loaded), read_outcome(checkpoint.run_dir)
     losses = _losses(loaded)
@@ -73,7 +74,7 @@ def _state(loaded: LoadedRun) -> dict[str, Any]:
 
 
 def _losses(loaded: LoadedRun) -> list[tuple[int, float | None, float | None]]:
-    """Return steps with the training and the held-out loss, either null, in nats per token."""
+    """Return (step, training loss, held-out loss) for each step with a loss, in nats per token; None: no such loss."""
     rows: dict[int, list[float | None]] = {}
     with suppress(UserError, OSError):
         for record in read_metrics(loaded.checkpoint.run_dir / LOG, kinds=("train", "validation")):
@@ -84,7 +85,7 @@ def _losses(loaded: LoadedRun) -> list[tuple[int, float | None, float | None]]:
 
 
 def _thinned(rows: list[Any]) -> list[Any]:
-    """Return at most `MOST_LOSSES` rows: the last one, and before it those with a held-out loss first."""
+    """Return at most `MOST_LOSSES` rows, by step: the last, up to half with a held-out loss, and some of the others."""
     held = [row for row in rows[:-1] if row[2] is not None]
     others = [row for row in rows[:-1] if row[2] is None]
     room = MOST_LOSSES - 1
@@ -94,7 +95,8 @@ def _thinned(rows: list[Any]) -> list[Any]:
 
 
 def _data(loaded: LoadedRun, fingerprint: object) -> dict[str, Any] | None:
-    """Return the name and the sizes of the run's training text; the name alone if its dataset is not here."""
+    """Return the name and the sizes of the run's training text; only the name if its dataset is not found; None if the
+    recipe names no text."""
     recipe = loaded.recipe
     names = list(_names(recipe))
     if not names:

@@ -1,6 +1,6 @@
-"""A model as the memory of the WebAssembly kernels: its tensors, and the structures of step.cpp.
+"""A model as a memory image for the WebAssembly kernels: its tensors, and the structures of step.cpp.
 
-The page copies the image to an address of its own and adds that address to each pointer.
+The page copies the image to an address in its memory and adds that address to each pointer.
 """
 
 import ctypes
@@ -30,11 +30,11 @@ class Image:
     model: int
     """Position of the `Model` structure."""
     pointers: tuple[int, ...]
-    """Positions of the 32-bit pointers, which are positions in the image."""
+    """Positions of the 32-bit pointers that are not null; the value of each is also a position in the image."""
     n_bytes: int
     """Size of the image."""
     n_room: int
-    """Bytes of memory that the page allocates: the image, and the cache behind it."""
+    """Bytes of memory that the page allocates: the image, and the cache after it."""
 
     def content(self) -> Iterator[bytes | memoryview]:
         """Yield the image in pieces."""
@@ -47,7 +47,7 @@ class Image:
 
 
 def make_image(model: GPT, capacity: int, cache: torch.dtype) -> Image:
-    """Return the image of a model that the C++ can compute (`native.refusal`), with room for one text.
+    """Return the image of a model that the C++ kernels can compute (see `native.refusal`), with room for one text.
 
     Args:
         model: with matrices packed row by row (gptworks.quantize), or in fp32.
@@ -64,7 +64,7 @@ class _ForImage(ModelStructure):
         super().__init__(model, 1, capacity, cache, widest, 1)
         self.parts: list[tuple[int, memoryview]] = []
         self.pointers: list[int] = []
-        self.end = _LINE  # no pointer is 0
+        self.end = _LINE  # a pointer to position 0 would be null
         self.n_cached = 0
 
     def image(self) -> Image:
@@ -74,7 +74,7 @@ class _ForImage(ModelStructure):
         model = self._put_structure(root)
         start = -(-self.end // _LINE) * _LINE
         layers = self._layers
-        for layer in layers:  # the caches come behind the image
+        for layer in layers:  # the caches follow the image
             for name in ("keys", "values"):
                 setattr(layer, name, start + getattr(layer, name) - 1)
         end = start + 2 * n_layers * self._each
@@ -115,7 +115,7 @@ class _ForImage(ModelStructure):
 
 
 def _pointers(structure: Any, at: int = 0) -> Iterator[int]:
-    """Yield the offsets of the pointers in a structure or an array of structures that are not null."""
+    """Yield the offsets of the pointers that are not null in a structure or an array of structures."""
     if isinstance(structure, ctypes.Array):
         for i, one in enumerate(structure):
             yield from _pointers(one, at + i * ctypes.sizeof(one))

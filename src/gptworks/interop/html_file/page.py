@@ -1,4 +1,4 @@
-"""The page of a model in one file: the studio's own code and styles, a strict policy, and blocks of data."""
+"""The page of a model: the studio's own code and styles, a strict content security policy, and blocks of data."""
 
 import base64
 import hashlib
@@ -47,12 +47,12 @@ def as_json(tree: Any) -> str:
 
 
 def model_page(title: str, page: Any, about: Any, blocks: Iterable[tuple[str, bytes]]) -> Iterator[str]:
-    """Yield the page in pieces, of which a block is one.
+    """Yield the page's HTML in pieces; each block is a piece.
 
     Args:
         page: what the page shows at once, for main.js.
-        about: the model, for model.js. If it has `files`, the page may fetch them from where it lies.
-        blocks: names and contents of blocks of bytes, which are taken one at a time.
+        about: the model, for model.js. If it has `files`, the page may fetch them from its own host.
+        blocks: names and contents of blocks of bytes; read one at a time.
     """
     first = (_STUDIO / "js" / "theme.js").read_text(encoding="utf-8")
     style = "\n".join(file.read_text(encoding="utf-8") for file in _STYLES)
@@ -64,8 +64,8 @@ def model_page(title: str, page: Any, about: Any, blocks: Iterable[tuple[str, by
 
 
 def _policy(scripts: Iterable[str], style: str, fetches: bool) -> str:
-    """Return a policy that allows these scripts, this style, WebAssembly, and files from the page's own host or
-    none."""
+    """Return a content security policy that allows only these scripts, this style, WebAssembly and, if `fetches` is
+    true, files from the page's own host."""
 
     def digest(text: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
@@ -79,7 +79,7 @@ def _policy(scripts: Iterable[str], style: str, fetches: bool) -> str:
 
 
 def _inside(text: str) -> Markup:
-    """Return code, styles or data to stand in their element as they are.
+    """Return code, styles or data as markup, which a template inserts into an element without escaping.
 
     Raises:
         ValueError: the text would end the element or change how a page reads it.

@@ -1,4 +1,4 @@
-"""A tokenizer's regular expression (Oniguruma's) as JavaScript's, with the same matches."""
+"""Translate a tokenizer's regular expression from Oniguruma's syntax to JavaScript's, with the same matches."""
 
 import re
 
@@ -9,7 +9,7 @@ _WORD = r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\xb2\xb3\xb9\xbc-\xbe"
 _SETS = {"s": _SPACE, "w": _WORD, "d": r"\p{Nd}"}
 _EDGE = f"(?:(?<=[{_WORD}])(?![{_WORD}])|(?<![{_WORD}])(?=[{_WORD}]))"
 _FOLDED = {"s": "ſ", "k": "\u212a"}
-"""Further characters that fold to a letter."""
+"""For an ASCII letter, the character outside ASCII that matches it if case is ignored."""
 _PIECES = re.compile(
     r"\[\\s\\S\]|\\[pP]\{[\^A-Za-z_= ]+\}|\\x\{[0-9a-fA-F]+\}|\\u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\.|"
     r"&&|\(\?[a-z]+:|\(\?[:=!]|\(\?<[=!]|\(\?|\{\d+(?:,\d*)?\}|[+*?}][+?]?|.",
@@ -18,14 +18,14 @@ _PIECES = re.compile(
 
 
 def as_javascript(pattern: str) -> str:
-    """Return the pattern for JavaScript's flag u.
+    """Return the pattern in JavaScript's syntax, for a regular expression with flag u.
 
     Raises:
         UserError: the pattern has a construct that is not translated.
     """
     made: list[str] = []
-    inside = 0  # of a class
-    folding: list[bool] = [False]  # of each open group
+    inside = 0  # number of open character classes
+    folding: list[bool] = [False]  # whether case is ignored, outside groups and in each open group
     for piece in _PIECES.findall(pattern):
         made.append(_translated(piece, inside > 0, folding[-1], pattern))
         if inside:

@@ -1,4 +1,4 @@
-"""What the page of a model shows at once: figures, the card, the recipe, how it was made, and the architecture."""
+"""Collect what a model's page shows at once: figures, the card, the recipe, how it was made, and the architecture."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ MOST_CARD_BYTES = 1 << 20
 
 
 def shown(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool) -> dict[str, Any]:
-    """Return the state and the page for main.js, with texts that may be public (`public`)."""
+    """Return the studio's state and the page's content, for main.js; `public` makes all texts fit to publish."""
     recipe, config = loaded.recipe, loaded.model.config
     parameters = count_parameters(config).total
     card = loaded.checkpoint.run_dir / "model-card.md"
@@ -57,9 +57,9 @@ def shown(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool
 
 
 def _sheets(loaded: LoadedRun) -> dict[str, Any]:
-    """Return the sheet of each layer that differs from others by more than the names of tensors, and of each layer the
-    number of its sheet."""
-    recipe = loaded.recipe.model_copy(update={"model": loaded.model.config})  # without heads that are left out
+    """Return `made`, the distinct sheets of the layers, and `of`, the index in `made` of each layer's sheet. Sheets
+    that differ only in the layer's number and in tensor names count as one."""
+    recipe = loaded.recipe.model_copy(update={"model": loaded.model.config})  # without the heads left out
     tensors, shapes = loaded.model.state_dict(), count_parameters(recipe.model).shapes
 
     def stored(names: Sequence[str]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Texts whose token ids an exported file is checked by."""
+"""Texts whose token ids in an exported file are compared with the tokenizer's."""
 
 from itertools import product
 
@@ -10,4 +10,4 @@ _PARTS = (
     "\ufb01 \u24b6",
 )  # fmt: skip
 TEXTS = ("", *_PARTS, "a" * 300, "-" * 70, *map("".join, product(_PARTS, repeat=2)))
-"""Some 550 texts: signs, spaces, scripts, and bytes at their borders."""
+"""Some 550 texts: words, spaces, scripts, special tokens and control characters, alone and in pairs."""

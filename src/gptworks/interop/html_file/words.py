@@ -1,4 +1,4 @@
-"""A tokenizer as the page reads it (js/tokenizer.js)."""
+"""Convert a tokenizer to the form that the page reads (js/tokenizer.js)."""
 
 import json
 import re
@@ -18,16 +18,16 @@ _UNUSED = {
     "dropout": (None, 0.0), "continuing_subword_prefix": (None, ""), "end_of_word_suffix": (None, ""),
     "alpha": (None,), "nbest_size": (None,),
 }  # fmt: skip
-"""Settings of models, and the values for which the page computes the same ids."""
+"""Settings of tokenizer models that the page ignores, and their values for which its token ids are right."""
 _KEEPS = ("Isolated", "Removed", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 _Step = dict[str, Any]
 
 
 def words_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a tokenizer for the page.
+    """Return a tokenizer in the form that the page reads.
 
     Raises:
-        UserError: it has a part that the page does not compute; the error names the part.
+        UserError: the tokenizer has a part that the page does not support; the error names the part.
     """
     tree = json.loads(tokenizer.to_str())
     model, kind = tree["model"], tree["model"]["type"]
@@ -93,7 +93,7 @@ def _replacing(step: _Step) -> _Step:
 
 
 def _steps(tree: _Step | None) -> tuple[list[_Step], bool]:
-    """Return what divides a text into pieces, and whether the pieces are then spelled in bytes."""
+    """Return the steps that divide a text into pieces, and whether the pieces are then spelled in bytes."""
     steps: list[_Step] = []
     is_bytes = False
     for step in _parts(tree, "pretokenizers"):
@@ -147,7 +147,7 @@ def _decoder(step: _Step) -> _Step:
 
 
 def _added(tokens: Sequence[_Step], tokenizer: Tokenizer) -> list[_Step]:
-    """Return the added tokens; a token that is normalized is found as its normalized text."""
+    """Return the added tokens. A token with `normalized` matches its normalized text."""
     made: dict[tuple[bool, str], _Step] = {}
     for token in sorted(tokens, key=lambda token: not token["special"]):
         name, normalized = token["content"], token["normalized"]

@@ -77,7 +77,7 @@ def import_huggingface(
 
     Raises:
         UserError: the folder is missing, has no safetensors, or contains an unknown setting or tensor; or `run_dir` is
-            not empty. The message names it.
+            not empty. The message names the cause.
         RunError: the logits differ from transformers', or the disk is full or fails. No partial folder is left.
     """
     folder, run_dir = Path(folder), Path(run_dir)
@@ -211,7 +211,7 @@ def _cause(files: Mapping[str, Path], folder: Path) -> str:
 
 
 def _stray(folder: Path) -> str:
-    """Return a sentence about files that an index names and that are not read, since model.safetensors is there."""
+    """Return a sentence if an index names files that are not read because model.safetensors exists; else ""."""
     if not (folder / WEIGHTS).exists() or not (folder / INDEX).exists():
         return ""
     others = sorted(set(read_index(folder).values()) - {WEIGHTS})

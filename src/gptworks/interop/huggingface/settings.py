@@ -102,7 +102,8 @@ def optional(names: Mapping[str, tuple[str, Any]], *, nullable: bool = False) ->
     """Return a clause for optional settings.
 
     Args:
-        names: name in `config.json` → our field and its default, or a function of earlier fields that returns it.
+        names: name in `config.json` → our field and its default, or a function that computes the default from the
+            fields of earlier clauses.
         nullable: whether null switches a setting off; if not, null means the default.
     """
 
@@ -197,7 +198,7 @@ def activation(
 
     Args:
         choices: our name → theirs. An activation that is missing here is written as the first one.
-        other_names: name in `config.json` → the name that this architecture reads it as.
+        other_names: name in `config.json` → name of the activation that this architecture uses instead.
     """
 
     def read(theirs: Settings, ours: Values) -> Values:

@@ -243,7 +243,8 @@ def _compare_original(original: Original, tokenizer: Any, generation: Any) -> No
 
 
 def sequences_for(model: GPT, tokenizer: Tokenizer, texts: Sequence[str] = ()) -> list[list[int]]:
-    """Return token ids to compare, shortest first: of `TEXTS`, of `texts`, and random ones, one beyond any window."""
+    """Return sequences of token ids to compare, shortest first: of `TEXTS`, of `texts`, and three of random ids, one of
+    them longer than any window if the context allows."""
     config = model.config
     context, beyond = config.context_length, 96
     if config.window is not None:
@@ -293,6 +294,9 @@ def _compare_greedy(model: GPT, theirs: Any, prompt: list[int]) -> tuple[int, in
 
     Returns:
         The number of new tokens, and the number of such ties.
+
+    Raises:
+        RunError: the models' choices differ by more than rounding.
     """
     config = model.config
     by_length = config.rope_scaling is not None and config.rope_scaling.by_length

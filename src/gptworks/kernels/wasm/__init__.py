@@ -5,7 +5,7 @@ from pathlib import Path
 _HERE = Path(__file__).parent
 MODULE, SUMS = _HERE / "step.wasm", _HERE / "step.sums"
 WIDEST_PANEL = 16
-"""Rows of a panel of matrices in bf16, int8 and int4: registers have 16 bytes."""
+"""Rows of a panel of matrices in bf16, int8 and int4, for registers of 16 bytes."""
 
 
 def module() -> bytes:

@@ -35,7 +35,7 @@ class BigramEmbedding(nn.Module):
 
     @staticmethod
     def cost(s: Shapes) -> Iterator[Stage]:
-        """Yield the memory of lookup, which saves row numbers, and scale, which saves the vectors for its gradient."""
+        """Yield the memory of the lookup, which saves row numbers, and of the scaling, which saves the vectors."""
         rows, stream, module = s.config.bigram_vocab_size, s.floats(s.config.d_model), "bigram_embedding.table"
         if rows:
             saved = {RESIDUAL: stream + 8 * s.n_tokens}

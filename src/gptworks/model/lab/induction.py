@@ -54,7 +54,7 @@ def begin_with_induction(
 
     # the first head: queries and keys do not depend on the token, and match best one position apart
     angle, _ = frequencies(config, config.context_length, torch.device("cpu"))
-    fast = torch.arange(min(len(angle), max(2, len(angle) // 5)), device="cpu")  # where angle is
+    fast = torch.arange(min(len(angle), max(2, len(angle) // 5)), device="cpu")  # the device of `angle`
     angle = angle[fast].to(embedding)
     constant = CONSTANT * math.sqrt(width / (1 + CONSTANT**2))  # value of the first channel after the norm
     key = math.sqrt(config.d_head / len(fast)) / constant

@@ -58,7 +58,7 @@ class Agent:
         0: the run has ended. `UNFINISHED`: a signal has stopped it. Otherwise the code of the first rank that failed.
 
         Raises:
-            RunError: the other machines do not arrive.
+            RunError: the other machines do not arrive, or the run has ended on one of them.
         """
         before = {number: signal.signal(number, self._pass_on) for number in STOPS}
         over = False
@@ -89,7 +89,7 @@ class Agent:
         return found
 
     def _is_last(self, code: int, changed: bool) -> bool:
-        """Return whether no round follows one that ended with this code; otherwise report why one does."""
+        """Return whether the round that ended with this code is the last; if not, count a restart and print why."""
         if code == 0:
             return True
         if changed or (code == UNFINISHED and self._rendezvous.is_shared):
@@ -114,7 +114,7 @@ class Agent:
         }
         if self._rendezvous.interface is not None:
             common["GLOO_SOCKET_IFNAME"] = self._rendezvous.interface
-        self._ranks = []  # a signal that comes meanwhile reaches those that have been started
+        self._ranks = []  # a signal that comes meanwhile is passed to the ranks started so far
         for i in range(self._n_ranks):
             environment = os.environ | common | {"RANK": str(found.node * self._n_ranks + i), "LOCAL_RANK": str(i)}
             command = [sys.executable, "-m", "gptworks", *self._arguments]
@@ -142,7 +142,7 @@ class Agent:
     def _wait(self) -> tuple[int, bool]:
         """Wait for all ranks; return the exit code, and whether they were stopped because other machines wait.
 
-        After one has failed, the others have `GRACE_SECONDS`.
+        After a rank has failed, the others have `GRACE_SECONDS`; after other machines wait, ranks have `SAVE_SECONDS`.
         """
         code, changed, reported, deadline, look_at = 0, False, False, float("inf"), time.monotonic()
         while True:

@@ -1,4 +1,4 @@
-"""Checks that all ranks see the same run folder, and the choice of one checkpoint for all. Rank 0 chooses it, since the
+"""Checks that all ranks see the same run folder, and chooses one checkpoint for all ranks. Rank 0 chooses it, since the
 folder may change while ranks look."""
 
 import os
@@ -15,7 +15,7 @@ from gptworks.training.distributed.ranks import Ranks
 
 SHARED = ".shared"
 """Name of a temporary file in the run folder: rank 0 writes random characters to it, which all ranks must find, and
-each rank a byte after them."""
+then each rank writes a byte to it."""
 
 SHARED_SECONDS = 5.0
 

@@ -59,7 +59,7 @@ class Owners:
         self.copy, self.part = divmod(self.number, self.n_parts)
 
     def _group(self, of_parts: bool) -> distributed.ProcessGroup | None:
-        """Return the group of the ranks that hold parts of this rank's copy, or else copies of its part."""
+        """Return the group of ranks that hold the parts of this rank's copy or, if not `of_parts`, the same part."""
         names = [name for name in DIMENSIONS if (name in self._divided_over) == of_parts]
         return self._mesh.get_group(names[0]) if self._mesh is not None and len(names) == 1 else None  # None: all ranks
 
@@ -72,7 +72,7 @@ class Owners:
 
         Args:
             owned: the matrices that each rank of this copy owns, by part number; at least one rank owns some.
-            made: returns this rank's part of the tensor for a matrix, which has the matrix's shape and one dtype.
+            made: returns this rank's part of a matrix's tensor. The tensor has the matrix's shape; all have one dtype.
         """
         mine = owned[self.part]
         if self.n_parts == 1:
@@ -124,7 +124,7 @@ class Owners:
             distributed.broadcast(sent.view(torch.uint8), group=self._group(of_parts=False), group_src=copy)
 
     def _parts_of(self, matrices: Matrices) -> list[Part]:
-        """Return the part of such matrices that each rank of a copy holds."""
+        """Return the part of each of these matrices, which are alike, that each rank of a copy holds."""
         return [self.part_of(matrices[0], number) if matrices else NOTHING for number in range(self.n_parts)]
 
     def _exchange(self, sent: list[list[Tensor]], sizes: list[int], like: Tensor) -> list[Tensor]:

@@ -69,7 +69,7 @@ class Parallel:
         """
         self.compile, self.varying_widths = train.compile, varying_widths
         self.stop_asked: Callable[[], str | None] = lambda: None
-        """Returns the signal that asked this process to stop, or None; evaluations end at the next batch after one."""
+        """Returns the signal that asked this process to stop, or None. Evaluations call it before each batch."""
         self.micro_batch_size = train.micro_batch_size
         self._data_rank, self._n_data = 0, 1
 
@@ -251,7 +251,7 @@ class ManyDevices(Parallel):
     def _placed(self, model: GPT) -> GPT:
         """Prepare a sharded model on its device for collectives, and return it."""
         for module in _sharded_modules(model):
-            module.unshard()  # the first time here: buffers made in inference mode could not be trained
+            module.unshard()  # allocates buffers now: those made in inference mode could not be trained
             module.reshard()
         self.model, self.parameters = model, dict(model.named_parameters())
         if self._data.size() > 1:

@@ -7,8 +7,9 @@ by all, since ranks that disagree would wait for one another for ever.
 Ranks communicate through the launcher's store. A thread of each rank writes a heartbeat to it every few seconds, with
 counts of the rank's work: common points passed, forward passes begun, collectives issued. If a rank's heartbeats stop
 (killed, or its machine lost), the others name it within `timeout_seconds` and the run ends. The run also ends if all
-heartbeats continue but no counts rise. Every batch of training, evaluation, sampling or a reference needs a forward
-pass, which a hook on the model counts (`ManyDevices.place`): a run that computes is not taken for one that hangs.
+heartbeats continue but no counts rise. Every batch of training, evaluation, sampling or reference log-probabilities
+needs a forward pass, which a hook on the model counts (`ManyDevices._placed`): a run that computes is not taken for one
+that hangs.
 """
 
 import contextlib
@@ -64,7 +65,7 @@ class Ranks:
         return work()
 
     def agree_to_stop(self, stop: str | None) -> str | None:
-        """Return, on all ranks, a signal that asked any rank to stop, or None; `stop` is the one of this rank."""
+        """Return, on all ranks, a signal that asked any rank to stop, or None; `stop` is this rank's signal."""
         return stop
 
     def all_reduce_max(self, seconds: float) -> float:
@@ -87,8 +88,8 @@ class Ranks:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Context for uncounted work of unknown length, such as reading files: no rank takes this rank's silence for a
-        hang."""
+        """Context for uncounted work of unknown length, such as reading files: no rank takes the constant counts of
+        this rank for a hang."""
         yield
 
 
@@ -303,7 +304,7 @@ class _Watch(threading.Thread):
 
     @contextmanager
     def patience(self, busy: bool) -> Iterator[None]:
-        """Return a context in which ranks with heartbeats need not count steps, because this rank does other work
+        """Return a context in which constant counts are not taken for a hang, because this rank does uncounted work
         (`busy`) or waits for a rank that does."""
         before = self._patient, self._busy
         self._patient, self._busy = True, busy or self._busy
@@ -433,7 +434,7 @@ class _Watch(threading.Thread):
         """End the process from this thread, because no exception reaches the main thread inside a collective.
 
         Args:
-            asks: ask the store whether another rank has already reported an error.
+            asks: whether to print the message only if, according to the store, no other rank has reported an error.
         """
         if not asks or self.may_speak():
             sys.stderr.write(f"error: {message}\n")

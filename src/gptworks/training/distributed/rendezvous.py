@@ -1,4 +1,4 @@
-"""How the machines of a run find one another, by torch's c10d rendezvous, and how the ranks of one start find theirs.
+"""How a run's machines find one another, by torch's c10d rendezvous, and how the ranks of one start agree on a name.
 
 The first machine hosts the rendezvous' store, and the ranks of all machines use it too. Whoever can reach its port can
 change the run: the network of the machines must be trusted, as it must be for torchrun, gloo and NCCL.
@@ -29,7 +29,7 @@ T = TypeVar("T")
 DEFAULT_PORT = 29400
 
 JOIN_SECONDS = 600
-"""Time in which the machines of a round must arrive, and in which one that lost the first machine looks for it."""
+"""Time in which the machines of a round must arrive, and in which a machine tries to reach the first one again."""
 
 _STORE_SECONDS = 10
 _PART_SECONDS = 20.0
@@ -37,7 +37,7 @@ _POLL_SECONDS, _ASK_SECONDS = 0.02, 2.0
 
 
 class Round(NamedTuple):
-    """The machines that train together until one of them comes, leaves or fails."""
+    """The machines that train together until a machine comes, leaves or fails."""
 
     node: int
     """This machine's number, from 0."""
@@ -52,7 +52,7 @@ class ThisMachine:
 
     is_shared = False
     interface: str | None = None
-    """Network interface that gloo must use; None: its own choice."""
+    """Network interface that gloo must use; None: gloo chooses one."""
 
     def __init__(self) -> None:
         self._store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -76,7 +76,7 @@ class ThisMachine:
         """Wait a while until the ranks of all machines have ended, since they may use this machine's store.
 
         Args:
-            over: the run has ended for all machines, and none may join any more.
+            over: whether the run has ended for all machines, so that none may join any more.
         """
 
 
@@ -90,7 +90,7 @@ class Machines(ThisMachine):
         Args:
             host, port: address of the first machine.
             least, most: numbers of machines with which the run may train.
-            run_id: what distinguishes the run from another one at this address.
+            run_id: name that distinguishes the run from another run at this address.
 
         Raises:
             UserError: the host has only loopback addresses.
@@ -210,7 +210,7 @@ def _call(work: Callable[[], T], seconds: float) -> T:
 
 
 def check_host(host: str) -> None:
-    """Check that the first machine's name is not one that each machine takes for itself. It may be unknown as yet.
+    """Check that the first machine's name does not mean each machine itself. The name may still be unknown.
 
     Raises:
         UserError: the name has only loopback addresses.
@@ -224,7 +224,7 @@ def check_host(host: str) -> None:
 
 
 def _addresses(host: str) -> list[str]:
-    """Return the addresses of a machine; none if its name is unknown, as that of one which has not started yet."""
+    """Return the addresses of a machine; none if its name is unknown, perhaps because it has not started yet."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -34,7 +34,7 @@ def sizes_of(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def places_of(mesh: DeviceMesh, rank: int | None = None) -> dict[str, int]:
-    """Return the index in each dimension of the mesh of a global rank; None: this rank."""
+    """Return a global rank's index in each dimension of the mesh; None: this rank's."""
     rank = mesh.get_rank() if rank is None else rank
     return dict(zip(DIMENSIONS, divmod(rank, sizes_of(mesh)["tensor"]), strict=True))
 

@@ -1,5 +1,5 @@
-"""Communication between the threads that write a checkpoint, one on each rank. They use the launcher's store, because
-training continues meanwhile and issues the collectives."""
+"""Communication between the threads that write a checkpoint, one on each rank. They use the launcher's store and no
+collectives, because training issues collectives at the same time."""
 
 import math
 import time

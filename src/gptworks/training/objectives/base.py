@@ -1,4 +1,4 @@
-"""The base class of training objectives. The loop uses only `Objective`; subclasses contain all that differs.
+"""The base class of training objectives. The loop uses only `Objective`; subclasses contain their differences.
 
 To add an objective, write a settings class in `gptworks.config.objective` and, in a file of this folder, a subclass of
 `Objective` whose annotation of `settings` names that settings class.
@@ -93,7 +93,8 @@ class Objective:
         return self.samples.batch(position, micro_step, size)
 
     def generate(self, position: int, asked: StepBatches) -> StepBatches:
-        """Turn a step's results of `batch`, `asked`, into the micro-batches to train on; called if `generates`."""
+        """Return the micro-batches to train on, made from `asked`, the step's micro-batches from `batch`; called if
+        `generates`."""
         raise NotImplementedError
 
     @property
@@ -107,7 +108,7 @@ class Objective:
         return self.train.n_evaluated(self.n_validation, self.context_length)
 
     def count(self, batch: Batch) -> int:
-        """Return the batch's number of targets; the step's sum of losses is divided by their total."""
+        """Return the batch's number of targets; the total of a step's batches divides the step's sum of losses."""
         return count_targets(batch)
 
     def loss(self, model: GPT, batch: Batch) -> Losses:

@@ -74,5 +74,6 @@ class PairsObjective(Objective):
 
 
 def counts(targets: Tensor) -> bool:
-    """Whether an evaluation batch has targets; one without only keeps ranks in step (`Workers.split_batches`)."""
+    """Return whether an evaluation batch has targets. `Workers.split_batches` gives ranks without a batch of their own
+    one without targets, to keep ranks in step."""
     return bool((targets != IGNORED).any())

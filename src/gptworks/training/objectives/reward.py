@@ -107,8 +107,8 @@ def sampling_gap(logprobs: Tensor, prompt_tokens: Sequence[int], answers: Sequen
     """Return, for each answer, how far the log-probabilities of the engine and of the training step differ: the mean
     |difference| over the generated tokens, in nats, float32 [B].
 
-    The policy gradient assumes that answers are sampled from the policy in training. But the engine adds in another
-    order and may round differently; the gap measures the effect.
+    The policy gradient assumes that answers are sampled from the policy in training. But the engine adds numbers in
+    another order and may round differently; the gap measures the effect.
 
     Args:
         logprobs: the training step's log-probability of each target at temperature 1, [B, T].
@@ -164,7 +164,11 @@ class Reward(Objective):
             self._start = self._starting_model()
 
     def _end_token(self, engine: Engine) -> int:
-        """Return the id of the token that the chat template writes to end an answer."""
+        """Return the id of the token that the chat template writes to end an answer.
+
+        Raises:
+            UserError: the template writes none.
+        """
         ends = () if engine.chat_template is None else engine.chat_template.end_token_ids
         if not ends:
             raise UserError(
@@ -174,7 +178,11 @@ class Reward(Objective):
         return ends[0]
 
     def _fitting_prompts(self, split: str) -> dict[int, Prompt]:
-        """Return the prompts of a split that leave room in the context for `max_tokens` more tokens, by number."""
+        """Return the prompts of a split that leave room in the context for `max_tokens` more tokens, by number.
+
+        Raises:
+            UserError: fewer than half of the prompts leave room.
+        """
         examples, tokenizer, prompts = self._examples[split], self._run.engine.tokenizer, {}
         n_prompts = len(examples.n_tokens)
         for i in range(n_prompts):
@@ -196,7 +204,8 @@ class Reward(Objective):
         return prompts
 
     def _starting_model(self) -> GPT | None:
-        """Return the starting model; None if it equals the current model without its adapter."""
+        """Return the starting model; None if it equals the current model without its adapter. A new run stores its
+        weights in the run folder; a resumed run reads them there."""
         if trains_adapters_only(self._run.model):
             return None
         path = self.recipe.run_dir / REFERENCE_MODEL

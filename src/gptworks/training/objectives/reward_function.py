@@ -60,7 +60,7 @@ def reward_of(function: RewardFunction, name: str, completion: str, prompt: Prom
         reward = function(completion, prompt=prompt.text, answer=prompt.answer)
     except Exception as error:  # the user's code may raise any error
         raise RunError(f"objective.reward={name} fails on {completion[:60]!r}: {_said(error)}.") from error
-    with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):  # as a tensor of two numbers raises
+    with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):  # such as for a tensor of two numbers
         if hasattr(reward, "__float__") and math.isfinite(value := float(reward)):
             return value
     raise RunError(f"objective.reward={name} gives {reward!r} for {completion[:60]!r}: it must give a finite number.")

@@ -1,4 +1,4 @@
-"""Stores generated answers that several steps use in the run folder, for a resumed run."""
+"""Stores the generated answers that several steps use, so that a resumed run finds them in the run folder."""
 
 import contextlib
 from pathlib import Path

@@ -72,7 +72,7 @@ class AdamWInt8(torch.optim.Optimizer):
 
 
 def _pieces(parameter: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield the slice of elements, and of their blocks' scales, of each part of a parameter that is updated at once."""
+    """Yield, for each part of a parameter that is updated at once, the slices of its elements and of its scales."""
     at_once = CPU_AT_ONCE if parameter.device.type == "cpu" else AT_ONCE
     for start in range(0, parameter.numel(), at_once):
         end = min(start + at_once, parameter.numel())

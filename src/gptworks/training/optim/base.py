@@ -41,7 +41,7 @@ class ByOwners(torch.optim.Optimizer):
     ownership: Ownership
     """How the ranks divide the matrices."""
     expected_on_cuda: ClassVar[Mapping[tuple[str, str], str]] = {}
-    """What the optimizer does on purpose although a GPU waits or is slower: (kind of finding, function) → reason."""
+    """Findings of `gptworks.training.rehearsal.watched` that are on purpose: (kind of finding, function) → reason."""
     mesh: Mesh
 
     @torch.no_grad()
@@ -77,7 +77,7 @@ class ByOwners(torch.optim.Optimizer):
         return ([matrix] for matrix in matrices)
 
     def _turn(self, turn: Sequence[Matrices], owners: Owners, group: Group) -> None:
-        """Update one batch of matrices per owner, which may be empty. Holds this rank's updates and one other."""
+        """Update one batch of matrices, maybe empty, per owner. Memory holds this rank's updates and one more."""
         copies = [turn[i : i + owners.n_parts] for i in range(0, len(turn), owners.n_parts)]
         owned = copies[owners.copy]
         mine = self._updates(owned, owners, group) if any(owned) else []
@@ -113,9 +113,10 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
 
 
 def restore_state(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Tensor]]) -> None:
-    """Restore state by parameter index, in the dtypes given; torch's `load_state_dict` would cast to the parameters'.
+    """Restore state by parameter index. Tensors keep their dtypes; torch's `load_state_dict` would cast them.
 
-    Tensors move to the parameter's device, but not the step count, nor meta tensors, which other ranks keep.
+    Tensors are copied to the parameter's device, except the step count, and meta tensors, which stand for state that
+    other ranks keep.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     optimizer.state.clear()  # also drops state that the checkpoint lacks
@@ -128,7 +129,7 @@ def restore_state(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, T
 
 
 def decay(weights: Tensor, update: Tensor, amount: float, cautious: bool) -> None:
-    """Multiply weights by 1 - `amount` before an update; if `cautious`, only weights that it moves towards zero.
+    """Multiply weights by 1 - `amount` before an update; if `cautious`, only those that the update moves towards zero.
 
     Args:
         update: the tensor, of the weights' shape, that is multiplied by the learning rate and then subtracted.

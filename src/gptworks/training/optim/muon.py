@@ -4,7 +4,7 @@ torch's Muon orthogonalizes one matrix at a time, which is up to twice as slow f
 model or in experts (bench/passes.py). The arithmetic is the same (tests/test_optim.py); on most CPUs it runs in C++
 (`gptworks.kernels.optimizer`).
 
-Several ranks divide the matrices: each one's owner (`gptworks.training.distributed.owners`) orthogonalizes its update.
+Several ranks divide the matrices: a matrix's owner (`gptworks.training.distributed.owners`) orthogonalizes its update.
 """
 
 from collections.abc import Iterator, Sequence
@@ -83,7 +83,7 @@ class Muon(ByOwners, torch.optim.Muon):
         else:
             whole = owners.gather(owned, lambda p: gradient_of(p).lerp(self._average(p), group["momentum"]).bfloat16())
             if mine:
-                matrices = list(whole.float())  # passed as both: Nesterov's direction of equal tensors is that tensor
+                matrices = list(whole.float())  # as gradients and averages: the lerp of equal tensors is that tensor
                 del whole
                 whole = self._orthogonalized(matrices, matrices, group)
                 del matrices
@@ -99,7 +99,7 @@ class Muon(ByOwners, torch.optim.Muon):
         return (part,) if self._row_beta is None else (part, like.new_empty(n, matrices[0].size(0)))
 
     def _orthogonalized(self, gradients: list[Tensor], averages: list[Tensor], group: Group) -> Tensor:
-        """Return orthogonalized Nesterov directions, bfloat16 [N, rows, columns], of N matrices. Empties both lists."""
+        """Return orthogonalized Nesterov directions of N matrices, bfloat16 [N, rows, columns]. May empty the lists."""
         if (library := muon_library([*gradients, *averages])) is not None:
             return muon_updates(library, gradients, averages, group["momentum"], self._polynomials, group["eps"])
         made = [directions(gradients, averages, group["momentum"])]  # in a list: `pop` below leaves no reference
@@ -119,8 +119,8 @@ class Muon(ByOwners, torch.optim.Muon):
             weights.add_(orthogonal, alpha=-rate)
 
     def _row_factors(self, parameter: nn.Parameter, norms: Tensor, beta: float) -> Tensor:
-        """Return the factor of each row of an orthogonal update, float32 [rows] (Li et al., 2025, "NorMuon", arXiv
-        2510.05491, algorithm 1): one over the root of the running average of the row's mean square. The factors are
+        """Add an orthogonal update to the running averages of its rows' mean squares; return each row's factor, float32
+        [rows] (Li et al., 2025, "NorMuon", arXiv 2510.05491, algorithm 1): one over the average's root. The factors are
         scaled to keep the update's norm, as in the authors' code, so that Muon's learning rates apply.
 
         Args:

@@ -1,5 +1,5 @@
-"""The optimizer of a run: the recipe's for the blocks' matrices and AdamW for other parameters, behind one interface.
-Only matrices decay. Each optimizer has a file in this folder and an entry in
+"""The optimizer of a run: one interface to the recipe's optimizer, for the blocks' matrices, and to AdamW, for other
+parameters. Vectors do not decay. Each optimizer has a file in this folder and an entry in
 `gptworks.config.optimizers.OPTIMIZERS`."""
 
 import math
@@ -17,7 +17,8 @@ from gptworks.training.optim.base import Build, ByOwners, Group, Mesh
 
 
 def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) -> dict[str, list[Group]]:
-    """Return groups by optimizer; a group is of blocks' matrices, embeddings, head, or vectors (norms and biases)."""
+    """Return parameter groups by optimizer. A group has parameters of one mesh and one kind: blocks' matrices,
+    embeddings, the head, or vectors (norms and biases)."""
     members: dict[tuple[str, object], list[str]] = {(kind, None): [] for kind in RateFactors.model_fields}
     for name, parameter in parameters.items():
         kind = "head" if name.startswith("untied_head.") else "embeddings"
@@ -61,7 +62,7 @@ class Optimizer:
 
     @property
     def parts(self) -> list[torch.optim.Optimizer]:
-        """The optimizers of the kinds of parameters."""
+        """The torch optimizers, in alphabetical order of their names in `OPTIMIZERS`."""
         return [optimizer for optimizer, _ in self._optimizers.values()]
 
     def set_rate(self, factor: float) -> None:
@@ -71,13 +72,13 @@ class Optimizer:
                 group["lr"] = factor * group["peak_lr"]
 
     def step(self, scaler: torch.amp.GradScaler) -> None:
-        """Update the parameters from their gradients, which are unscaled and finite."""
+        """Update the parameters from their gradients, which are unscaled and finite, and then the scaler's factor."""
         for optimizer, _ in self._optimizers.values():
-            optimizer.step()  # not the scaler's, which would read again whether the gradients are finite
+            optimizer.step()  # not `scaler.step`, which would check again that gradients are finite
         scaler.update()
 
     def unscale(self, scaler: torch.amp.GradScaler) -> None:
-        """Divide the gradients by the scaler's factor."""
+        """Divide the gradients by the scaler's factor, if it is enabled."""
         if scaler.is_enabled():
             for optimizer, _ in self._optimizers.values():
                 scaler.unscale_(optimizer)
@@ -126,7 +127,7 @@ class Optimizer:
         return expected
 
     def copy_state(self, source: str, target: str) -> None:
-        """Copy the state of the parameter named `source` to the parameter named `target`, of the same shape."""
+        """Copy the state of parameter `source` to parameter `target`, of the same shape, if one optimizer has both."""
         for optimizer, names in self._optimizers.values():
             if source in names and target in names:
                 state = optimizer.state[self.parameters[source]]

@@ -34,7 +34,7 @@ def polynomials(kind: Literal["jordan", "polar_express"], n_iterations: int) -> 
         return (JORDAN,) * n_iterations
     *varied, limit = POLAR_EXPRESS
     safe = [_of_divided(polynomial, SAFETY) for polynomial in varied]
-    safe[0] = _of_divided(safe[0], SAFETY)  # a rounded Frobenius norm may be below the largest value
+    safe[0] = _of_divided(safe[0], SAFETY)  # a rounded Frobenius norm may be below the largest singular value
     return tuple(safe[:n_iterations]) + (limit,) * (n_iterations - len(safe))
 
 

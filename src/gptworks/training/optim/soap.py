@@ -92,7 +92,8 @@ class SOAP(ByOwners):
         return [(part,) for part in owners.send(owned, whole)]
 
     def _direction(self, gradient: Tensor, state: dict[str, Tensor], group: Group) -> Tensor:
-        """Add a gradient [rows, columns] to a matrix's state; return its update before the factor -rate, same shape."""
+        """Add a gradient [rows, columns] to a matrix's state; return the matrix's update [rows, columns], to which
+        `_apply` applies the learning rate."""
         beta1, beta2 = group["betas"]
         left, right = (state[f"{side}_basis"] for side in SIDES)
         state["step"] += 1

@@ -54,7 +54,8 @@ def write_model_card(
 
     Args:
         reason: why the run has ended; None: the run continues, and `outcome.json` is not written.
-        samples_per_epoch: number of samples in the training split. epochs: passes over each dataset of a mixture.
+        samples_per_epoch: number of samples in the training split.
+        epochs: number of passes over each dataset of a mixture.
     """
     validation = list(read_metrics(recipe.run_dir / LOG, kinds=("validation",)))
     training = _training(recipe, progress, reason, samples_per_epoch, precision) | _layout(layout) | _memory(memory)

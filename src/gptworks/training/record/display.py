@@ -27,9 +27,9 @@ LOSS_MEMORY = 0.95
 FORMS = range(8)
 """Forms of the progress line, from all figures in words to the loss and the time left."""
 SAMPLE_LINES = 6
-"""Last lines of a sample's prompt that are shown."""
+"""Number of a sample prompt's last lines that are shown."""
 LEAST_BAR, MOST_BAR = 8, 40
-"""Columns of the bar on a terminal; it is left out if there is room for fewer."""
+"""Least and most columns of the bar on a terminal; the bar is left out if there is room for fewer."""
 
 
 class Display:

@@ -1,4 +1,5 @@
-"""Writes and reads metrics.jsonl, a run's log, from which all displays of the run are made; writes samples.md."""
+"""Writes and reads metrics.jsonl, a run's log, from which its curves, pages and model card are made; writes
+samples.md."""
 
 import json
 import math
@@ -133,7 +134,7 @@ def read_metrics(path: Path, skipped: Skipped | None = None, kinds: Collection[s
 
 
 MOST_LOG_BYTES = 1 << 34
-"""Maximum size of a log, more than ten million steps need; only a damaged or sparse file is larger."""
+"""Maximum size of a log. Ten million steps need less: only a damaged or sparse file is larger."""
 _MOST_LINE_BYTES = 1 << 22
 _BLOCK_BYTES = 1 << 18
 _KNOWN_BYTES = 256
@@ -147,7 +148,11 @@ class MetricsReader:
     """
 
     def __init__(self, path: Path, skipped: Skipped | None = None, kinds: Collection[str] = ()) -> None:
-        """kinds: skip the lines that name none of these kinds, uncounted; empty: none."""
+        """
+        Args:
+            skipped: counts the lines that are not records; None: the reader makes its own.
+            kinds: pass over lines that name none of these kinds, without counting them; empty: read all lines.
+        """
         self.path, self.skipped = path, Skipped() if skipped is None else skipped
         self._names = [kind.encode() for kind in kinds]
         self.at_end = False

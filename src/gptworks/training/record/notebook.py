@@ -1,4 +1,4 @@
-"""Shows a run in a notebook, as one output below the cell that is updated during the run."""
+"""Shows a run in a notebook, as one output below the cell, which the run updates."""
 
 import io
 from collections import deque

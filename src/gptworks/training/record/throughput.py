@@ -12,7 +12,7 @@ MEASURE_AFTER_SECONDS = 10.0
 """Training time after which the device's rate is measured; shorter runs report no utilization."""
 
 MOST_MEASURED = 4
-"""Maximum number of measurements of the device's rate, which is measured again if training exceeds it."""
+"""Maximum number of measurements of the device's rate. It is measured again if training exceeds the measured rate."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Sends records to a run of Weights & Biases; a resumed run continues the same one.
+    """Sends records to a run of Weights & Biases, which continues when training is resumed.
 
     Offline (`WANDB_MODE=offline`), a resumed run replaces its files in the run folder's `wandb/`. A server accepts a
     step only once: if a step runs again, the server keeps the first record, although the second may differ after a

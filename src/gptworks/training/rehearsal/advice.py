@@ -1,4 +1,5 @@
-"""What a rehearsal recommends to change, with the settings to write; each change is planned first."""
+"""The changes that a rehearsal recommends, with the settings to write. A faster layout is planned before it is
+recommended."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,13 +19,13 @@ LEAST_GAIN = 1.05
 """Smallest ratio of speeds for which another layout is recommended: smaller ones are within the plan's errors."""
 
 MOST_LOST_SECONDS = 1800
-"""Time between checkpoints above which more of them are recommended, since a failure loses the steps since the last."""
+"""Time between checkpoints above which more checkpoints are recommended: a failure loses the steps since the last."""
 
 LEAST_WRITE_SECONDS = 1
-"""Time to write a checkpoint below which it is never too long."""
+"""Time below which writing a checkpoint never counts as too slow."""
 
 MOST_PADDING = 0.05
-"""Share of padding in FSDP's tensors above which a number of ranks with less is recommended."""
+"""Share of padding in FSDP's tensors above which a number of ranks with less padding is recommended."""
 
 MOST_EPOCHS = 4
 """Passes over the same text up to which repeating is nearly as good as new text (Muennighoff et al., 2023)."""
@@ -37,14 +38,14 @@ class Advice:
     reason: str
     """A sentence."""
     settings: tuple[str, ...] = ()
-    """Settings to write, as arguments of a command; empty: what to do is in the reason."""
+    """Settings to write, as arguments of a command; empty: the reason says what to do."""
 
 
 def advice(plan: Plan, write_seconds: float) -> Iterator[Advice]:
     """Yield what should change in a planned run.
 
     Args:
-        write_seconds: the time that a checkpoint takes to be written.
+        write_seconds: the time to write a checkpoint.
     """
     if not plan.fits:
         settings = (plan.changes[0].words,) if plan.changes else ()
@@ -92,7 +93,7 @@ def _epochs(plan: Plan) -> Iterator[Advice]:
 
 
 def _pace(plan: Plan, write_seconds: float) -> Iterator[Advice]:
-    """Yield what should change in the times between checkpoints, and in the time that ranks wait for each other."""
+    """Yield advice on the number of steps between checkpoints, and on the timeout after which a rank counts as lost."""
     if plan.tokens_per_second is None:
         return
     train, step_seconds = plan.train, plan.tokens_per_step / plan.tokens_per_second
@@ -120,8 +121,8 @@ def _pace(plan: Plan, write_seconds: float) -> Iterator[Advice]:
 
 
 def _faster(plan: Plan) -> Advice | None:
-    """Return the layout of the step with which the plan is fastest and fits, the fewest changes first; None if the gain
-    is too small."""
+    """Return advice to use the layout of the step with the fewest changes among those that fit and are within 1% of the
+    fastest; None if the gain is too small, or the speed is unknown or measured."""
     if plan.tokens_per_second is None or plan.measured is not None:
         return None
     fsdp, other = "train.parallel.strategy=fsdp", not plan.train.parallel.reshard_after_forward

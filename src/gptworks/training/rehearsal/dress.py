@@ -20,8 +20,8 @@ DISK_GB_PER_SECOND = 1.0
 """Assumed GB/s at which all ranks together write a checkpoint."""
 
 CLOSE, CLOSE_BYTES = 0.01, 4096
-"""Largest difference of shown and planned bytes, relative and absolute, that counts as equal: a plan leaves out that
-DDP also sends which tensors have gradients."""
+"""Largest relative and absolute differences of shown and planned bytes that count as equal: plans leave out the flags
+with which DDP tells other ranks which tensors have gradients."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Rehearsed:
 
     @property
     def step_bytes(self) -> int:
-        """Planned peak memory of a rank's step on a CPU, whose kernels the ranks' fake tensors pass."""
+        """Planned peak memory of a rank's step on a CPU, because the ranks' fake tensors are on the CPU."""
         setting = replace(self.plan.setting, on_cpu=True, saves=False, averages=False, shorter_lengths=())
         return training_peak(setting).total_bytes
 
@@ -105,7 +105,7 @@ class Rehearsed:
 
     @property
     def advice(self) -> list[Advice]:
-        """What to change."""
+        """The recommended changes: first those for failed checks, then those for the plan."""
         problems = [Advice(check.problem) for check in self.checks if check.problem is not None]
         return [*problems, *advice(self.plan, self.write_seconds)]
 
@@ -139,8 +139,8 @@ def _checked(recipe: Recipe, n_ranks: int) -> Iterator[Check]:
 
 
 def _step_bytes(rank: RankSteps, micro_steps: int) -> Counter[tuple[str, str]]:
-    """Return the bytes of a step's collectives by kind and dimension. Micro-batches are alike: what the second step
-    sends more than the first is what each micro-batch sends."""
+    """Return the bytes of a step's collectives by kind and dimension. Micro-batches are alike: each further one adds
+    the difference of the second and the first step."""
     first, second = _by_kind(rank.first), _by_kind(rank.second)
     more = micro_steps - rank.n_second
     return Counter({of: second[of] + more * (second[of] - first[of]) for of in {*first, *second}})

@@ -27,7 +27,7 @@ def estimate(
     """Return the plan of a recipe's run. If its data is missing, figures that depend on the tokens are unknown.
 
     Args:
-        read: loads the recipe again with additional overrides; the plan tries its advice with it.
+        read: loads the recipe again with additional overrides; the plan uses it to test its advice.
 
     Raises:
         UserError: `gptworks.planning.run.plan` raises it, or the data is missing and the vocabulary's size unknown.
@@ -57,8 +57,8 @@ def _with_lengths(found: Plan, pairs: AnswerPairs, steps: int) -> Plan:
 
 
 def with_what_is_prepared(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
-    """Return the recipe with the vocabulary's size from its prepared data, and this data; if not prepared, `recipe` and
-    None."""
+    """Return the recipe with the vocabulary's size from its prepared data, and this data; `recipe` and None if the data
+    is not prepared."""
     prepared = find_prepared(recipe)
     if prepared is None:
         return recipe, None

@@ -23,7 +23,8 @@ Kind = Literal["wrong device", "host read", "blocking copy", "float32 product", 
 
 @dataclass(frozen=True)
 class Finding:
-    """An operation of the step that a GPU would refuse or wait for, or a product in a wider dtype than asked."""
+    """An operation of the step that a GPU would refuse or wait for, a product in a wider dtype than asked, a break of a
+    graph, or the error that ended the step."""
 
     kind: Kind
     operation: str
@@ -48,8 +49,7 @@ class FakeStep:
     products: tuple[tuple[str, int], ...] = ()
     """Each dtype of matrix products and attention, and the number of products of this dtype."""
     n_graphs: int | None = None
-    """Number of graphs into which the blocks that were compiled were divided: one for each if none breaks. None: no
-    block is compiled."""
+    """Number of graphs of the compiled blocks: one per block if none breaks. None: no block is compiled."""
 
     @property
     def faults(self) -> tuple[Finding, ...]:
@@ -84,7 +84,7 @@ def step_on_fake_cuda(rehearsal: Rehearsal) -> FakeStep:
 
 
 def preloading(guard: Path) -> dict[str, str]:
-    """Return this process's environment for a process with the fake CUDA device of `guard`."""
+    """Return this process's environment, changed to preload the fake CUDA device `guard` and to hide GPUs."""
     return os.environ | {"LD_PRELOAD": str(guard), "CUDA_VISIBLE_DEVICES": ""}
 
 

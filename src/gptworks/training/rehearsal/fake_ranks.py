@@ -3,10 +3,10 @@
 python -m gptworks.training.rehearsal.fake_ranks < ranks.json
 
 The group is torch's backend `fake`: the process is one rank, the others do not exist, and a collective returns at once.
-Model, placement, step and optimizer are those of training. Of each rank, two things are done:
+Model, placement, step and optimizer are those of training. The rehearsal has two parts:
 
-    build   its parts are made with their random numbers: the host's memory and the time are measured
-    step    two steps run on fake tensors, which have shapes and no contents: collectives and memory are counted
+    build   the first rank makes its parts with their random numbers: the host's memory and the time are measured
+    step    each rank runs two steps on fake tensors, which have no contents: collectives and memory are counted
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from gptworks.units import readable
 CPU = torch.device("cpu")
 
 MOST_SECONDS = 1200.0
-"""Maximum time for all ranks."""
+"""Maximum time of the process that rehearses all ranks."""
 
 MOST_DRAWN = 4 * 10**9
 """Largest model that is built in memory, in parameters: each takes a random number, about 100 million a second."""
@@ -56,7 +56,7 @@ class Asked:
     ranks: tuple[int, ...]
     seed: int
     builds: bool
-    """Whether the first of them makes its parts in memory too."""
+    """Whether the first of `ranks` also makes its parts in memory."""
     memory_bytes: int
     """Memory that the process may add to what it needs to start."""
 
@@ -99,9 +99,9 @@ class Placement:
     built: Built | None = None
     """The first rank's parts; None: not built."""
     not_checked: str | None = None
-    """Why no rank was placed; None: they were."""
+    """Why no rank was placed; None: ranks were placed."""
     not_built: str | None = None
-    """Why no parts were made in memory; None: they were."""
+    """Why no parts were made in memory; None: parts were made."""
 
 
 _ASKED, _FOUND = TypeAdapter(Asked), TypeAdapter(Placement)
@@ -147,8 +147,8 @@ class _FakeRanks(Ranks):
 
 
 class _Measured(ManyDevices):
-    """Measures the growth of the process until its parts are made; then FSDP gathers some for the first time, which is
-    not the host's memory on a GPU."""
+    """Measures how much the process grows until its parts are made, before FSDP gathers some for the first time: on a
+    GPU, gathered parts are not in the host's memory."""
 
     grown_bytes: int | None = None
 
@@ -165,7 +165,8 @@ class _OnFakeTensors(ManyDevices):
     """Builds the model on the meta device, and replaces its parts by fake tensors once they are divided."""
 
     def build_on_meta(self, make: Callable[[], GPT]) -> None:
-        """Call it outside of `FakeTensorMode`: modules cannot exchange fake tensors for others."""
+        """Build the model on the meta device and divide it, outside of `FakeTensorMode`: modules cannot exchange fake
+        tensors for others."""
         with torch.device("meta"):
             self._on_meta = make()
         self._divide(self._on_meta, CPU)
@@ -190,7 +191,7 @@ def _place(asked: Asked) -> Placement:
 
 @contextlib.contextmanager
 def _joined(rank: int, asked: Asked) -> Iterator[tuple[TrainConfig, Ranks, DeviceMesh, Layout]]:
-    """Context in which this process is a rank of a fake group, with what its `ManyDevices` is made of."""
+    """Context in which this process is a rank of a fake group; gives the arguments of the rank's `ManyDevices`."""
     layout = asked.layout
     distributed.init_process_group("fake", rank=rank, world_size=layout.world_size)
     try:

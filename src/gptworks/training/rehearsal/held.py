@@ -1,6 +1,6 @@
 """Counts the memory of tensors during a step of a run, to compare it with the plan.
 
-The process grows by more than that: by freed memory that the allocator keeps, torch's code, and files.
+The process grows by more: also by freed memory that the allocator keeps, torch's code, and files.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,10 @@ from gptworks.training.setup import PreparedRun
 
 
 class StepMemory:
-    """Counts the memory of tensors during one step of a run; takes some hundredths of a second, changes no result."""
+    """Counts the memory of tensors during one step of a run.
+
+    Counting takes some hundredths of a second and changes no result.
+    """
 
     def __init__(self, setup: PreparedRun) -> None:
         """Start to measure the growth of the process; the model must not be built yet."""
@@ -21,7 +24,8 @@ class StepMemory:
         self._counts = setup.device.type == "cpu" and setup.ranks.size == 1 and setup.recipe.train.compile != "block"
         self._before_bytes = reset_peak(setup.device)
         self.peak_bytes: int | None = None
-        """Peak memory of tensors in the counted step; None before that step."""
+        """Peak memory of tensors in the counted step; None before it, and always on GPUs, on several ranks, or with
+        compiled blocks."""
 
     @contextmanager
     def counted(self, is_whole: bool) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Measures memory and speed of real training steps of a new model; memory in a separate process, which runs:
+"""Measures memory and speed of real training steps of a new model; memory always in a new process, which runs:
 
 python -m gptworks.training.rehearsal.measure keep|return < rehearsal.json
 """

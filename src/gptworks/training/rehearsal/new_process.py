@@ -19,7 +19,7 @@ def output_of(
     """Run a module of this folder in a new Python with `given` as its input; return what it printed.
 
     Args:
-        environment: None: this process's.
+        environment: its environment variables; None: this process's.
 
     Raises:
         ProcessFailed: the process failed, with the last line of its errors, or took longer than `seconds`.

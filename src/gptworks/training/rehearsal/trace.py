@@ -1,7 +1,7 @@
 """Counts the memory of a training step by running it without allocating memory.
 
 The step runs on torch's fake tensors, which have shapes, dtypes and storages but no contents; each storage is counted
-while it exists. Scratch memory of kernels, freed memory that the allocator keeps, and Python's are not counted.
+while it exists. Kernels' scratch memory, freed memory that the allocator keeps, and Python's memory are not counted.
 """
 
 import math
@@ -69,7 +69,8 @@ class Rehearsal:
         return trainable_model(self.model, self.adapter, self.freeze)
 
     def batch(self, tokens: Tensor) -> Batch:
-        """Return a batch of inputs and targets `tokens`, int64 [B, T]. If rows may hold several texts, each is one."""
+        """Return a batch whose inputs and targets are `tokens`, int64 [B, T]. If `several_texts`, each row is one text
+        with its positions."""
         if not self.several_texts:
             return tokens, tokens
         n_rows, length = tokens.shape
@@ -99,7 +100,7 @@ class Rehearsal:
 
 
 _MOST_SKIPPED = 32
-"""Steps in fp16 that are skipped at most; the factor of the loss is 2^16 at first."""
+"""Maximum number of steps in fp16 that `take` skips; each halves the factor of the loss, which is 2^16 at first."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +165,11 @@ def take(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages: in `now_bytes` and `peak_bytes`, those that operations created, while they exist;
-    in `found_bytes`, those that operations only read, which are assumed to exist throughout.
+    """Counts the bytes of storages. `now_bytes` and `peak_bytes` count storages that operations create, while they
+    exist; `found_bytes` counts storages that existed before, which are assumed to exist throughout.
 
     Tensors on the meta device have no memory; `counts_meta` counts them as if they had. Storages may change their size:
-    FSDP frees what it has gathered by resizing it.
+    FSDP frees gathered parameters by resizing their storages.
     `torch.distributed._tools.mem_tracker.MemTracker` counts the same bytes (a test checks it), but is six times slower.
     """
 
@@ -226,7 +227,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _run(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation; as an index, a boolean mask without contents selects every element."""
+    """Run an operation; an index that is a fake boolean mask, which has no contents, selects every element."""
     masks = function in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
     if masks and isinstance(args[0], torch._subclasses.FakeTensor):
         x, indices, *rest = args

@@ -16,10 +16,10 @@ KINDS = {
     "allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce", "broadcast": "broadcast",
     "alltoall": "all_to_all",
 }  # fmt: skip
-"""Part of the name of torch's operation, without `_`, and the kind of collective."""
+"""Kind of collective by a part of the name of torch's operation, without `_`."""
 
 MOST_FIGURES = 8
-"""Largest number of elements in a collective that exchanges counts or losses, which plans leave out."""
+"""Collectives of at most this many elements exchange only counts or losses. Plans leave them out."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Traffic(TorchDispatchMode):
         return out
 
     def _dimension(self, args: Any) -> str:
-        """Return the dimension of the group among an operation's arguments: an object, or its name."""
+        """Return the mesh dimension of the process group that an operation's arguments include, as object or name."""
         for argument in args:
             group: Any = argument if isinstance(argument, str) else None
             if isinstance(argument, torch.ScriptObject):

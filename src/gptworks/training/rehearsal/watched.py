@@ -37,13 +37,13 @@ from gptworks.training.step import TrainStep
 
 PACKAGE = str(Path(__file__).parents[2])
 _SKIPPED = (str(Path(__file__).parent), str(Path(dispatch.__file__)))
-"""Files that only pass operations on."""
+"""Files that only pass operations on: findings name the code that calls them."""
 
 EXPECTED: dict[tuple[Kind, str, str], str] = {
     ("host read", "device.py", "__getitem__"): "the step's losses and gradient norm, read together",
     ("float32 product", "model/moe.py", "forward"): "the router: rounding would change the choice of experts",
 }
-"""What gptworks does on purpose: kind, file and function of a finding, and the reason. Optimizers add theirs."""
+"""Findings that gptworks causes on purpose: (kind, file, function) → reason. Optimizers add `expected_on_cuda`."""
 
 _aten = torch.ops.aten
 _READS = {
@@ -66,7 +66,8 @@ _PRODUCTS = {
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations and products, and records findings, while it is entered inside a `FakeTensorMode`.
 
-    An operation that needs values, which fake tensors lack, gets some: 1 or true, or half of the elements.
+    Operations that need values, which fake tensors lack, get substitutes: a scalar is 1 or true, and a mask selects
+    half of the elements.
     """
 
     def __init__(self, precision: str) -> None:
@@ -76,10 +77,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.n_operations = 0
         self.products: Counter[str] = Counter()
         self.found: Counter[tuple[Kind, str, str, str]] = Counter()
-        """Number of times of each kind of finding, operation, file and line, and function."""
+        """Number of occurrences of each finding: (kind, operation, file and line, function)."""
 
     def begin(self) -> None:
-        """Count again from 0, but keep the findings that only the first step had."""
+        """Count again from 0; findings of earlier steps stay, with count 0."""
         self.n_operations, self.products = 0, Counter()
         self.found = Counter(dict.fromkeys(self.found, 0))
 
@@ -96,7 +97,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if (
             torch.is_inference_mode_enabled() and function.namespace == "aten"
-        ):  # there, operations may consist of others
+        ):  # in this mode, operations may consist of others
             with self:
                 parts = function.decompose(*args, **kwargs)
             if parts is not NotImplemented:
@@ -143,7 +144,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _selects(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation selects elements by a mask, or repeats them without the result's size."""
+    """Return whether the size of the result depends on values: the operation indexes with a mask, or repeats elements
+    without `output_size`."""
     if packet in (_aten.index, _aten.index_put_, _aten.index_put):
         return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1])
     return packet is _aten.repeat_interleave and kwargs.get("output_size") is None
@@ -175,8 +177,8 @@ def _answered(function: Any, packet: Any, args: Sequence[Any], kwargs: dict[str,
 
 
 def _caller() -> tuple[str, str]:
-    """Return file and line of the innermost code of gptworks, and its function's name. For an operation of autograd,
-    this is the code of the forward pass, as anomaly mode keeps it."""
+    """Return "file:line" of the innermost code of gptworks, and its function's name. For an operation of autograd, this
+    is the code of the forward pass, which anomaly mode records."""
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -189,7 +191,7 @@ def _caller() -> tuple[str, str]:
 
 
 def _last_of_package(lines: str) -> tuple[str, str]:
-    """Return file and line, and function, of the last line of a traceback that is gptworks' own; empty without one."""
+    """Return "file:line" and function of the last line of a traceback that is gptworks' own; empty texts if none is."""
     found = re.findall(rf'File "{re.escape(PACKAGE)}/([^"]+)", line (\d+), in (\S+)', lines)
     skipped = tuple(path[len(PACKAGE) + 1 :] for path in _SKIPPED)
     own = [(f"{file}:{line}", function) for file, line, function in found if not file.startswith(skipped)]
@@ -220,7 +222,7 @@ def watched_step(rehearsal: Rehearsal) -> FakeStep:
 
 
 def _expected_of(optimizer: Optimizer) -> dict[tuple[Kind, str, str], str]:
-    """Return what an optimizer does on purpose, in the form of `EXPECTED`."""
+    """Return the findings that an optimizer causes on purpose, in the form of `EXPECTED`."""
     return {
         (kind, str(Path(inspect.getfile(type(one))).relative_to(PACKAGE)), function): reason
         for one in optimizer.parts
@@ -235,7 +237,7 @@ def _message(error: Exception) -> str:
 @contextmanager
 def fake_cuda(watch: Watch) -> Iterator[None]:
     """Context in which tensors are fake, CUDA is there, and waits for it are recorded in `watch`. Enter `watch` itself
-    around the operations to watch.
+    around the operations to watch. `torch.cuda` stays fake afterwards.
 
     Raises:
         RuntimeError: the library of fake_cuda.cpp is not preloaded.
@@ -276,7 +278,7 @@ def _check_places(step: TrainStep, watch: Watch) -> None:
 
 
 def _count_graphs(step: TrainStep, rehearsal: Rehearsal, batch: Batch, watch: Watch) -> int:
-    """Compile the blocks as far as graphs; return the number of graphs and record where they break."""
+    """Trace the blocks into graphs, as torch.compile does; return the number of graphs and record where they break."""
     from torch import _dynamo as dynamo
 
     given: dict[nn.Module, Any] = {}
@@ -296,7 +298,7 @@ def _count_graphs(step: TrainStep, rehearsal: Rehearsal, batch: Batch, watch: Wa
         try:
             with step.precision.autocast():
                 shown = dynamo.explain(block)(*inputs)
-        except Exception as error:  # an operation outside a graph whose result's size depends on values
+        except Exception as error:  # such as an operation outside a graph whose result's size depends on values
             lines = "".join(traceback.format_exception(error))
             watch.found[("graph break", _message(error), *_last_of_package(lines))] += 1
             continue
@@ -381,7 +383,7 @@ def install(watch: Watch) -> None:
     def tolist(x: Tensor) -> Any:  # torch's own reads one element after the other
         if x.device.type == "cuda":
             watch.record("host read", "tolist")
-        return np.full(x.shape, 2.0 if x.is_floating_point() else 0).tolist()  # a norm above the limit, a valid token
+        return np.full(x.shape, 2.0 if x.is_floating_point() else 0).tolist()  # 2: a norm to clip; 0: a valid token
 
     moe.tokens_per_expert = tokens_per_expert
     fake_tensor.FakeTensor.tolist = tolist  # type: ignore[assignment, method-assign]
