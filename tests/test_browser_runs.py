@@ -73,6 +73,15 @@ def plot(page: Any, title: str) -> Any:
     return page.locator("figure.chart").filter(has=page.get_by_role("heading", name=title)).locator(".u-over")
 
 
+def steady_box(element: Any) -> dict[str, float]:
+    """Return an element's place once it no longer moves: a chart's labels, drawn with its points, move its plot."""
+    before = None
+    while (box := element.bounding_box()) != before:
+        before = box
+        element.page.wait_for_timeout(200)
+    return dict(box)
+
+
 def asked(response: Any) -> dict[str, list[str]]:
     return parse_qs(urlsplit(response.url).query)
 
@@ -122,9 +131,9 @@ def test_the_list_is_searched_ordered_and_chosen_from(page: Any, runs: Studio) -
 def test_charts_zoom_to_a_window_whose_points_the_server_gives(page: Any) -> None:
     over = plot(page, "Training loss")
     over.scroll_into_view_if_needed()
-    box = over.bounding_box()
 
     def drag() -> None:
+        box = steady_box(over)
         page.mouse.move(box["x"] + 0.35 * box["width"], box["y"] + 60)
         page.mouse.down()
         page.mouse.move(box["x"] + 0.45 * box["width"], box["y"] + 70, steps=4)
