@@ -3,8 +3,8 @@
     python bench/defaults.py rates                                # a sweep of the rates at four widths
     python bench/defaults.py table --english FOLDER --shakespeare FILE --minutes 2
 
-Step times are measured on an idle machine, given (`--step-seconds`), and turned into numbers of steps, so that a busy
-machine takes longer but gives the same losses. Each finished run is a line of `--results` and is not repeated.
+`--step-seconds` has the step times of an idle machine, which are turned into numbers of steps: a busy machine takes
+longer but gives the same losses. Each finished run is a line of `--results` and is not repeated.
 """
 
 import argparse

@@ -119,16 +119,17 @@ def _regime(name: str, lines: list[Result], here: Place | None) -> Regime:
     }
     times = {line["change"]: line for line in lines if line["kind"] == "time"}
     factors = tuned_factors(runs.values())
-    ended, found = _compared(runs.values(), factors)
+    compared, found = _compared(runs.values(), factors)
     if not _has_intervals(found):
         at_own = _compared(runs.values(), {})
         if _has_intervals(at_own[1]):
-            factors, (ended, found) = {}, at_own
+            factors, (compared, found) = {}, at_own
+    ended = [line for line in compared if "failed" not in line]
     baseline = [line for line in ended if line["change"] == BASELINE]
     worth = WORTH * max(line.get("token_bytes", 1.0) for line in runs.values())  # a constant of the text
     here = here or (place_of(ended[-1]) if ended else None)
     rows = [
-        _row(change, factors, list(runs.values()), times, found.get(change), worth, here)
+        _row(change, factors, runs.values(), compared, times, found.get(change), worth, here)
         for change in last
         if change != BASELINE
     ]
@@ -147,9 +148,11 @@ def tuned_factors(runs: Iterable[Result]) -> dict[str, float]:
 
 
 def _compared(runs: Iterable[Result], factors: Mapping[str, float]) -> tuple[list[Result], dict[str, Comparison]]:
-    """Return the finished runs that are compared, and the comparisons."""
-    ended = [line for line in compared_runs(runs, factors) if "failed" not in line]
-    return ended, compare([(line["change"], (line["seed"], *place_of(line)), line["loss"]) for line in ended], BASELINE)
+    """Return the runs that are compared, failed ones too, and the comparisons of those that finished."""
+    compared = compared_runs(runs, factors)
+    ended = [line for line in compared if "failed" not in line]
+    blocks = [(line["change"], (line["seed"], *place_of(line)), line["loss"]) for line in ended]
+    return compared, compare(blocks, BASELINE)
 
 
 def _has_intervals(found: Mapping[str, Comparison]) -> bool:
@@ -165,12 +168,11 @@ def compared_runs(runs: Iterable[Result], factors: Mapping[str, float]) -> list[
 
 
 def _row(
-    change: str, factors: Mapping[str, float], all_runs: list[Result], times: Mapping[str, Result],
-    comparison: Comparison | None, worth: float, here: Place | None,
+    change: str, factors: Mapping[str, float], all_runs: Iterable[Result], compared: Sequence[Result],
+    times: Mapping[str, Result], comparison: Comparison | None, worth: float, here: Place | None,
 ) -> Row:  # fmt: skip
     time = times.get(change)
     runs = [run for run in all_runs if run["change"] == change]
-    compared = compared_runs(all_runs, factors)
     failures = {run["seed"]: run["failed"] for run in compared if run["change"] == change and "failed" in run}
     described = next(iter(runs), time)
     assert described is not None
@@ -229,10 +231,10 @@ def _further(
         if (found := verdict(now.value, now.margin(n), worth)) != "open":
             break
     seeds = next_seeds(change, runs, here, n - now.n)
-    seconds = 0.0
-    for name in (change, BASELINE):
-        lacking = set(seeds) - seeds_of(name, runs, here)
-        seconds += len(lacking) * _run_seconds(name, [run for run in runs if "failed" not in run], times)
+    ended = [run for run in runs if "failed" not in run]
+    seconds = sum(
+        len(set(seeds) - seeds_of(name, runs, here)) * _run_seconds(name, ended, times) for name in (change, BASELINE)
+    )
     return Further(found, seeds, seconds / CORES / 3600)
 
 
