@@ -31,11 +31,6 @@ def next_factor(losses: Mapping[float, float]) -> float | None:
     return factor * step if len(losses) < MOST_FACTORS else None
 
 
-def best_factor(losses: Mapping[float, float]) -> float:
-    """Return the factor with the lowest loss."""
-    return min(losses, key=lambda factor: losses[factor])
-
-
 def factor_of(line: Result) -> float:
     """Return the factor of a run. Runs before 2026-11-27 have the rates of their recipe."""
     return float(line.get("rates", 1.0))
@@ -53,6 +48,6 @@ def tuning_losses(runs: Iterable[Result], here: Place | None) -> dict[float, flo
 
 
 def tuned_factor(runs: Iterable[Result]) -> float | None:
-    """Return the factor at which a change is compared; None: the search is not over."""
+    """Return the factor at which a change is compared, that with the lowest loss; None: the search is not over."""
     losses = tuning_losses(runs, None)
-    return best_factor(losses) if next_factor(losses) is None else None
+    return min(losses, key=lambda factor: losses[factor]) if next_factor(losses) is None else None

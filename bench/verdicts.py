@@ -55,8 +55,6 @@ class Row:
     comparison: Comparison | None
     """Last loss minus the baseline's, in nats per token, both at their own factors; None: no seed, text and processor
     has runs of both."""
-    failures: dict[int, str]
-    """The reason why a compared run failed, by seed."""
     step_time: StepTime | None
     """Step time relative to the baseline's, for equally many tokens; None: not measured."""
     verdict: str
@@ -134,7 +132,9 @@ def _regime(name: str, lines: list[Result], here: Place | None) -> Regime:
         if change != BASELINE
     ]
     rows = [replace(row, in_time=_in_time(row, found.get(SHORTER), found.get(LONGER), worth)) for row in rows]
-    rows.sort(key=lambda row: (bool(row.failures), row.comparison is None, row.comparison and row.comparison.value))
+    rows.sort(
+        key=lambda row: (row.verdict == "failed", row.comparison is None, row.comparison and row.comparison.value)
+    )
     return Regime(name, tuple(baseline), factors.get(BASELINE), tuple(rows), tuple(runs.values()), worth)
 
 
@@ -173,11 +173,10 @@ def _row(
 ) -> Row:  # fmt: skip
     time = times.get(change)
     runs = [run for run in all_runs if run["change"] == change]
-    failures = {run["seed"]: run["failed"] for run in compared if run["change"] == change and "failed" in run}
     described = next(iter(runs), time)
     assert described is not None
     found, further = "open", None
-    if failures:
+    if any(run["change"] == change and "failed" in run for run in compared):
         found = "failed"
     elif comparison is not None:
         found = verdict(comparison.value, comparison.margin(comparison.n), worth)
@@ -192,7 +191,6 @@ def _row(
         factors.get(change),
         next((run["parameters"] for run in runs if "failed" not in run), None),
         comparison,
-        failures,
         None if time is None else times_of(time),
         found,
         further,
