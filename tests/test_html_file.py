@@ -15,11 +15,13 @@ import chats
 import tiny
 from browser import HOSTILE
 from gptworks.chat_template import BUILT_IN
+from gptworks.checkpoint import load_run
 from gptworks.cli import app
 from gptworks.errors import RunError, UserError
 from gptworks.infer.backends import native
 from gptworks.infer.sampling import SamplingSettings, filter_whole
 from gptworks.interop.html_file import browser, export_html, exporting
+from gptworks.interop.html_file.how import how_made
 from gptworks.interop.html_file.patterns import as_javascript
 from gptworks.interop.html_file.words import words_of
 from gptworks.kernels import wasm
@@ -27,6 +29,8 @@ from gptworks.kernels.build import Unavailable
 from gptworks.kernels.wasm import build
 from gptworks.recipe import parse_recipe
 from gptworks.training.loop import train
+from gptworks.training.record.metrics import LOG, MetricsLog
+from histories import validation
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
 needs_clang = pytest.mark.skipif(
@@ -297,6 +301,18 @@ def test_a_page_names_no_place_of_the_machine_and_says_how_the_model_was_made(ho
     assert how["losses"][-1][0] == how["steps"] == 20
     assert how["rows"]["ended"] == "finished, step 20"
     assert how["data"]["documents"] > 0
+
+
+@pytest.mark.parametrize(("n", "kept"), [(150, 150), (200, 200), (1000, 168)])
+def test_a_page_has_all_held_out_losses_that_fit(n: int, kept: int, run: Path, tmp_path: Path) -> None:
+    one = Path(shutil.copytree(run, tmp_path / "run"))
+    (one / LOG).unlink()
+    log = MetricsLog(one / LOG, 0)
+    for step in range(1, n + 1):
+        log.write(validation(step, 2.0))
+    log.close()
+    losses = how_made(load_run(one))["losses"]
+    assert len(losses) == kept and losses[-1] == (n, None, 2.0)
 
 
 # ---------------------------------------------------------------------------------------------------- what is refused

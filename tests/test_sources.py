@@ -35,6 +35,7 @@ from gptworks.data.prepare import find_prepared, prepare
 from gptworks.data.registry import by_settings
 from gptworks.data.shards import TokenShards
 from gptworks.data.sources import base, delimited, records
+from gptworks.data.sources import text as text_sources
 from gptworks.data.sources.base import Piece, Source, Unit
 from gptworks.data.sources.choose import (
     SOURCES,
@@ -168,7 +169,7 @@ def test_every_so_many_lines_are_a_document(ending: str, tmp_path: Path) -> None
 def test_documents_of_lines_are_read_in_parts_of_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = [f"{i} {'äöü' * (i % 7)}\n" for i in range(400)]
     (tmp_path / "a.txt").write_text("".join(content), encoding="utf-8")
-    monkeypatch.setattr(records, "UNIT_BYTES", 1000)
+    monkeypatch.setattr(text_sources, "UNIT_BYTES", 1000)
     monkeypatch.setattr(base, "PIECE_BYTES", 30)
     source = lines(tmp_path, 4)
     assert len(choose_source(source).units()) > 5
@@ -178,6 +179,14 @@ def test_documents_of_lines_are_read_in_parts_of_a_large_file(tmp_path: Path, mo
     place = len("".join(content).encode()) + 3
     with pytest.raises(UserError, match=rf"a\.txt is not UTF-8 text: byte 0xe9 at byte {place}\."):
         documents(source)
+
+
+def test_each_document_of_a_large_file_has_all_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = [f"question {i} {'?' * (i % 7)}\nanswer {i}\n" for i in range(400)]
+    (tmp_path / "a.txt").write_text("".join(pairs) + "a question", encoding="utf-8")
+    monkeypatch.setattr(text_sources, "UNIT_BYTES", 1000)
+    assert len(choose_source(lines(tmp_path, 2)).units()) > 5
+    assert documents(lines(tmp_path, 2)) == [*pairs, "a question"]
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

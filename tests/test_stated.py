@@ -33,7 +33,7 @@ from gptworks.interop.huggingface.keys import (
 )
 from gptworks.interop.huggingface.verify import quiet
 from gptworks.recipe import parse_recipe
-from gptworks.special_tokens import special_tokens, stated_of
+from gptworks.special_tokens import by_name, special_tokens, stated_of
 from gptworks.tokenizer import (
     document_frame,
     load_tokenizer,
@@ -344,6 +344,19 @@ def test_what_was_stated_survives_processes_added_tokens_and_a_second_saving(fol
     again.add_special_tokens(["<|im_end|>"])
     save_tokenizer(again, tmp_path / "saved")
     assert special_tokens(load_tokenizer(tmp_path / "saved")) == special_tokens(tokenizer)
+
+
+def test_a_folder_that_states_no_token_keeps_its_sampling_settings(folder: Path) -> None:
+    """The files name a tokenizer class without default tokens; well-known names give the tokens."""
+    for name in ("config.json", "special_tokens_map.json"):
+        (folder / name).unlink()
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<no>"}')
+    (folder / "generation_config.json").write_text('{"temperature": 0.3, "do_sample": true}')
+    tokenizer = load_tokenizer(folder)
+    stated = stated_of(tokenizer)
+    assert stated is not None and not stated.has_tokens and stated.generation["temperature"] == 0.3
+    assert "`<no>`, is not a token of tokenizer.json" in stated.notes[0]
+    assert special_tokens(tokenizer) == by_name(tokenizer)
 
 
 def test_tokenizers_of_earlier_runs_go_by_name_as_before(tmp_path: Path) -> None:

@@ -52,5 +52,11 @@ def test_tries_are_listed_with_their_verdicts_and_runs_and_what_cannot_be_read_i
             assert problem in tries[name]["problem"] and "lines" not in tries[name]
 
         copyfile(tmp_path / "secret", root / "damaged" / TRY_FILE)
-        mended = next(one for one in http.get("/studio/tries").json()["tries"] if one["id"] == "damaged")
-        assert mended["state"] == "decided" and mended["lines"] == good["lines"]
+        (root / "good" / "before.yaml").write_text("seed: [")
+        (root / "linked" / TRY_FILE).unlink()
+        copyfile(tmp_path / "secret", root / "linked" / TRY_FILE)
+        (root / "linked" / "try.html").unlink()
+        changed = {one["id"]: one for one in http.get("/studio/tries").json()["tries"]}
+        assert changed["damaged"]["state"] == "decided" and changed["damaged"]["lines"] == good["lines"]
+        assert "before.yaml" in changed["good"]["problem"] and "lines" not in changed["good"]
+        assert changed["linked"]["problem"] is None and changed["linked"]["page"] is None

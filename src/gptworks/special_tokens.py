@@ -202,8 +202,8 @@ def _some(token: int | None) -> tuple[int, ...]:
 
 
 def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
-    """Read the special tokens and sampling settings that a folder states; None if it states no token. A folder without
-    `stating_files`, whose tokens `by_name` finds, gives only its sampling settings, or None without them.
+    """Read the special tokens and sampling settings that a folder states; None if it states neither. A folder without
+    `stating_files` states only sampling settings.
 
     Raises:
         UserError: a file is not readable JSON, or a value has a wrong type.
@@ -229,10 +229,10 @@ def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
         notes.append(f"generation ends at {shown} ({name}), and the tokenizer's eos_token is `{names['eos_token']}`")
     notes += _adding(config, tokenizer, names)
     others = _others(config, {} if "added_tokens_decoder" in config else by_map, tokenizer, notes)
-    if not names and not any(found.values()) and not ends:
-        return None
-    bos, pad = (next(iter(found[key]), None) for key in ("bos_token_id", "pad_token_id"))
     kept = {key: value for key, value in generation.items() if key not in found}
+    if not names and not any(found.values()) and not ends:
+        return Stated({}, (), generation=kept, notes=tuple(notes)) if kept or notes else None
+    bos, pad = (next(iter(found[key]), None) for key in ("bos_token_id", "pad_token_id"))
     return Stated(names, ends, bos, pad, kept, others, tuple(notes))
 
 

@@ -35,11 +35,11 @@ async def list_tries(request: Request) -> Response:
 
 
 class Tries:
-    """Reads tries, and caches each until its file changes. Call its methods in the feed's thread."""
+    """Reads tries, and caches each until one of its files changes. Call its methods in the feed's thread."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
-        self._known: dict[Path, tuple[int, dict[str, Any]]] = {}
+        self._known: dict[Path, tuple[list[int], dict[str, Any]]] = {}
 
     def rows(self, watch: Watch) -> dict[str, Any]:
         """Return the answer of /studio/tries."""
@@ -65,14 +65,13 @@ class Tries:
         return row | {"problem": None, "state": "running" if running else row["state"]}
 
     def _read(self, folder: Path, root: Path, ids: Mapping[str, str]) -> dict[str, Any]:
-        for name in (TRY_FILE, "before.yaml", "after.yaml"):
-            check_regular(folder / name, MOST_BYTES, inside=root)
-        changed = (folder / TRY_FILE).stat().st_mtime_ns
+        files = [folder / name for name in (TRY_FILE, "before.yaml", "after.yaml")]
+        for file in files:
+            check_regular(file, MOST_BYTES, inside=root)
+        changed = [file.stat().st_mtime_ns for file in files]
         if self._known.get(folder, (None,))[0] != changed:
-            found, page = read_try(folder, self._feed.library.recipes.of), folder / TRY_PAGE
+            found = read_try(folder, self._feed.library.recipes.of)
             design = found.design
-            if found.pairs and not {"00-before", "00-after"} <= ids.keys():
-                raise UserError("the runs of its first pair are not there, or cannot be read.")
             made = {
                 "changes": [printable(change) for change in design.changes],
                 "state": "decided" if found.decided else "open",
@@ -80,9 +79,11 @@ class Tries:
                 "pairs": len(found.pairs),
                 "most_pairs": design.most_pairs,
                 "steps": design.steps,
-                "page": printable(str(page)) if page.is_file() else None,
             }
             if len(self._known) >= 2 * MOST_TRIES:
                 self._known.clear()
             self._known[folder] = changed, made
-        return self._known[folder][1]
+        row, page = self._known[folder][1], folder / TRY_PAGE
+        if row["pairs"] and not {"00-before", "00-after"} <= ids.keys():
+            raise UserError("the runs of its first pair are not there, or cannot be read.")
+        return row | {"page": printable(str(page)) if page.is_file() else None}

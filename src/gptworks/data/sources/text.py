@@ -6,6 +6,7 @@ from pathlib import Path
 
 from gptworks.config.sources import LinesSource, TextSource
 from gptworks.data.sources.base import (
+    UNIT_BYTES,
     Piece,
     Source,
     Unit,
@@ -53,12 +54,23 @@ class Text(PlainText):
 
 
 class Lines(PlainText):
-    """A source of UTF-8 text files with `settings.lines` lines per document; a unit's last document may have fewer."""
+    """A source of UTF-8 text files with `settings.lines` lines per document; a file's last document may have fewer."""
 
     settings: LinesSource
 
     def units_of(self, file: Path) -> Iterable[Unit]:
-        return units_between(file, line_borders(file))
+        return units_between(file, line_borders(file) if self.settings.lines == 1 else self._borders(file))
+
+    def _borders(self, file: Path) -> Iterator[int]:
+        """Yield offsets at which documents begin, about UNIT_BYTES apart; none in a compressed file."""
+        if compression(file.name):
+            return
+        sizes = (len(line) for _, line in read_lines(file, MOST_LINE_BYTES))
+        last = at = 0
+        while size := sum(islice(sizes, self.settings.lines)):
+            if at - last >= UNIT_BYTES:
+                yield (last := at)
+            at += size
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
         offset_bytes = unit.start

@@ -85,13 +85,19 @@ def _losses(loaded: LoadedRun) -> list[tuple[int, float | None, float | None]]:
 
 
 def _thinned(rows: list[Any]) -> list[Any]:
-    """Return at most `MOST_LOSSES` rows, by step: the last, up to half with a held-out loss, and some of the others."""
+    """Return at most `MOST_LOSSES` rows, by step: all if they fit; else the last, and every so many of those with a
+    held-out loss, which have half the room or what the others leave, and every so many of the others."""
     held = [row for row in rows[:-1] if row[2] is not None]
     others = [row for row in rows[:-1] if row[2] is None]
     room = MOST_LOSSES - 1
-    held = held[:: -(-len(held) // (room // 2)) or 1]
-    others = others[:: -(-len(others) // (room - len(held))) or 1]
+    held = _every_so_many(held, max(room // 2, room - len(others)))
+    others = _every_so_many(others, room - len(held))
     return sorted(held + others, key=lambda row: row[0]) + rows[-1:]
+
+
+def _every_so_many(rows: list[Any], most: int) -> list[Any]:
+    """Return every n-th row, with the smallest n that leaves at most `most` rows."""
+    return rows[:: math.ceil(len(rows) / most)] if rows else rows
 
 
 def _data(loaded: LoadedRun, fingerprint: object) -> dict[str, Any] | None:
