@@ -101,6 +101,9 @@ def test_system_messages_stay_wherever_they_are_and_an_answer_never_comes_first(
 def test_a_question_that_exceeds_the_context_alone_is_refused_unread_if_its_bytes_show_it(talk: Engine) -> None:
     with pytest.raises(ContextExceeded, match=r"the newest question alone has 2\d\d tokens; .* context is 128 tokens"):
         fit_conversation(talk.chat_template, [*conversation(3)[:-1], {"role": "user", "content": "a" * 200}], 128, 10)
+    long = {"role": "system", "content": "be brief " * 30}
+    with pytest.raises(ContextExceeded, match=r"the newest question with the system messages has \d+ tokens"):
+        fit_conversation(talk.chat_template, [long, *conversation(3)], 128, 10)
 
     read: list[int] = []
 

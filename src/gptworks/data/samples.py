@@ -37,7 +37,7 @@ class Samples(ABC):
     per_epoch: int
     """Number of samples in an epoch."""
     n_validation: int
-    """Number of sequences in the validation split."""
+    """Number of samples in the validation split: windows, rows, pairs or prompts."""
     held_out_bytes: int | None = None
     """Bytes of the text in the whole validation split; None: unknown."""
 

@@ -57,7 +57,7 @@ def reach() -> Reach:
     """Return the allowed origins of downloads, from the environment.
 
     Raises:
-        UserError: the variable has an unknown value.
+        UserError: the environment variable REACH has an unknown value.
     """
     given = os.environ.get(REACH) or "public"
     if given not in get_args(Reach):
@@ -170,7 +170,11 @@ def _plain(path: str) -> str:
 
 
 def _is_there(file: Path) -> bool:
-    """Return whether the file exists; make it private if other users may read it."""
+    """Return whether the file exists; if it is the user's own, let no other user read it.
+
+    Raises:
+        UserError: it is not a regular file.
+    """
     try:
         found = file.lstat()
     except FileNotFoundError:

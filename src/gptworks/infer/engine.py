@@ -124,8 +124,8 @@ class Engine:
         read without its oldest turns (see `fit_conversation`), and a UserWarning says so.
 
         Raises:
-            UserError: the run has no chat template, the template refuses the messages, or the newest question alone
-                exceeds the context.
+            UserError: the run has no chat template, the template refuses the messages, or the system messages and the
+                newest question together exceed the context.
         """
         return "".join(self.stream_chat(messages, settings, **arguments))
 
@@ -168,13 +168,14 @@ class Engine:
             n_samples: number of continuations of the prompt, which is computed once. With a seed, the random numbers of
                 sample i do not depend on n_samples.
             overflow: error: a prompt longer than the context is refused, and a sample that fills the context ends with
-                finish reason "context". slide: a sample that fills the context continues from its last context_length
-                / 2 tokens, recomputed; a longer prompt is cut to its last context_length / 2 tokens.
+                finish reason "context". slide: a sample that fills the context continues from its last
+                `restart_tokens`, half the context, recomputed; a longer prompt is cut to as many.
             changes: settings by name that replace those of `settings`, such as temperature=0.8.
 
         Raises:
             UserError: a setting is unknown or impossible, or the prompt has no tokens or exceeds the context.
-            QueueFull, EngineFailed: see `enqueue`.
+            QueueFull: too many texts are waiting, or the grammars in use have reached their memory limit.
+            EngineFailed: see `enqueue`.
             RunError: a logit of the model is NaN.
         """
         return self._run(self.admission.request(prompt, settings, n_samples=n_samples, overflow=overflow, **changes))

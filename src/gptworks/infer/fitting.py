@@ -75,6 +75,7 @@ def fit_conversation(
     elif len(encoded(start)) > context:
         size = f"{len(encoded(start)):,} tokens"
     if size:
-        what = "the conversation" if len(starts) == 1 else "the newest question alone"
+        rest = "with the system messages" if len(turns) < len(messages) else "alone"
+        what = "the conversation" if len(starts) == 1 else f"the newest question {rest}"
         raise ContextExceeded(f"{what} has {size}; this model's context is {context:,} tokens. Shorten it.")
     return Fitted(encoded(start), sum(i < start for i in turns))

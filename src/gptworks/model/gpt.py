@@ -252,7 +252,10 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def initialize(model: GPT) -> None:
-    """Initialize matrices as `config.init` says, and biases with 0; norms already have weight 1 and bias 0."""
+    """Initialize matrices as `config.init` says, but residual projections with 0 if `config.zero_init_projections`.
+
+    Biases and the table of bigrams begin at 0; norms already have weight 1 and bias 0.
+    """
     config = model.config
     if model.head_weight.is_meta and not is_in_torch_dispatch_mode():
         return  # meta tensors have no values, and no dispatch mode records the calls, which take 0.2 ms each

@@ -344,8 +344,9 @@ class Plan:
 
     @property
     def most_checkpoints(self) -> int | None:
-        """Maximum number of checkpoints with optimizer state on disk: the newest, the best, one being written, and the
-        permanent ones at multiples of `keep_every`. None: `keep_every` is set and the run's length is unknown."""
+        """Maximum number of checkpoints with optimizer state on disk: the newest `keep_checkpoints`, the best, one
+        being written, and the permanent ones at multiples of `keep_every`. None: `keep_every` is set and the run's
+        length is unknown."""
         train = self.train
         moving = train.keep_checkpoints + 2
         if not train.keep_every:

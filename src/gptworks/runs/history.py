@@ -81,7 +81,8 @@ class History:
 
     @property
     def planned_steps(self) -> int | None:
-        """The planned number of steps; None if it depends on the size of the text or on the clock."""
+        """`train.max_steps`, which `epochs` or `max_minutes` may cut short; None if it is not set, because the length
+        then depends on the size of the text or on the clock."""
         return planned_steps(self.recipe.train, self.recipe.row_length)[0]
 
     @property

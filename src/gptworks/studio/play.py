@@ -32,7 +32,7 @@ router = APIRouter(include_in_schema=False)
 Event = dict[str, Any]
 
 _SEEDS = 2**31
-"""Upper bound of random seeds, so that JavaScript represents them exactly."""
+"""A request without a seed gets a random one below this, which JavaScript represents exactly."""
 _Number = Annotated[float, Field(ge=-1000, le=1000)]
 _Tokens = Annotated[int, Field(ge=0, le=openai.MAX_TOKENS)]
 

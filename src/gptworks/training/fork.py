@@ -149,7 +149,7 @@ def _progress_of(checkpoint: Checkpoint, before: Recipe, now: Recipe, changes: C
 
 
 def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe: Recipe, aside: Path) -> None:
-    """Copy or link the source's files into the new folder `aside`, the log only up to the checkpoint."""
+    """Copy or link the files that a fork needs into the new folder `aside`, the log only up to the checkpoint."""
     best = checkpoint_of_step(source, progress.best_step)
     start = Checkpoint(source / "checkpoints" / "weights-000000")
     for taken in [checkpoint, *(one for one in dict.fromkeys([best, start]) if one != checkpoint and one.is_whole)]:

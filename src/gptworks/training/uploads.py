@@ -26,6 +26,7 @@ END_SECONDS = 600.0
 _WHOLE_BYTES = 1 << 26
 Report = Callable[[str], None]
 _Stamp = tuple[int, int, int]
+"""A file's inode, size in bytes and time of change in ns: if they are equal, so are the contents."""
 
 
 class Uploads:
@@ -51,7 +52,7 @@ class Uploads:
         self._names = set(remote.entries())
         """Objects in the store."""
         self._sent: dict[str, _Stamp] = {}
-        """Small files and manifests that the store has, as they were when they were sent."""
+        """Stamp of each file outside checkpoints, and of each manifest, whose contents the store has."""
         self._sent_at = -float("inf")
         self._n_failed = 0
         for folder in self._checkpoints():  # some are in the store: fetched, or uploaded by an earlier session

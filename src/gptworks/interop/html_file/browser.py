@@ -1,7 +1,8 @@
-"""Open a page in a browser that is installed here, without a window and without a network, and compute in it.
+"""Open a page in a browser that is installed here, without a window, and compute in it.
 
-Chromium and its relatives are driven by the DevTools protocol over a pipe: no port is opened. The profile is new; it is
-removed with the processes. https://chromedevtools.github.io/devtools-protocol
+Chromium and its relatives are driven by the DevTools protocol over a pipe, not over a port. The browser reaches no
+network but, for a page that must be served, a web server of this process. The profile is new; it is removed with the
+processes. https://chromedevtools.github.io/devtools-protocol
 """
 
 import contextlib

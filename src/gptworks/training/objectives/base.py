@@ -99,7 +99,7 @@ class Objective:
 
     @property
     def n_validation(self) -> int:
-        """Number of sequences in the validation split."""
+        """Number of samples in the validation split: windows, rows, pairs or prompts."""
         return self.samples.n_validation
 
     @property

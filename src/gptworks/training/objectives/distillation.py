@@ -103,7 +103,8 @@ class Distillation(Objective):
         run.report(f"the teacher is {folder}, step {teacher.step:,}")
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        """Return ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ model), summed over targets."""
+        """Return ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ model), summed over targets, with
+        the KL divergence at that temperature; a model with experts adds the losses of its routers."""
         inputs, targets, *texts = batch
         settings, teacher = self.settings, self._teacher
         router_logits: list[Tensor] = []
