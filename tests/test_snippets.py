@@ -11,7 +11,7 @@ import pytest
 
 from gptworks.config import Recipe
 from gptworks.data.opened import Prepared, held_out_text
-from gptworks.data.prepare import prepare
+from gptworks.data.prepare import build_part, prepare
 from gptworks.data.shards import TokenShards
 from gptworks.data.snippets import MOST_CHARACTERS, MOST_DEPTH, MOST_LINES, snippets
 from gptworks.data.sources.code import stdlib_files
@@ -165,6 +165,11 @@ def test_snippets_need_whole_documents_of_text(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="so few that the end of each is held out"):
         prepare(recipe(tmp_path, snippets=0.1, validation={}))
     assert not list((tmp_path / "data").glob("shards-*"))
+    stages = set[str]()
+    with pytest.raises(UserError, match="so few that the end of each is held out"):
+        build_part(recipe(tmp_path, snippets=0.1, validation={}), 1, 2, report=lambda stage, *_: stages.add(stage))
+    assert not {stage for stage in stages if "tokenizer" in stage}
+    assert not list((tmp_path / "data").rglob("tokenizer.json"))
 
 
 def test_a_plan_counts_snippets(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from filelock import BaseFileLock, Timeout
+from tokenizers import Tokenizer
 
 from gptworks.chat_template import ChatTemplate, find_chat_template, load_chat_template
 from gptworks.config import AnyRecipe, DataConfig, ValidationSplit
-from gptworks.data.cleaned import CLEANED, cleaned_texts, read_texts
+from gptworks.data.cleaned import CLEANED, Texts, cleaned_texts, read_texts
 from gptworks.data.cleaning.choose import choose_filters
 from gptworks.data.cleaning.duplicates import Duplicates
 from gptworks.data.conversations.examples import write_examples
@@ -106,8 +107,7 @@ def build_part(
     with _naming_disk_errors(folder), _locked(folder.with_name(f"{folder.name}.part-{k}-of-{n}"), report):
         make_folder(_work(folder) / _SHARED)
         with _locked(folder, report):
-            texts = cleaned_texts(_work(folder), recipe.data, report)
-            keep_tokenizer(_work(folder) / TOKENIZER_FOLDER, recipe, [(recipe.data, 1.0, texts)], report)
+            _begin(_work(folder), recipe, report)
         work_on(_work(folder), recipe, report, (k, n))
     return _work(folder)
 
@@ -193,6 +193,17 @@ def work_on(work: Path, recipe: AnyRecipe, report: Report, part: tuple[int, int]
         part: (K, N): do every Nth job from the Kth on; other machines do the other jobs.
     """
     data, (k, n) = recipe.data, part
+    texts, validation, tokenizer = _begin(work, recipe, report)
+    dtype = dtype_for(vocabulary_size(tokenizer))
+    settings = JobSettings(pack_tokenizer(tokenizer), validation, data.snippets, data.shard_tokens, dtype)
+    known = texts.total_bytes if part == (1, 1) else None
+    advance = adding_up(report, "shards", known and round(known * (1 + data.snippets)))
+    run_jobs(work, texts.jobs[k - 1 :: n], settings, data.processes, advance, lambda line: report(line, 0, None))
+
+
+def _begin(work: Path, recipe: AnyRecipe, report: Report) -> tuple[Texts, ValidationSplit, Tokenizer]:
+    """Do what precedes the jobs: clean the text, decide how to split it, and make the tokenizer."""
+    data = recipe.data
     texts = cleaned_texts(work, data, report)
     validation = split_by(data, texts.sources)
     if data.snippets and validation.by == "tail":
@@ -200,12 +211,7 @@ def work_on(work: Path, recipe: AnyRecipe, report: Report, part: tuple[int, int]
             "data.snippets needs whole training documents, and these are so few that the end of each is held out: "
             "give more documents, set data.validation.by=document, or remove data.snippets."
         )
-    tokenizer = keep_tokenizer(work / TOKENIZER_FOLDER, recipe, [(data, 1.0, texts)], report)
-    dtype = dtype_for(vocabulary_size(tokenizer))
-    settings = JobSettings(pack_tokenizer(tokenizer), validation, data.snippets, data.shard_tokens, dtype)
-    known = texts.total_bytes if part == (1, 1) else None
-    advance = adding_up(report, "shards", known and round(known * (1 + data.snippets)))
-    run_jobs(work, texts.jobs[k - 1 :: n], settings, data.processes, advance, lambda line: report(line, 0, None))
+    return texts, validation, keep_tokenizer(work / TOKENIZER_FOLDER, recipe, [(data, 1.0, texts)], report)
 
 
 def write_dataset(folder: Path, work: Path, recipe: AnyRecipe, made_from: dict[str, Any], report: Report) -> None:
