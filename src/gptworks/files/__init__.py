@@ -1,6 +1,6 @@
 """All access to files: `read` opens them, `write` replaces them so that neither a crash nor a link damages them,
-`sums` verifies checksums, `fetch` downloads, `remote` and `mirror` read object stores, and `disk` explains disk
-errors."""
+`sums` verifies checksums, `fetch` downloads, `remote` and `mirror` read and write object stores, and `disk` explains
+disk errors."""
 
 from gptworks.files.disk import naming_disk_errors, why_not_written
 from gptworks.files.lock import file_lock, is_locked

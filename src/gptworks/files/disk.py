@@ -28,7 +28,7 @@ def naming_disk_errors(what: str, place: Path, advice: str, needed_bytes: int | 
         needed_bytes: bytes that will be written; None: unknown.
 
     Raises:
-        RunError: Python or a Rust library raised a disk error.
+        RunError: Python or a library raised a disk error.
     """
     try:
         yield
@@ -56,8 +56,9 @@ def _concerns(error: Exception, place: Path) -> bool:
 
 
 def why_not_written(error: Exception, place: Path, needed_bytes: int | None) -> str:
-    """Return why files could not be written, and which file if known; for a full or failing disk also its mount point,
-    its free bytes and, if known, the needed bytes. A library's message already contains the system's reason."""
+    """Return why files could not be written, and which file if known; for a full, failing or read-only disk also its
+    mount point, its free bytes and, if known, the needed bytes. A library's message already contains the system's
+    reason."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     file = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
     if not _is_of_the_disk(error):

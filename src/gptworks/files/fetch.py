@@ -2,7 +2,8 @@
 
 A recipe may come from someone else, and its files are fetched with the rights and from the network of the user. So a
 server's name is resolved once, all its addresses are checked, and the connection goes to one of them: the name cannot
-lead elsewhere afterwards (DNS rebinding). Each redirect is checked in the same way.
+lead elsewhere afterwards (DNS rebinding). Each redirect is checked in the same way. A proxy gets the server's name and
+resolves it again, unless downloads are `guarded`.
 """
 
 import base64
@@ -300,7 +301,8 @@ def _within(seconds: float, connection: "_Connection") -> Iterator[None]:
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection to a fixed address, so that the server's name is not resolved again; uses a proxy if one is set."""
+    """A connection to `address`, through a proxy if one is set. If `address` is the server's name, the proxy resolves
+    it; an IP address is not resolved again."""
 
     def __init__(self, parts: SplitResult, address: str, proxy: SplitResult | None) -> None:
         self._is_https = parts.scheme == "https"
@@ -317,7 +319,7 @@ class _Connection(http.client.HTTPConnection):
             self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
 
     def _ask(self, proxy: SplitResult) -> None:
-        """Have the proxy connect to the server's address."""
+        """Have the proxy connect to the server's address or name."""
         shown = f"[{self._address}]" if ":" in self._address else self._address
         lines = [f"CONNECT {shown}:{self.port} HTTP/1.1", f"Host: {shown}:{self.port}"]
         if proxy.username is not None:
@@ -335,7 +337,7 @@ def _connection(parts: SplitResult) -> _Connection:
 
     Raises:
         UserError: an address of the server is not allowed.
-        OSError: the server's name has no address.
+        OSError: the server's name has no address, and no proxy may resolve it.
     """
     host, within = parts.hostname or "", reach()
     given = None if proxy_bypass(host) else getproxies().get(parts.scheme)

@@ -100,7 +100,7 @@ class Folder:
         shutil.rmtree(self._at(name), ignore_errors=True, dir_fd=self._descriptor)
 
     def sync(self) -> None:
-        """Flush the names; no effect if they may not be listed, or on Windows."""
+        """Flush the names; no effect if the folder was not opened to list them, or on Windows."""
         if self._descriptor is not None:
             try:
                 os.fsync(self._descriptor)

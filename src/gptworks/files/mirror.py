@@ -58,8 +58,8 @@ def fetched_path(path: str | PathLike[str]) -> Path:
 
 
 def fetched_data(url: str) -> Path:
-    """Return the local copy of a file or a folder of data in an object store, fetched completely; files that have not
-    changed there are not fetched again.
+    """Return the local copy of a file or a folder of data in an object store, fetched completely, except hidden files;
+    files that have not changed there are not fetched again.
 
     Raises:
         UserError: nothing is there, it cannot be used, or the store refuses access. RunError: the store or disk fails.
@@ -87,9 +87,9 @@ def keep(mirror: Path) -> None:
 
 
 def refresh(mirror: Path, session: dict[str, Any] | None = None) -> bool:
-    """Make a mirror current; return whether its small files are now the store's. The mirror stays unchanged while a
-    process trains there, or if this machine was the last to train there, as it may have files that the store lacks. If
-    another machine trained there since, a mirror with such files is renamed, with a warning.
+    """Make a mirror current; return whether its files, except tensors of checkpoints, are now the store's. The mirror
+    stays unchanged while a process trains there, or if this machine was the last to train there, as it may have files
+    that the store lacks. If another machine trained there since, a mirror with such files is renamed, with a warning.
 
     Args:
         session: the last session before this process's own; None: read it.
@@ -160,7 +160,8 @@ def last_session(remote: Remote, entries: dict[str, Entry]) -> dict[str, Any] | 
 
 
 def _fetch(remote: Remote, entries: dict[str, Entry], mirror: Path, is_wanted: Callable[[str], bool]) -> None:
-    """Fetch the wanted files that the mirror lacks or has in another version; delete those that the store lacks."""
+    """Fetch the wanted files that the mirror lacks or has in another version; delete those that the store lacks,
+    except hidden ones."""
     wanted = {name: entry for name, entry in entries.items() if is_wanted(name)}
     make_folder(mirror)
     check_links(mirror)
@@ -197,7 +198,8 @@ def _is_hidden(name: str) -> bool:
 
 
 def _is_small(name: str, entries: dict[str, Entry]) -> bool:
-    """Whether a run's file is fetched at once: all but hidden files, tensors, and incomplete checkpoints."""
+    """Whether a run's file is fetched at once. Not fetched are hidden files, tensors of checkpoints, and incomplete
+    checkpoints."""
     if _is_hidden(name):
         return False
     if not name.startswith(f"{CHECKPOINTS}/"):

@@ -177,7 +177,7 @@ Stamp = tuple[int, int, int]
 
 
 def stamp(path: Path) -> Stamp | None:
-    """Return the `Stamp` of a file or folder; None if it does not exist."""
+    """Return the `Stamp` of a file or folder; None if it does not exist or cannot be reached."""
     try:
         found = os.stat(path)  # noqa: PTH116 half the time of Path.stat, for hundreds of runs each second
     except OSError:
@@ -186,15 +186,15 @@ def stamp(path: Path) -> Stamp | None:
 
 
 def check_inside(path: Path, inside: Path) -> None:
-    """Raise a UserError if a link leads `path`, which need not exist, out of the folder `inside`. Call this before a
-    library opens the path by name."""
+    """Raise a UserError if a link leads `path`, which need not exist, out of the folder `inside`, or if it is a FIFO,
+    socket or device. Call this before a library opens the path by name."""
     with contextlib.suppress(FileNotFoundError), _inside(path, inside):
         pass
 
 
 def check_links(folder: Path) -> None:
     """Raise a UserError if a folder has a link that leads out of it; call this before writing to the folder. Among
-    hidden names only `.lock` is checked, since the program writes to no other."""
+    hidden names only `.lock` is checked: the program replaces other hidden files, so it follows no link there."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_symlink() and (path.name == ".lock" or not path.name.startswith(".")):
             check_inside(path, folder)
@@ -205,7 +205,7 @@ def check_tree(folder: Path) -> None:
 
     Raises:
         UserError: a link leads out of the folder, or an entry is neither a folder nor a regular file.
-        OSError: an entry cannot be read.
+        OSError: an entry's status, or a linked file, cannot be read.
     """
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]

@@ -48,7 +48,7 @@ class Entry:
 
     n_bytes: int
     version: str
-    """Changes when the object is replaced: its ETag, generation or time."""
+    """Changes when the object is replaced: its ETag, generation or time; empty if the store states none."""
 
 
 def cache_root() -> Path:
@@ -97,7 +97,8 @@ def shown(path: Path) -> str:
 
 
 def _is_name(part: str) -> bool:
-    """Whether a part of an object's name can be a file's name on every system."""
+    """Whether a part of an object's name may become a file's name: printable, not only dots and spaces, without
+    backslash, at most 200 bytes."""
     return part.isprintable() and part.strip(". ") != "" and "\\" not in part and len(part.encode()) <= 200
 
 
@@ -153,7 +154,7 @@ class Remote:
 
         Raises:
             UserError: an object has no size, a name that cannot be a file's (such as `..`), too many levels, or other
-                objects below it; or there are too many objects.
+                objects below it; there are too many objects; or the store refuses the access.
             RunError: the store fails.
         """
         found = self._call("", lambda: self._store.find(self._base, detail=True))
@@ -186,7 +187,8 @@ class Remote:
         """Return the bytes of a small object.
 
         Raises:
-            FileNotFoundError: it does not exist. UserError: it has more than `max_bytes`. RunError: the store fails.
+            FileNotFoundError: it does not exist. UserError: no access, or it has more than `max_bytes`.
+            RunError: the store fails.
         """
 
         def work() -> bytes:
@@ -207,7 +209,8 @@ class Remote:
         if it fails or comes short.
 
         Raises:
-            FileNotFoundError: the object does not exist. RunError: the store or the disk fails.
+            FileNotFoundError: the object does not exist. UserError: no access. RunError: the store fails.
+            OSError: the disk fails.
         """
         descriptor = file.fileno()
 

@@ -27,6 +27,7 @@ def unsealed_json(data: bytes) -> dict[str, Any]:
 
     Raises:
         ValueError: the data is not a `sealed_json` text, or a byte of it has changed.
+        RecursionError: the data is JSON that is nested too deeply.
     """
     tree = json.loads(data)
     if not isinstance(tree, dict) or "sha256" not in tree:

@@ -1,4 +1,4 @@
-"""Names in an open folder, and the temporary files and folders that writers make next to their targets."""
+"""Open the folder of a writer's target, and make and remove the temporary files and folders next to the target."""
 
 import contextlib
 import hashlib

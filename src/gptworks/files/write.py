@@ -72,7 +72,7 @@ def make_folder(path: Path) -> None:
 
 
 def link_or_copy(file: Path, to: Path) -> None:
-    """Make `to` a hard link of a file, or a copy if the file system has no hard links."""
+    """Make `to` a hard link of a file, or a copy if that fails, such as on another file system."""
     try:
         to.hardlink_to(file)
     except FileNotFoundError:
@@ -94,7 +94,8 @@ def replacing(path: Path, *, inside: Path | None = None, private: bool = False) 
 
     Raises:
         UserError: `path` is a FIFO, socket or device, or a link leads out of `inside`.
-        RunError: the disk is full or fails, or permissions are missing.
+        RunError: the disk is full or fails, permissions are missing, `path` is a folder, or the folder above it is
+            missing.
     """
     with naming_disk_errors(f"{path} could not be written", path, _ADVICE), held(path.parent, inside) as folder:
         mode = 0o600 if private else _mode_of(path, folder)
@@ -185,7 +186,7 @@ def new_folder(out: Path, needed_bytes: int | None = None, *, inside: Path | Non
                 folder.replace(name, folder, place.name)
                 try:
                     folder.sync()
-                except OSError:  # a crash may still undo the rename: report the file as not written
+                except OSError:  # a crash may still undo the rename: report the folder as not written
                     folder.replace(place.name, folder, name)
                     raise
 
@@ -269,7 +270,7 @@ def making(path: Path, *, inside: Path | None = None, private: bool = False) -> 
 
     Raises:
         UserError: the path exists, or a link leads out of `inside`.
-        RunError: the disk is full or fails, or permissions are missing.
+        RunError: the disk is full or fails, or permissions or the folder above are missing.
     """
     with naming_disk_errors(f"{path} could not be written", path, _ADVICE), held(path.parent, inside) as folder:
         try:
@@ -297,7 +298,8 @@ def copy_file(file: Path, to: Path, max_bytes: int | None = None, *, inside: Pat
         max_bytes, inside: for `file`; see `open_regular`.
 
     Raises:
-        UserError, OSError: as `open_regular` and `making`. RunError: as `making`.
+        UserError, OSError: as `open_regular` and `making`. RunError: as `making`, or the file is larger than the free
+            space.
     """
     with open_regular(file, inside=inside, max_bytes=max_bytes) as source, making(to) as target:
         n_bytes, free_bytes = os.fstat(source.fileno()).st_size, shutil.disk_usage(to.parent).free
@@ -350,7 +352,7 @@ def check_free(out: Path) -> None:
 
 
 def _mode_of(path: Path, folder: Folder) -> int | None:
-    """Return the permission bits of the file to replace; None if it does not exist or is a link.
+    """Return the permission bits of the file to replace; None if it does not exist, or is a link or a folder.
 
     Raises:
         UserError: the path is a FIFO, socket or device, which must not be replaced.

@@ -24,7 +24,7 @@ class TryAnswer:
     words: str
     accepted: bool
     may_continue: bool
-    """Whether another call with the same change trains more pairs."""
+    """Whether another call with the same change can train more pairs."""
     pairs: int
     gain: float
     """How much lower the loss is with the change, on average."""
@@ -40,7 +40,7 @@ class TryAnswer:
     """Time of a step with the change, divided by the time without it."""
     parameters: int | None
     champion: int
-    """Number of the try that made the champion without the change; 0: the base recipe."""
+    """Number of the try that made the champion to which the change is applied; 0: the base recipe."""
     seconds: float
 
 

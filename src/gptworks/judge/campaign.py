@@ -91,7 +91,8 @@ class Campaign:
             overrides: settings that replace the recipe's.
 
         Raises:
-            UserError: the recipe has no text of its own, the budget is too short, or the folder is not empty.
+            UserError: the recipe has no text of its own, a value is out of its range, the budget is too short, or the
+                folder is not empty.
         """
         begin(
             recipe, Path(folder), budget_seconds=budget_seconds, error=error, control=control, worth=worth,
@@ -225,7 +226,8 @@ class Campaign:
             of_try: number of a try whose change is part of this one.
 
         Raises:
-            UserError: see `plan`; or the campaign is finished, a try is running, or the time is over.
+            UserError: see `plan`; or `pairs` is out of its range, there is no try `of_try`, the campaign is finished, a
+                try is running, or the time is over.
             RunError: a run failed.
         """
         earlier = () if of_try is None else self.tried(of_try).changes

@@ -48,7 +48,8 @@ def overrides_from(changes: Mapping[str, Any] | None, patch: str | None) -> list
         patch: YAML that is merged into the recipe, such as `model: {n_layers: 6}`; in place of `changes`.
 
     Raises:
-        UserError: neither or both are given, one is too large, or the patch is not a mapping.
+        UserError: neither or both are given, one is too large, a key is not the path of a setting, or the patch is not
+            a mapping of `model` and `train`.
     """
     if bool(changes) == bool(patch):
         raise UserError(
@@ -129,7 +130,7 @@ def changed_recipe(path: Any, recipe: Recipe, overrides: list[str]) -> Recipe:
     """Return the recipe in a file with allowed overrides applied.
 
     Raises:
-        UserError: an override is not allowed, or its value is wrong.
+        UserError: an override is not allowed, its value is wrong, or it changes what the validation loss measures.
     """
     check_allowed(recipe, overrides)
     changed = load_recipe(path, overrides)

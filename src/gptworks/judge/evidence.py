@@ -47,7 +47,7 @@ few gains agree by chance far more often than normal noise, and up to half of si
 need no more pairs with it."""
 
 MOST_SPREAD = 3.0
-"""Limit on each try's deviation in the common deviation of all other tries, as a multiple of their median."""
+"""In the common deviation of all other tries, each deviation counts as at most this multiple of their median."""
 
 FLATNESS = 10
 """The 10 in the shares γ_k: the larger it is, the more slowly levels fall. 10 suits campaigns of 10 to 100 tries."""

@@ -27,7 +27,7 @@ class CampaignRules:
     worth: float
     """The minimum worthwhile gain, in the unit of the loss."""
     steps: int
-    """Number of steps of each run without a change."""
+    """Number of steps of each run, except runs in equal time."""
     step_seconds: float
     """Measured time of a step of the base recipe."""
     loss_unit: str
@@ -43,7 +43,7 @@ class Tried:
     number: int
     changes: tuple[str, ...]
     champion: int
-    """Number of the try that made the champion without this change; 0: the base recipe."""
+    """Number of the try that made the champion to which the change is applied; 0: the base recipe."""
     identity: str
     """A hash of the changed recipe and of the champion: the same change again continues the same try."""
     level: float

@@ -24,8 +24,8 @@ MOST_SEALED_CHARACTERS = 1 << 20
 
 
 def seal(recipe: Recipe, folder: Path, secret: Path, key: bytes) -> dict[str, Any]:
-    """Write one part of the text of a recipe's sources to `folder`, and the sealed part to `secret`. Return the
-    settings of the source that replaces the recipe's sources.
+    """Write one part of the text of a recipe's sources to `texts/` in `folder`, and the sealed part to `secret`. Return
+    the settings of the source that replaces the recipe's sources.
 
     The sealed share is that of `data.validation`. With 20 documents or more, whole documents are sealed, chosen by a
     keyed hash of their text; with fewer, the end of each.
@@ -107,7 +107,8 @@ def _documents(pieces: Iterable[Piece]) -> Iterator[str]:
 
 
 def sealed_loss(run_dir: Path, secret: Path) -> float:
-    """Return the loss of a run's last checkpoint on the sealed text, in nats per token."""
+    """Return the loss of a run's last checkpoint on at most the first `MOST_SEALED_CHARACTERS` of the sealed text, in
+    nats per token."""
     run, nats, n_tokens, left = EvaluatedRun(run_dir, "last"), 0.0, 0, MOST_SEALED_CHARACTERS
     with open_regular(secret / SEALED, inside=secret) as file:
         for line in file:

@@ -35,7 +35,7 @@ class Job:
     gpu_type: str = ""
     restarts: int = 0
     grace: int = 120
-    """Seconds between the signal to save a checkpoint and the end of the job."""
+    """Seconds between the signal to save a checkpoint and the end of the job; unused with SkyPilot."""
     time: str = ""
     options: dict[str, str] = field(default_factory=dict)
     """Further requests to the scheduler, by the target's own option names."""
@@ -46,7 +46,7 @@ class Job:
 
     @property
     def label(self) -> str:
-        """The name with only the characters that every scheduler accepts."""
+        """At most 40 characters of the name, only those that every scheduler accepts; `gptworks` if none is left."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].rstrip("-") or "gptworks"
 
     @property
@@ -54,7 +54,7 @@ class Job:
         return self.least_nodes != self.most_nodes
 
     def command(self, nodes: str, rendezvous: str | None) -> str:
-        """Return the shell command that each machine runs, the same for a first and a resumed start.
+        """Return the arguments of `gptworks` on each machine, as shell text, the same for a first and a resumed start.
 
         Args:
             nodes: number of machines, as a shell word.
@@ -78,7 +78,7 @@ def check_job(job: Job, recipe: Recipe, resume: bool) -> None:
     """Check that the recipe can train on every number of machines that the job allows.
 
     Raises:
-        UserError: the recipe cannot train on one of these numbers.
+        UserError: see `check_train`; or the recipe cannot train on one of these numbers.
     """
     fetched_path(recipe.run_dir)  # so that a run in a store is noticed like a run in a folder
     check_train(recipe, resume, job.least_nodes * job.nproc, job.change)

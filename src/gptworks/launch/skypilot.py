@@ -24,7 +24,7 @@ def job_file(job: Job) -> str:
     """Return the text of a task file.
 
     Raises:
-        UserError: an option cannot be used with SkyPilot.
+        UserError: an option cannot be used with SkyPilot, or the recipe lies outside the current folder.
     """
     job.refuse_elastic("skypilot", "SkyPilot starts all machines of a job, and starts them again if one is lost.")
     refuse_unused("does nothing with --on skypilot", time=job.time or None, image=job.image or None)

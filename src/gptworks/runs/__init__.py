@@ -1,4 +1,5 @@
 """Report and compare runs, test changes in sweeps and tries, and make quantized copies.
 
-All figures come from a run's `recipe.yaml` and `metrics.jsonl`, so they also exist during training and after a crash.
+A run's losses, times and speeds come from its `recipe.yaml` and `metrics.jsonl`, so they also exist during training and
+after a crash.
 """

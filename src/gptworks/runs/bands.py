@@ -26,7 +26,7 @@ SHARE = 0.95
 
 
 class BandPoint(Section):
-    """Statistics of the validation losses of all seeds at one step, in nats per token."""
+    """Statistics of the validation losses of all seeds at one step, in the unit of the recipe's loss."""
 
     step: int
     tokens: int
@@ -46,7 +46,7 @@ class Band(Section):
     settings: dict[str, Any]
     """Settings that decide the loss curve and differ from their defaults."""
     data_fingerprint: str | None
-    """A sha256 of the token files, on which the curve depends; None if the runs read different files."""
+    """A sha256 of the token files, on which the curve depends; None if it is unknown or differs between the runs."""
     seeds: tuple[int, ...]
     points: tuple[BandPoint, ...] = Field(min_length=1)
 
@@ -73,7 +73,7 @@ class Verdict:
     loss: float
     """The run's loss at `last`, the last step that both the run and the band have."""
     other_data: bool
-    """Whether the run and the band's runs read different token files, which may change the curve."""
+    """Whether the run and the band's runs are known to have read different token files, which may change the curve."""
 
     @property
     def inside(self) -> bool:

@@ -31,7 +31,8 @@ def comparability(first: History, second: History) -> Comparability:
     """Return the measure in which two runs can be compared, or the reasons why they cannot.
 
     Losses are comparable if the held-out tokens and all settings that decide what a loss measures are equal. Bits per
-    byte are comparable if the tokens differ but the held-out text is the same.
+    byte are comparable if the tokens differ but the held-out text is the same. If `train.evaluate_sequences` is above
+    0, neither is comparable between rows of different lengths.
     """
     ours, theirs = _measured(first.recipe), _measured(second.recipe)
     differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]

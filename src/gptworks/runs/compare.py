@@ -186,7 +186,7 @@ class Comparison:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """Return the comparison as JSON with stable keys. Figures that a run does not have yet are null."""
+        """Return the comparison as JSON with stable keys. Losses that a run does not have yet are null."""
         return {
             "runs": [
                 {

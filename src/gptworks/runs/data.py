@@ -138,7 +138,8 @@ class RunData:
         return total
 
     def rows(self, number: int, epoch: int) -> list[Row]:
-        """Return the rows that a model sees of training item `number`: a window, conversation, pair or prompt.
+        """Return the rows that a model sees of training item `number`: a window, a row of conversations, a pair or a
+        prompt.
 
         Raises:
             UserError: the number is too large.

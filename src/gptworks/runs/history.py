@@ -87,7 +87,7 @@ class History:
 
     @property
     def tokens(self) -> int:
-        """Number of targets trained on, up to the last record."""
+        """Number of tokens that the model has read in training, including padding, up to the last record."""
         return max((record["tokens"] for record in self.records if "tokens" in record), default=0)
 
     @property

@@ -25,7 +25,8 @@ AXES = ("step", "tokens", "seconds")
 KINDS = ("train", "validation", "sample", "skipped", "rollback")
 
 MOST_BYTES = 64 << 20
-"""Maximum bytes in memory for one run. Beyond it, every second record is dropped, but never the best and the last."""
+"""Maximum bytes in memory for one run. Beyond it, every second record of the kind that uses the most memory is dropped,
+but never the best and the last."""
 
 MOST_COLUMNS = 1024
 """Maximum number of different figures in the records of one kind; further figures are ignored."""
@@ -142,7 +143,7 @@ class Series:
         """Records sampled from a long log, which stand for those that have not been read yet."""
         self.n_records = 0
         self.is_thinned = False
-        """Whether older records were dropped to save memory."""
+        """Whether records were dropped to save memory."""
 
     def thin(self) -> None:
         """Drop every second record of the kind that uses the most memory."""
@@ -223,7 +224,8 @@ class Series:
         ]
 
     def summary(self) -> dict[str, Any]:
-        """Return the run's progress, training loss, and last and best evaluation; None for what does not exist yet."""
+        """Return the run's progress, training loss, and last and best evaluation. A loss or an evaluation that does not
+        exist yet is None, a count or a time 0."""
         train, validation = self.columns["train"], self.columns["validation"]
         now = train.row(train.n - 1) if train.n else {}
         places = {"last": validation.n - 1 if validation.n else None, "best": validation.best()}
@@ -367,7 +369,8 @@ def drawn(series: Series, key: str, view: View) -> tuple[Floats, Floats]:
 
 def decimate(x: Floats, y: Floats, view: View) -> Places:
     """Return the indices of the points to draw: the lowest and the highest in each equal part of the window, the first
-    and the last in the window, and the next one outside on each side, so that lines reach the edges. x is sorted."""
+    and the last in the window, and the next one outside on each side, so that lines reach the edges. If the window and
+    these two have at most `view.points` points, return all of them. x is sorted."""
     start = max(0, int(np.searchsorted(x, view.low)) - 1)
     stop = min(len(x), int(np.searchsorted(x, view.high, "right")) + 1)
     if stop - start <= view.points:

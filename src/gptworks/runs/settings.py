@@ -11,8 +11,9 @@ from gptworks.config import Recipe, role_of
 def decisive(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that decide a loss curve and differ from their defaults, by path.
 
-    A setting decides the curve if the `gptworks.config.Role` in its type says so. The seed and paths do not. Since
-    defaults are left out, a setting that a new version adds changes no fingerprint.
+    A setting decides the curve if the `gptworks.config.Role` in its type says so. The seed, the run folder and the
+    paths of text do not; the path of a tokenizer or of starting weights does. Since defaults are left out, a setting
+    that a new version adds changes no fingerprint.
     """
     tree = recipe.model_dump(mode="json", exclude={"sweep"}, exclude_defaults=True)
     return {key: value for key, value in flat(tree) if role_of(recipe, key).decides_curve}
@@ -28,7 +29,8 @@ def settings_fingerprint(settings: dict[str, Any]) -> str:
 
 
 def differences(recipes: Sequence[Recipe]) -> dict[str, list[Any]]:
-    """Return the settings that differ, by path, each with its value in every recipe; None if a recipe lacks it."""
+    """Return the settings that differ, except name, run folder and sweep, by path, each with its value in every recipe;
+    None if a recipe lacks it."""
     trees = [dict(flat(recipe.model_dump(mode="json", exclude={"name", "run_dir", "sweep"}))) for recipe in recipes]
     keys = dict.fromkeys(key for tree in trees for key in tree)
     values = {key: [tree.get(key) for tree in trees] for key in keys}

@@ -209,7 +209,7 @@ class _Sweeper:
     report: Report
     after_trial: Callable[[Sweep], None]
     failures: int = 0
-    """Number of consecutive trials whose process failed."""
+    """Number of consecutive trials whose process failed, but not because the loss diverged."""
 
     def __post_init__(self) -> None:
         assert self.recipe.sweep is not None

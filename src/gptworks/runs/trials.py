@@ -108,8 +108,9 @@ def last_line(place: Path) -> str:
 
 
 def check_comparable(recipe: Recipe, key: str, named: str) -> None:
-    """Raise a UserError that begins with `named` if `key` is the seed or decides what the loss measures: if trials
-    varied such a setting, their losses would not show which value is better."""
+    """Raise a UserError that begins with `named` if `key` must be the same in all trials: the seed, the name, the run
+    folder, the sweep, and what decides what the loss measures. If trials varied that, their losses would not show which
+    value is better."""
     if key.partition(".")[0] in ("name", "run_dir", "sweep", "data", "tokenizer"):
         raise UserError(f"{named}: `{key}` is the same in all trials, so that their losses compare.")
     # a key that no recipe has raises an error later, when a recipe is loaded with a value for it

@@ -29,7 +29,7 @@ from gptworks.training.rehearsal.measure import measure_speed, step_times
 from gptworks.training.rehearsal.trace import Rehearsal
 
 EVALUATIONS = 5
-"""Number of evaluations of each run, the points of its loss curve."""
+"""Approximate number of evaluations of each run, the points of its loss curve."""
 
 USUAL_PAIRS = 5
 """Runs are shortened so that this many pairs fit in the time."""

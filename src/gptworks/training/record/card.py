@@ -32,9 +32,10 @@ class MemoryPeaks:
     """The peak memory of a run, planned and measured."""
 
     predicted_bytes: int
-    """Predicted peak memory of tensors, including the copy for a checkpoint."""
+    """Predicted peak memory of the device's tensors; on a CPU, including the copy for a checkpoint."""
     measured_bytes: int | None
-    """Measured peak memory of tensors: on CUDA during the run, on a CPU during one step. None: not measured."""
+    """Measured peak memory of tensors: on CUDA during the run; on a CPU during one step, plus the largest copy for a
+    checkpoint. None: not measured."""
     grown_bytes: int | None = None
     """Growth of the process's resident memory during the run, on a CPU. None: unknown, for example because the run used
     memory that the process had freed before."""
@@ -184,7 +185,7 @@ def _memory(memory: MemoryPeaks | None) -> dict[str, str]:
 
 
 def source_name(source: object) -> str:
-    """Return a source's type with its address, or the last name of its path."""
+    """Return a source's type, followed by its URL, or by the last name of its path or dataset, if it has one."""
     kind, names = getattr(source, "type", ""), (getattr(source, name, None) for name in ("url", "path", "dataset"))
     place = next((name for name in names if name), "")
     return f"{kind} {Path(place).name if '://' not in place else place}".strip()

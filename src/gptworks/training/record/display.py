@@ -25,7 +25,7 @@ SLOW_SECONDS = 2.0
 LOSS_MEMORY = 0.95
 """Decay of the progress line's running mean of losses, which covers about 20 steps."""
 FORMS = range(8)
-"""Forms of the progress line, from all figures in words to the loss and the time left."""
+"""Forms of the progress line, from all figures in words to the step, the loss and the time left."""
 SAMPLE_LINES = 6
 """Number of a sample prompt's last lines that are shown."""
 LEAST_BAR, MOST_BAR = 8, 40
@@ -93,7 +93,8 @@ class Display:
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Return a context in which the progress line shows the activity `what` after `SLOW_SECONDS`."""
+        """Return a context in which the progress line shows the activity `what` after `SLOW_SECONDS`; before the first
+        step, at once."""
         self._doing, self._since = what, time.monotonic()
         try:
             yield
@@ -124,7 +125,8 @@ class Display:
         self._speed = tokens_per_second, utilization, busiest_expert
 
     def line_of(self, width: int) -> str:
-        """Return the progress as one line: the first of `FORMS` that is at most `width` columns wide."""
+        """Return the progress as one line: the first of `FORMS` that is at most `width` columns wide, or else the
+        last, cut to `width`."""
         found = ""
         for form in FORMS:
             parts = [self._reached(form), *self._figures(form), self._left(), "" if form > 4 else self._waiting()]
@@ -174,7 +176,8 @@ class Display:
         return "" if self._end is None else f"{clock(self._end - time.monotonic())} left"
 
     def _waiting(self) -> str:
-        """Return the current activity and its duration, once it has taken `SLOW_SECONDS`."""
+        """Return the current activity and its duration once it has taken `SLOW_SECONDS`. Until then, return only the
+        activity before the end of the first step, and an empty text later."""
         waited = time.monotonic() - self._since
         if waited >= SLOW_SECONDS:
             return f"{self._doing} {clock(waited)}"

@@ -17,7 +17,7 @@ class LayerNorms(Listener):
         self._model, self._parallel, self._every = model, parallel, every
 
     def begin_step(self, progress: Progress) -> None:
-        """Make the model record its blocks' outputs if this step will be logged."""
+        """Make the model record the root mean square of its blocks' outputs if this step is a multiple of `every`."""
         self._model.watched = [] if (progress.step + 1) % self._every == 0 else None
 
     def gradients(self, step: Step) -> None:
@@ -25,7 +25,7 @@ class LayerNorms(Listener):
 
     def finish(self) -> dict[str, Any]:
         """Return figures for metrics.jsonl: the root mean square of each block's output (at its last use) in the rank's
-        first micro-batch, and the norm of its gradients; empty if the step will not be logged."""
+        first micro-batch, and the norm of its gradients; empty at steps that are no multiple of `every`."""
         outputs, self._model.watched = self._model.watched, None
         if not outputs:
             return {}

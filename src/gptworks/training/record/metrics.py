@@ -37,7 +37,8 @@ class Writer(Protocol):
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one JSON object per line, with a `step` and a `kind` (train, validation, sample…)."""
+    """`metrics.jsonl`: one JSON object per line, with a `step` and a `kind`: train, validation,
+    sample, skipped or rollback."""
 
     def __init__(
         self, path: Path, resume_step: int, writers: Sequence[Writer] = (), *, resume_rollbacks: int = 0
@@ -118,7 +119,8 @@ def read_metrics(path: Path, skipped: Skipped | None = None, kinds: Collection[s
     """Yield the records of a log, with their keys and values checked; without a file, yield none.
 
     A crash may have truncated or damaged the log: lines that are not records are left out and counted in `skipped`, and
-    invalid values are left out of their records. At most one line, of up to 4 MiB, is in memory.
+    invalid values are left out of their records. In memory are the records of one block of 256 KiB, and at most one
+    unfinished line of up to 4 MiB.
 
     Args:
         kinds: yield only records of these kinds, without parsing lines that name none of them; empty: all records.
@@ -210,7 +212,8 @@ class MetricsReader:
             return same and not self._was_no_line and self._inode in (None, os.fstat(file.fileno()).st_ino)
 
     def _finished(self, line: bytes) -> Record | None:
-        """Return the record of a complete line; None if it is not a record or `read` already returned it."""
+        """Return the record of a complete line; None if it is no record, names none of the kinds, or `read` has already
+        returned it."""
         if self._ended_open:  # `read` has returned this line's record; more text would make the line invalid
             self._ended_open = False
             self._was_no_line = self._is_too_long or bool(line.strip())
@@ -261,7 +264,7 @@ _TAIL_BYTES = 1 << 16
 
 
 def last_step(path: Path) -> int:
-    """Return the step of a log's last record; 0 if it has no record."""
+    """Return the step of a log's last record; 0 if its last 4 MiB hold no record, or it cannot be read."""
     try:
         with open_log_file(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -334,7 +337,8 @@ def _fault(record: Any) -> str | None:
 
 
 def _checked(record: Record) -> Record:
-    """Return the record with its figures as numbers, without invalid values; unchanged if its kind is unknown."""
+    """Return the record with its figures as numbers, without invalid values, and with None for an evaluation's missing
+    perplexity and bits per byte; unchanged if its kind is unknown."""
     if record["kind"] not in (*_NEEDED, "skipped"):
         return record
     for key in [key for key, value in record.items() if type(value) is not float]:  # floats, most values, are valid
@@ -364,7 +368,8 @@ def _line(record: Record) -> str:
 
 
 def write_samples(metrics: Path, path: Path, rule: str = "") -> None:
-    """Write the run's samples as Markdown, oldest first: each prompt with its continuation.
+    """Write the run's samples as Markdown, oldest first: each prompt with its continuation. Without samples, write
+    nothing.
 
     Args:
         rule: how the beginnings of held-out texts were chosen.

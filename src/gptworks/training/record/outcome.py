@@ -17,7 +17,7 @@ class RunOutcome(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     reason: str
-    """Why the run ended: "finished", "stopped by SIGTERM", …"""
+    """Why the run ended, such as "finished" or "stopped by SIGTERM"."""
     step: int = Field(ge=0)
     tokens: int = Field(ge=0)
     """Number of tokens that the model has read in training, including padding."""

@@ -56,7 +56,8 @@ class Reporter(Listener):
         self._end_announced = False
 
     def opening(self, model: torch.nn.Module, progress: Progress) -> None:
-        """Print the model's size, the device, the amount of text and the run's length."""
+        """Print the model's size, the device, the amount of text, the run's length, and what the figures
+        of the progress mean."""
         total = count_parameters(self.recipe.model).total
         trained = sum(math.prod(p.shape) for p in model.parameters() if p.requires_grad)
         part = "" if trained == total else f", {trained:,} of them trained" if self.recipe.adapter is None else (
@@ -116,7 +117,8 @@ class Reporter(Listener):
         return before(steps) - before(progress.step)
 
     def _mixture(self, progress: Progress) -> str:
-        """Return a line with the epochs of each dataset, and the sample at which the datasets' weights change."""
+        """Return a line with the epochs of each dataset, and the sample at which the datasets' weights change. If
+        the run's number of steps is unknown, leave out the epochs; if no weights change either, name the datasets."""
         total, first = self.length.total_steps(progress), self.recipe.anneal_from
         left = 0 if total is None else self._samples_left(progress, total)
         epochs = self.objective.samples.epochs(progress.position + left)
@@ -242,7 +244,8 @@ class Reporter(Listener):
             write_samples(self.recipe.run_dir / LOG, self.recipe.run_dir / "samples.md", self._samples_rule())
 
     def end(self, progress: Progress, reason: str, memory: MemoryPeaks, talks: bool) -> None:
-        """Report the run's end, on rank 0: write curves and card, print a summary and commands to run next.
+        """Report the run's end, on rank 0: write curves, card and outcome.json, print a summary and commands to run
+        next.
 
         Args:
             talks: whether the model has a chat template.

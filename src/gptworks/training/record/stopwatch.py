@@ -14,7 +14,7 @@ class Stopwatch:
     """Adds up the seconds of each part of a run, by name.
 
     On CUDA, two events on the device's stream time a part, so that steps need not wait for the device; time in which
-    the device waits for Python is included. On MPS, whose events have no times, each part waits for the device.
+    the device waits for Python is included. On MPS, each part waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:

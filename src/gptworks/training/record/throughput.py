@@ -9,7 +9,7 @@ from gptworks.device import Precision, product_rate
 from gptworks.planning.flops import forward_flops
 
 MEASURE_AFTER_SECONDS = 10.0
-"""Training time after which the device's rate is measured; shorter runs report no utilization."""
+"""Training time of a session after which the device's rate is measured; shorter sessions report no utilization."""
 
 MOST_MEASURED = 4
 """Maximum number of measurements of the device's rate. It is measured again if training exceeds the measured rate."""

@@ -1,5 +1,5 @@
 // What a CPU build of torch lacks for autograd over fake CUDA tensors: a device guard, CUDA's hooks and an accelerator,
-// for one device that computes nothing. guard.py preloads this library, so that its definitions of at::accelerator
+// for one device that computes nothing. fake_cuda.py preloads this library, so that its definitions of at::accelerator
 // replace torch's.
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/detail/CUDAHooksInterface.h>

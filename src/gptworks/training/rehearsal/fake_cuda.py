@@ -31,7 +31,7 @@ class Finding:
     """Name of torch's operation, or why a graph breaks or the step failed."""
     where: str
     """File and line, such as `model/moe.py:53`, of the code that called the operation, in the forward pass if autograd
-    called it."""
+    called it; only the file for a tensor that stays on a wrong device; empty if unknown."""
     count: int = 1
     """Number of times that it happened."""
     expected: str | None = None
@@ -49,7 +49,8 @@ class FakeStep:
     products: tuple[tuple[str, int], ...] = ()
     """Each dtype of matrix products and attention, and the number of products of this dtype."""
     n_graphs: int | None = None
-    """Number of graphs of the compiled blocks: one per block if none breaks. None: no block is compiled."""
+    """Number of graphs of the compiled blocks: one per block if none breaks. None: no block is compiled, or the step
+    failed or was not checked."""
 
     @property
     def faults(self) -> tuple[Finding, ...]:

@@ -101,7 +101,7 @@ class Placement:
     not_checked: str | None = None
     """Why no rank was placed; None: ranks were placed."""
     not_built: str | None = None
-    """Why no parts were made in memory; None: parts were made."""
+    """Why no parts were made in memory; None: parts were made, or no rank was placed."""
 
 
 _ASKED, _FOUND = TypeAdapter(Asked), TypeAdapter(Placement)

@@ -21,7 +21,7 @@ from gptworks.training.rehearsal.new_process import ProcessFailed, output_of
 from gptworks.training.rehearsal.trace import Rehearsal, take
 
 SPEED_SECONDS, SPEED_STEPS = 2.0, 9
-"""Maximum seconds and maximum number of steps of `measure_speed`."""
+"""Maximum seconds, unless the first measured step takes longer, and maximum number of steps of `measure_speed`."""
 
 
 def measure_step(rehearsal: Rehearsal) -> Measured:
@@ -41,6 +41,7 @@ def measure_step(rehearsal: Rehearsal) -> Measured:
 
 def measure_speed(rehearsal: Rehearsal) -> Measured:
     """Measure only the speed, in this process: the median over at most `SPEED_STEPS` steps within `SPEED_SECONDS`.
+    From then on, this process keeps freed memory.
 
     Raises:
         RunError: a step failed.

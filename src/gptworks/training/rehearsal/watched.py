@@ -178,7 +178,7 @@ def _answered(function: Any, packet: Any, args: Sequence[Any], kwargs: dict[str,
 
 def _caller() -> tuple[str, str]:
     """Return "file:line" of the innermost code of gptworks, and its function's name. For an operation of autograd, this
-    is the code of the forward pass, which anomaly mode records."""
+    is the code of the forward pass, which anomaly mode records. Empty texts if there is none."""
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
