@@ -5,7 +5,7 @@
     run = gptworks.train("demo")
     print(gptworks.load(run).generate("def ", max_tokens=100))
 
-Functions and classes are imported on first use, so that `import gptworks` costs nothing.
+Functions and classes are imported on first use, so that `import gptworks` is fast.
 """
 
 import importlib

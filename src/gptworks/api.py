@@ -1,4 +1,4 @@
-"""The functions for programs, notebooks and the commands: `gptworks.train`, `gptworks.evaluate`; see also `estimates`.
+"""Functions for programs, notebooks and the commands: `gptworks.train`, `read_run`, `evaluate`; see also `estimates`.
 
 Each function imports what it needs when it is called, so that importing this module is fast.
 """
@@ -36,13 +36,14 @@ def train(
     prepare: Callable[[Recipe], Prepared] | None = None,
     **settings: Any,
 ) -> TrainedRun:
-    """Train a recipe's model to the end of its run: `gptworks.train("demo", max_steps=20)`.
+    """Train a recipe's model until the run ends or a signal stops it, and return the run: `gptworks.train("demo")`.
 
     Args:
         recipe: a file, a shipped recipe's name, a run folder, nested dictionaries, or a `Recipe`.
         overrides: settings that replace the recipe's, as on the command line: `"train.max_steps=20"`.
-        resume: continue from the newest checkpoint in the run folder.
-        change: paths of settings that the resumed run may change although its loss curve depends on them.
+        resume: continue from the newest undamaged checkpoint in the run folder; without a checkpoint, start at step 0.
+        change: paths of settings that the resumed run may change although its loss curve depends on them; PATH=VALUE
+            also sets the new value.
         force: start even if the plan says that the run does not fit in memory.
         report: called with a line on the settings kept from an earlier session; None: the display shows it.
         prepare: makes the recipe's tokenizer and shards; None: `gptworks.prepare`, which reports only in a notebook.
@@ -51,7 +52,8 @@ def train(
 
     Raises:
         UserError: the recipe, its data or the run folder cannot be used, or the run does not fit in memory.
-        RunError: loss or gradients stayed non-finite, or a checkpoint could not be written.
+        RunError: too many steps were skipped as non-finite or spikes, or the dataset or a checkpoint could not be
+            written.
     """
     outcome = train_here(
         recipe, *overrides, *overrides_of(settings), resume=resume, change=change, force=force, report=report,
@@ -134,26 +136,27 @@ def evaluate(
         text: files of text whose loss to measure.
         task: files of tasks, whose items the model answers.
         shots: for tasks: numbers of solved examples in a prompt; each task is measured with each number.
-        limit: for tasks and the harness: maximum number of items.
-        chat: for tasks: prompt with the run's chat template.
+        limit: for tasks and the harness: maximum number of items of each task.
+        chat: for tasks and the harness: prompt with the run's chat template.
         run_generated_code: let tasks run programs that the model wrote; see gptworks/confined/sandbox.py.
-        harness: names of lm-evaluation-harness tasks.
+        harness: names of lm-evaluation-harness tasks, or YAML files of such tasks.
         calibration: measure whether tokens predicted with probability p are right in a share p of cases.
         memorization: measure the share of the model's text that is copied from the training text.
         stride: number of tokens between the starts of windows; None: the context length, for `text` half of it.
         by_position: also measure each eighth of the context.
         compressors: also measure gzip and xz on the same text.
-        precision: precision of matrix products; None: the run's own.
+        precision: precision of matrix products, except in tasks and the harness; None: the run's own.
         weights: format in which to load the weights; see `gptworks.load`. Results for weights that are rounded while
             loading are saved under their own name, such as text-book-int8.
         device: auto, cpu, cuda or mps.
         save: write the results, except those of the validation split, to the run folder and its model card.
-        report: called with a message for each fallback.
+        report: called with a message for each damaged checkpoint, in whose place another is measured.
         prepare: finds or builds the shards of the run's own text; None: `gptworks.prepare`, without reports.
-        progress: called with the number of items or tokens done, and their total.
+        progress: called with the number of items or tokens done, and their total; not called by the harness.
 
     Raises:
-        UserError: the run, checkpoint, text or task does not exist, or an option would have no effect.
+        UserError: the run, checkpoint, text, task or device does not exist or cannot be used, or an option would have
+            no effect.
     """
     from gptworks.evaluation.task import load_task
 
@@ -238,7 +241,10 @@ def with_changes(overrides: list[str], change: Collection[str], resume: bool) ->
 
 
 def settings_of(recipe: RecipeLike, overrides: list[str], resume: bool, report: Callable[[str], None]) -> Recipe:
-    """Load the recipe; with `resume`, also apply and report the settings of the run's earlier command lines."""
+    """Load the recipe; with `resume`, also apply and report the settings of the run's earlier command lines.
+
+    See `load_to_resume`, which also keeps the run's values where neither the recipe nor a command line sets one.
+    """
     from gptworks.recipe import load_recipe
     from gptworks.training.changes import load_to_resume
 

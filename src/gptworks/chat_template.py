@@ -33,7 +33,7 @@ LIMITS = Limits(seconds=2, n_bytes=1 << 28)
 """Limits for compiling an untrusted template, and for rendering a conversation with it."""
 
 Message = dict[str, Any]
-"""{"role": "system" | "user" | "assistant", "content": str}."""
+"""{"role": "system" | "user" | "assistant", "content": str}, sometimes with a "name"."""
 
 BUILT_IN = {
     "chatml": """\
@@ -83,7 +83,7 @@ _PROBE = ({"role": "user", "content": "question"}, {"role": "assistant", "conten
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 MOST_KEPT = 4
-"""Maximum number of tokenizers that `_rest` caches: one for each guard, and clients' texts decide on the guards."""
+"""Maximum number of tokenizers that `_rest` caches: at most two for each guard, which depends on clients' texts."""
 
 
 class ChatTemplate:
@@ -100,8 +100,8 @@ class ChatTemplate:
         """Return this template with further variables, such as enable_thinking=False.
 
         Raises:
-            UserError: the template does not read a variable of this name, or sets it itself; or a value holds the name
-                of a special token.
+            UserError: a name does not occur in the template, or `render` sets this variable itself; or a value is a
+                text that holds the name of a special token.
         """
         for name in variables:
             if name in (*_OWN_VARIABLES, *ROLES) or not re.search(rf"\b{re.escape(name)}\b", self.source):
@@ -211,7 +211,8 @@ class ChatTemplate:
         return tuple(dict.fromkeys([*written, *special_tokens(self.tokenizer).ends]))
 
     def written_end(self) -> int | None:
-        """Return the id of the special token that the template writes after an assistant's answer; None without one."""
+        """Return the id of the first special token that the template writes after an assistant's answer; None if it
+        writes none, or refuses a question with an answer."""
         special = self.special_ids
         try:
             answered = self.render(_PROBE)
@@ -225,7 +226,7 @@ class ChatTemplate:
         return frozenset(i for i, token in self.tokenizer.get_added_tokens_decoder().items() if token.special)
 
     def missing_tokens(self) -> tuple[str, ...]:
-        """Return names like <|this|> that the template writes but the tokenizer does not know as tokens.
+        """Return the names like <|this|> in a rendered question and answer that are not added tokens of the tokenizer.
 
         Raises:
             UserError: the template refuses a question with an answer.
@@ -324,7 +325,7 @@ def load_chat_template(tokenizer_folder: Path, tokenizer: Tokenizer) -> ChatTemp
     """Load the chat template in a run's tokenizer folder; None if the folder has none.
 
     Raises:
-        UserError: the file is not readable or is too large, or the template does not compile.
+        UserError: the file is not a regular UTF-8 file or is too large, or the template does not compile.
     """
     file = tokenizer_folder / TEMPLATE_FILE
     if not file.exists():
@@ -408,7 +409,8 @@ def other_templates(folder: Path) -> dict[str, str]:
 
 
 def find_other_templates(config: TokenizerConfig) -> dict[str, str]:
-    """Return the templates, except the default one, of the folder in `config.path`; none if `config` names a template.
+    """Return the templates, except the default one, of the folder in `config.path`; none if `config` names a template,
+    or if its path is not a folder.
 
     Raises:
         UserError: for the reasons of `other_templates`.

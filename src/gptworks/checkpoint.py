@@ -90,7 +90,8 @@ class Checkpoint:
         """Compare all files, or only the named ones, with the manifest; fetch those that a remote run's mirror lacks.
 
         Raises:
-            UserError: a file is missing, truncated or changed, or the manifest is damaged.
+            UserError: a file is missing, truncated or changed, or the manifest is missing, damaged or in another
+                format.
         """
         described = self._described_files()
         for name in names or described:
@@ -210,7 +211,7 @@ class Checkpoint:
 
     @property
     def best_step(self) -> int | None:
-        """The run's step with the lowest validation loss so far, from state.json; None if the file is damaged."""
+        """The run's step with the lowest validation loss so far, from state.json; None if the file states none."""
         try:
             step = self.state().get("best_step")
         except (OSError, UserError):
@@ -228,7 +229,8 @@ def remove_checkpoint(checkpoint: Checkpoint) -> None:
 
 
 def checkpoint_of_step(run_dir: Path, step: int) -> Checkpoint:
-    """Return the checkpoint of a step, preferably one to resume from, otherwise one with only weights."""
+    """Return the checkpoint of a step, preferably one to resume from, otherwise one with only weights. If there is
+    neither, the folder of the returned checkpoint does not exist."""
     there = (checkpoint for checkpoint in all_checkpoints(run_dir) if checkpoint.step == step)
     return next(there, Checkpoint(run_dir / "checkpoints" / f"step-{step:06d}"))
 
@@ -247,7 +249,8 @@ def checkpoints(run_dir: Path) -> list[Checkpoint]:
 def newest_verified(
     run_dir: Path, report: Report = lambda _: None, *, up_to_step: int | None = None
 ) -> Checkpoint | None:
-    """Return the newest intact checkpoint to resume from, at most `up_to_step`; report damaged ones."""
+    """Return the newest intact checkpoint to resume from, at most `up_to_step`; None if there is none. Report damaged
+    ones."""
     return _first_whole((c for c in checkpoints(run_dir) if up_to_step is None or c.step <= up_to_step), report)
 
 
@@ -299,7 +302,7 @@ def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambd
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run's model with the weights of a checkpoint, and the run's recipe and tokenizer."""
+    """A run's model with the weights of a checkpoint, and the run's recipe and tokenizer folder."""
 
     model: GPT
     recipe: Recipe
@@ -328,7 +331,7 @@ def load_run(
         merge, weights: see `load_model`.
 
     Raises:
-        UserError: as `choose_checkpoint` and `load_model`; or `full` is set and the run is quantized.
+        UserError: as `choose_checkpoint`, `load_recipe` and `load_model`; or `full` is set and the run is quantized.
     """
     run_dir = fetched_path(run_dir)
     if run_dir.is_file() and run_dir.suffix in (".yaml", ".yml"):
@@ -363,18 +366,19 @@ def load_model(
     merge: bool = True,
     weights: LoadedWeights = "auto",
 ) -> GPT:
-    """Load a model with a checkpoint's weights, in eval mode; a QuantizedGPT if its matrices are quantized. Matrices
-    with an adapter are dequantized.
+    """Load a model with a checkpoint's weights, in eval mode; a QuantizedGPT if its matrices are quantized. If the
+    checkpoint has an adapter, all its quantized matrices are dequantized first.
 
     Args:
         adapter: settings of the checkpoint's adapter, if it has one.
         merge: merge the adapter into the weights; False: keep it separate.
-        weights: format of the matrices in memory. auto: as in the checkpoint. With other formats, each matrix is merged
-            with its adapter and rounded to nearest as it is read, so that only one at a time is in memory in fp32.
+        weights: format of the matrices in memory. auto: as in the checkpoint, but fp32 with an adapter. With bf16, int8
+            and int4, which need `merge`, each fp32 matrix is merged with its adapter and rounded to nearest as it is
+            read, so that only one at a time is in memory in fp32.
 
     Raises:
-        UserError: names, shapes or dtypes of the weights do not fit `config`, a weight is not finite, or the checkpoint
-            is already quantized in another format than `weights`.
+        UserError: the file is missing or damaged; names, shapes or dtypes of the weights do not fit `config`; a weight
+            is not finite; or the checkpoint is already quantized in another format than `weights`.
     """
     with ShapesOnly():
         model, plain = GPT(config), GPT(config)

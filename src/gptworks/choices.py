@@ -33,8 +33,8 @@ GGUFType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 
 
 class Sampling(NamedTuple):
-    """Default sampling settings of the commands, the server, the studio and Python. Of the settings that change
-    probabilities, only the temperature has an effect at these values."""
+    """Default sampling settings of the commands, the server, the studio and Python, for models that state none. Of the
+    settings that change probabilities, only the temperature has an effect at these values."""
 
     temperature: float = 0.8
     top_k: int = 0

@@ -78,7 +78,7 @@ def follow_quota() -> None:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype of matrix products. Weights, gradients and the optimizer's state stay float32."""
+    """The dtype of matrix products; weights, gradients and the optimizer's state keep their own, usually float32."""
 
     name: str
     device_type: str
@@ -229,14 +229,14 @@ class BusyCores:
         self._before = self._counts()
 
     def soon_by_others(self) -> float | None:
-        """Wait until a second has passed since the last call, and return `by_others`."""
+        """Wait until a second has passed since the last call (see `by_others`), and return `by_others`."""
         if self._before is not None:
             time.sleep(max(0.0, 1.01 - (time.monotonic() - self._before[0])))
         return self.by_others()
 
     def by_others(self) -> float | None:
-        """Return the average number of cores used by other programs since the last call; None within a second of that
-        call, or if the system has no CPU times."""
+        """Return the average number of cores used by other programs since the last call, or since this object was made;
+        None within a second of that time, or if the system has no CPU times."""
         before, self._before = self._before, self._counts()
         if before is None or self._before is None:
             return None
@@ -245,7 +245,8 @@ class BusyCores:
 
     @staticmethod
     def _counts() -> tuple[float, float, float] | None:
-        """Return a clock's seconds, busy seconds of all cores, and CPU seconds of this process and its children."""
+        """Return a clock's seconds, busy seconds of all cores, and CPU seconds of this process and its ended children;
+        None if the system has no CPU times."""
         try:
             fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
             ticks = os.sysconf("SC_CLK_TCK")
@@ -364,7 +365,8 @@ class Scalars:
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device, once: bool = False) -> float:
-    """Call `work` for `PROBE_SECONDS`, or only `once`, after a call to warm up; return the shortest time of a call."""
+    """Call `work` to warm up, then until `PROBE_SECONDS` have passed since the start, or only `once` more; return the
+    shortest time of a call, without the first."""
     best, end = float("inf"), time.perf_counter() + (0 if once else PROBE_SECONDS)
     work()
     synchronize(device)
@@ -377,8 +379,8 @@ def _best_seconds(work: Callable[[], object], device: torch.device, once: bool =
 
 
 KEPT_SHARE = 1.5
-"""Assumed ratio of resident memory to memory in use if the allocator keeps freed memory. Fragmentation made it 1.2 to
-1.45 in measurements (docs/benchmarks.md)."""
+"""Assumed ratio of resident memory to memory in use if the allocator keeps freed memory. Fragmentation made it 1.12 to
+1.37 in measurements (docs/benchmarks.md)."""
 
 
 def choose_allocation(

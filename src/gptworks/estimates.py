@@ -48,7 +48,7 @@ def plan(
         recipe: a preset's name, or what `gptworks.train` takes.
         overrides: settings that replace the recipe's, as for `gptworks.train`.
         device: a name such as h100, or a GPU's memory such as `8 GB`; `this` and `cpu` measure this machine's device
-            and CPU; None is this machine's CPU, not measured.
+            and CPU; None (without `memory_gib`) is this machine's CPU, not measured.
         world_size: number of devices.
         sharding, tensor_parallel: settings of train.parallel.
         price: price of an hour of a device, in any currency.
@@ -61,7 +61,9 @@ def plan(
             `gptworks.planning.device_options.DeviceOptions`; and further overrides, as for `gptworks.train`.
 
     Raises:
-        UserError: a setting or the device is wrong, or the vocabulary is not known yet and the data is missing.
+        UserError: a setting or the device is wrong; the recipe cannot run on this many devices; the vocabulary is not
+            known yet and the data is missing; or `hours` or `budget` is given and the device's speed is unknown.
+        RunError: a measured step failed.
     """
     from gptworks.describe.plan_sheet import PlanSheet
     from gptworks.planning.assumed import preset_recipe
@@ -140,7 +142,8 @@ def plan_serving(
         recipe, overrides, device, settings: as for `plan`.
         requests: number of texts that are generated at once; None: 32, as in `gptworks serve`.
         context: tokens of each text with its prompt; None: the model's context.
-        weights, cache: formats of the matrices and of keys and values, as in `gptworks serve`; auto: the run's format.
+        weights: format of the matrices, as in `gptworks serve`; auto: the run's format.
+        cache: format of keys and values; auto: the engine's choice, fp32 or, for narrower weights in C++, bf16.
 
     Raises:
         UserError: a setting or the device is wrong, or the size of the vocabulary is not known yet.
@@ -166,7 +169,8 @@ def _measured(name: str, here: str = "auto") -> Device:
 
 
 def _stored_format(recipe: RecipeLike) -> LoadedWeights:
-    """Return the narrowest format of the weights in a run's best checkpoint; fp32 for a recipe or a preset."""
+    """Return the narrowest format of the weights in a run's best checkpoint, with bf16 for fp16; fp32 for a recipe, a
+    preset, or a run with an adapter."""
     from gptworks.checkpoint import choose_checkpoint
     from gptworks.quantize.formats import KINDS
     from gptworks.tensors import stored_tensors
@@ -213,7 +217,7 @@ def rehearse(
         working: called with a description; returns a context for the rehearsal, such as a progress bar.
 
     Raises:
-        UserError: for the reasons of `plan`; or the recipe cannot run on this many devices.
+        UserError: for the reasons of `plan`. What a check of the recipe finds wrong is in the sheet instead.
     """
     from gptworks.runs.rehearsal_sheet import RehearsalSheet
     from gptworks.training.rehearsal.dress import DISK_GB_PER_SECOND

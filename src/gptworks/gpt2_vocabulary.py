@@ -17,6 +17,7 @@ def read_gpt2_vocabulary(path: Path) -> tuple[dict[str, int], list[tuple[str, st
 
     Raises:
         UserError: the file is truncated, or not GPT-2's vocabulary.
+        OSError: the file cannot be opened; FileNotFoundError if it does not exist.
     """
     ranks = _read_ranks(path)
     vocabulary = {_printable(token): rank for token, rank in ranks.items()}

@@ -20,7 +20,8 @@ def read_json(path: Path, fix: str = "") -> dict[str, Any]:
         fix: advice for the message if the file does not exist.
 
     Raises:
-        UserError: the file does not exist, cannot be read, or does not contain a mapping.
+        UserError: the file does not exist, is not regular or too large, or does not contain a mapping.
+        OSError: the file cannot be opened for another reason.
     """
     try:
         return mapping_of(read_regular(path, MAX_JSON_BYTES, inside=path.parent))

@@ -22,7 +22,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def cpu_name() -> str:
-    """Return the processor's model name on Linux; empty elsewhere."""
+    """Return the processor's model name as Linux states it; empty elsewhere, and where Linux states none, as on ARM."""
     names = (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name"))
     return next(names, "")
 
@@ -135,7 +135,7 @@ def _control_groups(controller: str) -> Iterator[tuple[int, str]]:
 
 
 def _number(path: str) -> int | None:
-    """Return the number in a file; None if the file has another text, such as "max"."""
+    """Return the number in a file; None if the file is missing or has another text, such as "max"."""
     word = next(iter(_lines(path)), "").strip()
     return int(word) if word.isdigit() else None
 

@@ -1,6 +1,6 @@
 """Read, override, check and save recipes.
 
-A recipe is a YAML file with the sections `model`, `tokenizer`, `data` and `train`. `load_recipe` reads it, applies
+A recipe is a YAML file with sections such as `model`, `tokenizer`, `data` and `train`. `load_recipe` reads it, applies
 `key.path=value` overrides, completes model and tokenizer from the run that it starts from, and refuses unknown keys,
 wrong types and contradictory settings before any work begins.
 """

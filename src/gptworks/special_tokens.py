@@ -5,10 +5,10 @@ several files, with the precedence of transformers 5:
 
 tokenizer.json          its post-processor adds tokens around a text; `add_bos_token` and `add_eos_token` of
                         tokenizer_config.json are ignored.
-tokenizer_config.json   bos_token, eos_token, unk_token, pad_token, …: a text, or a mapping with `content`; null: none.
+tokenizer_config.json   bos_token, eos_token and the other `ROLES`: a text, or a mapping with `content`; null: none.
 special_tokens_map.json the same; it has precedence if tokenizer_config.json has no `added_tokens_decoder`.
 generation_config.json  the ids that end generation (`eos_token_id`, one or a list), begin and pad it.
-config.json             the same ids, if there is no generation_config.json.
+config.json             the same ids, if there is no generation_config.json; `eos_token_id` also if that file has none.
 
 A run's `tokenizer/` has the same files, so that one function reads both.
 """
@@ -70,10 +70,11 @@ class SpecialTokens:
     bos: int | None
     eos: int | None
     unk: int | None
-    """Token for text that the tokenizer does not know; None if it knows every text."""
+    """Token for text that the tokenizer does not know; None if it has none, usually because it knows every text."""
     pad: int | None
     separator: bool
-    """Whether `eos` separates documents, like GPT-2's `<|endoftext|>`: there is no other bos token."""
+    """Whether `eos` separates documents, like GPT-2's `<|endoftext|>`: there is no other bos token, and if a folder
+    states the tokens, the post-processor adds none."""
     ends: tuple[int, ...]
     """Tokens that each end generation."""
     before: tuple[int, ...]
@@ -85,7 +86,7 @@ class SpecialTokens:
     document: tuple[tuple[int, ...], tuple[int, ...]]
     """Tokens put before and after each document."""
     names: Mapping[str, str]
-    """Texts of the tokens by role, as chat templates and transformers name the roles: bos_token, …"""
+    """Texts of the tokens by role, as chat templates and transformers name the roles, such as bos_token."""
 
     @property
     def end(self) -> int | None:
@@ -206,7 +207,8 @@ def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
     `stating_files` states only sampling settings.
 
     Raises:
-        UserError: a file is not readable JSON, or a value has a wrong type.
+        UserError: a file is not readable JSON, a value has a wrong type, or the post-processor does more than add
+            tokens before and after a text.
     """
     if not stating_files(folder):
         sampling = _optional(folder / GENERATION_CONFIG)
@@ -358,7 +360,7 @@ def attach(tokenizer: Tokenizer, stated: Stated | None) -> Tokenizer:
 
 
 def stated_of(tokenizer: Tokenizer) -> Stated | None:
-    """Return the special tokens that `attach` gave the tokenizer; None if it gave none."""
+    """Return the special tokens and sampling settings that `attach` gave the tokenizer; None if it gave none."""
     found = vars(tokenizer).get(_KEY)
     return found and found[0]
 

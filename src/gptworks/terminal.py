@@ -1,7 +1,8 @@
 """Protection of the terminal against control characters in models' texts, files and names.
 
-If standard output or standard error is a terminal, `guard` filters all that commands, warnings, tracebacks and
-libraries write to it. Only `Console` bypasses the filter, and it filters the text that it renders.
+If standard output or standard error is a terminal, `guard` filters all that commands, warnings, tracebacks and Python
+libraries write to it. Only `Console`, which filters the text that it renders, and progress bars of libraries within
+`unguarded` bypass the filter.
 """
 
 import io

@@ -281,7 +281,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of a text, without special tokens.
+    """Return the token ids of a text, without adding special tokens.
 
     Raises:
         UserError: for the reasons of `encodings`.
@@ -382,7 +382,8 @@ def token_bytes(tokenizer: Tokenizer) -> list[int] | None:
 
 
 def token_spellings(tokenizer: Tokenizer) -> list[bytes] | None:
-    """Return the bytes of each token, by id; None if a token's bytes depend on its neighbours (word pieces)."""
+    """Return the bytes of each token, by id; None if the decoder is neither Fuse nor ByteLevel, so that a token's bytes
+    may depend on its neighbours."""
     names = {index: name for name, index in tokenizer.get_vocab(with_added_tokens=True).items()}
     in_order = [names.get(index, "") for index in range(vocabulary_size(tokenizer))]
     if isinstance(tokenizer.decoder, decoders.Fuse):
@@ -407,7 +408,8 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """Return the ids to put before and after each document: bos and eos, or only a separator before it."""
+    """Return the ids to put before and after each document: bos and eos, or only a separator before it; empty lists if
+    the tokenizer has no such tokens."""
     before, after = special_tokens(tokenizer).document
     return list(before), list(after)
 

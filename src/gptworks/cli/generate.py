@@ -185,7 +185,7 @@ def _generate_held_out(engine: "Engine", run: Path, n: int, settings: "SamplingS
 
 
 def _given(**settings: Any) -> dict[str, Any]:
-    """Return the sampling settings that the command line gives; None: the model's default."""
+    """Return the sampling settings that the command line gives: those that are not None."""
     return {name: value for name, value in settings.items() if value is not None}
 
 

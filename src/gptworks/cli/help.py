@@ -1,4 +1,4 @@
-"""Format help: commands under headings, and values named N, X and TEXT instead of Python's types."""
+"""Format help: commands under headings, and values named N, X, TEXT and FILE instead of Python's types."""
 
 import re
 from itertools import groupby

@@ -1,4 +1,4 @@
-"""The command that shows what training learns from conversations: inspect."""
+"""The command that shows what training learns from conversations or preference pairs: inspect."""
 
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any

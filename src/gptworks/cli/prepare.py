@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def preparing() -> "Iterator[Report]":
-    """Show progress bars with MB/s and the remaining time; yield a function that updates them. It takes a stage
-    with its done and total bytes. Print unknown stages as notices at the end."""
+    """Show progress bars with MB/s and the remaining time; yield a function that updates them. This function
+    takes a stage with its done and total bytes. Print stages without a bar as notices at the end."""
     from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn, TransferSpeedColumn
 
     names = {
@@ -44,7 +44,8 @@ def preparing() -> "Iterator[Report]":
 
 
 def prepare_with_progress(recipe: "AnyRecipe", merge: bool = False) -> "Prepared":
-    """Build the recipe's dataset with progress bars.
+    """Return the recipe's dataset, built with progress bars or reused. Print which it is, and what was not read, as
+    notices.
 
     Args:
         merge: instead of building, join the parts that were built separately.

@@ -148,17 +148,20 @@ class Role(Enum):
     FIXED = "the weights, the optimizer's state or the order of the samples depend on it"
     """The setting decides the weights, the optimizer's state or the order of samples from the first step on."""
     STEERING = "the loss curve depends on it"
-    """The setting decides the loss curve. A resumed run may change it; the run folder records the change."""
+    """The setting decides the loss curve. A resumed run may change it if asked to (`--change`); the run folder records
+    the change."""
     START = "it says where the run started from"
     """The setting decides where the run starts. Changing it after the first step has no effect."""
     REPEAT = "the weights and the order of the samples depend on it"
     """The setting distinguishes repetitions of an experiment, like the seed, or follows from other settings."""
     FREE = "nothing that is learned depends on it"
-    """The setting affects only rounding, where and how fast the run computes, and what it records."""
+    """Nothing that is learned depends on the setting, apart from rounding: it decides, for example, where and how fast
+    the run computes, what it records, or when it gives up."""
 
     @property
     def on_resume(self) -> Literal["refused", "recorded", "allowed"]:
-        """How a resumed run treats a changed value of the setting. `recorded`: allowed, and noted in the run folder."""
+        """How a resumed run treats a changed value of the setting. `recorded`: allowed if asked for (`--change`), and
+        noted in the run folder."""
         if self in (Role.MEASURED, Role.FIXED, Role.REPEAT):
             return "refused"
         return "recorded" if self is Role.STEERING else "allowed"

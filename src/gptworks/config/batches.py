@@ -36,7 +36,8 @@ _IN_STAGES = ("smaller_batches", "shorter_contexts")
 
 def in_whole_numbers(given: Mapping[str, Any], context_length: int) -> dict[str, Any]:
     """Return the settings of growing batches and contexts, with shares converted to steps and tokens. Pairs without an
-    effect are dropped: a share of the run that leaves no step, and a length that is not below the context.
+    effect are dropped: a share of the run that ends at the same step as the pair before it, or at step 0, and a length
+    that is not below the context.
 
     Raises:
         ValueError: `max_steps` is missing for a share of the run, or a share of the context is no whole token count.

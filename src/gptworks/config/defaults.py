@@ -17,7 +17,7 @@ RATE, RATE_WIDTH = 0.02, 512
 models this rate is divided by the square root of the ratio of widths, as a precaution. Muon's rate does not change."""
 
 ADAMW_RATE_TIMES_WIDTH, HIGHEST_ADAMW_RATE = 0.5, 0.003
-"""AdamW's learning rate without Muon, multiplied by the width, and the maximum of the rate. This rate, inverse to the
+"""Learning rate of AdamW and SOAP, without Muon, multiplied by the width, and its maximum. This rate, inverse to the
 width (Yang et al., 2022), is 0.7 to 1.6 times that in table 2.1 of Brown et al. (2020)."""
 
 TUNING_RATE_TIMES_WIDTH, HIGHEST_TUNING_RATE = 0.0768, 1e-3
@@ -80,7 +80,8 @@ def train_defaults(
 
 
 def _by_length(steps: Any, samples: bool) -> dict[str, int]:
-    """Return the warmup, a fiftieth of `steps`, and intervals that give at least 5 evaluations and 4 checkpoints."""
+    """Return the warmup, a fiftieth of `steps` but at most 1,000, and intervals that give at least 5 evaluations and 4
+    checkpoints. If `steps` is not a number above 0, 500 is assumed."""
     if not isinstance(steps, int) or steps < 1:
         steps = 500  # the number of steps is unknown or invalid
     return {

@@ -19,7 +19,7 @@ _EXAMPLES = {
     "data": "data: {sources: [{type: files, path: my-texts}]}",
     "train": "train: {epochs: 3}",
 }
-"""A line to paste for each section that a recipe must have."""
+"""A line to paste for a section that is missing or has no value."""
 _NEEDED = {
     "int_": "a whole number", "float_": "a number", "bool_": "true or false", "string_type": "a text",
     "model_type": "a section: below `{0}:`, indented, lines such as `key: value`",

@@ -13,7 +13,7 @@ DataFault = Literal[
     "template-changed", "no-base-run", "duplicates", "validation-overlap", "one-answer", "unknown-tokens",
     "answers-alike", "keys-not-read",
 ]  # fmt: skip
-"""Faults of conversations or preference pairs that stop a run before its first step."""
+"""Faults of conversations or preference pairs that stop a run before its first step, unless `allow` names them."""
 
 
 class Rollouts(NamedTuple):
@@ -35,9 +35,9 @@ class ObjectiveSettings(Section):
     rows_per_sample: ClassVar[int] = 1
     """Number of rows in a batch for each sample of `train.batch_size`."""
     varying_widths: ClassVar[bool] = False
-    """Whether rows of a batch are padded to the longest row, instead of to the context."""
+    """Whether rows of a batch are padded to the longest row (rounded up), instead of to the maximum length of a row."""
     several_texts: ClassVar[bool] = False
-    """Whether a row may hold several conversations; positions restart at 0 in each."""
+    """Whether a row may hold several conversations; positions restart at 0 in each that is not joined to another."""
     learns_prompts: ClassVar[bool] = False
     """Whether the loss covers every token of a conversation, not only the answers."""
     trains_future_heads: ClassVar[bool] = False

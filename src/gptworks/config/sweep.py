@@ -26,7 +26,7 @@ class SweepRange(Section):
 
     @property
     def whole(self) -> bool:
-        """Whether the sweep tries only integers."""
+        """Whether the sweep tries only the integers of a range; false for `choices`."""
         return all(isinstance(value, int) for value in (self.low, self.high, 1 if self.step is None else self.step))
 
     @model_validator(mode="after")

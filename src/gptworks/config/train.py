@@ -148,7 +148,8 @@ class TrainConfig(OptimizerSettings):
         return 0 if wanted >= n_there else wanted
 
     def held_out_tokens(self, context_length: int) -> int:
-        """Return the maximum length in tokens of a held-out text's prompt: 96, or a quarter of a shorter context."""
+        """Return the maximum length in tokens of a held-out text's prompt: 96, or a quarter of the context if that is
+        less."""
         return max(1, min(HELD_OUT_TOKENS, context_length // 4))
 
     @property

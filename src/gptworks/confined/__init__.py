@@ -1,11 +1,12 @@
-"""Work on untrusted input (schemas, templates) in processes with limits of time and memory.
+"""Work on untrusted input, such as templates, grammars and documents, in processes with limits of time and memory.
 
     parent                                     child (confined/child.py and a module that answers)
     Confined.ask(question) ──► a line of JSON ──► set the limits, answer, lift them
                            ◄── a line of JSON ◄──
 
-A child that exceeds a limit dies, and `Task.abandon` kills a child whose answer is no longer needed; then the next
-question starts another child. Other children are reused: a start takes about 0.1 s, an answer 0.1 ms.
+A child that exceeds a limit dies, `Task.abandon` kills a child whose answer is no longer needed, and a child that has
+grown by more than `keep_bytes` is ended; then the next question starts another child. Other children are reused: a
+start takes about 0.1 s, an answer 0.1 ms.
 
 The time limit is for the child's CPU time, so that a busy machine accepts the same questions as an idle one. The memory
 limit is for the growth of the child's address space after the question arrives (RLIMIT_AS). macOS does not enforce
@@ -48,7 +49,7 @@ class Limits:
 
 
 class Exceeded(Exception):
-    """Answering a question exceeded a limit; the message names the limit."""
+    """Answering a question exceeded a limit, or ended the child in another way; the message says which."""
 
 
 class Abandoned(Exception):
@@ -99,7 +100,7 @@ class Confined:
             kind: the module whose `main` answers.
             setup: the first question of each child, a JSON value.
             setup_limits: limits for the setup; None: `limits`.
-            keep_bytes: a child whose resident memory has grown by more bytes is not reused.
+            keep_bytes: a child is not reused if its resident memory has grown by more than this since the setup.
         """
         self.limits = limits
         self._kind, self._setup, self._keep_bytes = kind, setup, keep_bytes

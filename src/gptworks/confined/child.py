@@ -67,7 +67,8 @@ def limit_growth(limit: str, n_bytes: int) -> None:
 
 
 HAS_LIMITS = hasattr(signal, "setitimer")
-"""Whether the system limits a process's time and memory: not Windows, where the parent ends a child that takes long."""
+"""Whether the system limits a process's CPU time and, on Linux, its memory: not Windows, where the parent ends a child
+that takes long."""
 
 
 def _limit(seconds: float, n_bytes: int) -> None:

@@ -17,7 +17,7 @@ from gptworks.confined.child import Answer, serve
 from gptworks.errors import UserError, shortened
 
 SECONDS, _BYTES = 2.0, 1 << 28
-"""Limits of CPU time and memory for a question, whether the question has one item or many."""
+"""Limits of CPU time (unless `find` is given others) and memory for a question, whether it has one item or many."""
 MAX_RENDERED_CHARACTERS = 1 << 20
 """Maximum length of the text that a template renders for one item."""
 MAX_EXPRESSION_CHARACTERS = 2000
@@ -36,7 +36,8 @@ class Fault(Exception):
 
 
 def render(source: str, items: Sequence[dict[str, Any]]) -> "list[str | Fault]":
-    """Return, for each item, the text that the template renders, or a `Fault` if rendering fails."""
+    """Return, for each item, the text that the template renders, or a `Fault` if rendering fails. If an item exceeds a
+    limit, all items after it get its `Fault` and are not rendered."""
     replies = _ask_all("render", source, items)
     return [reply if isinstance(reply, str) else Fault(reply["fault"], reply.get("syntax", False)) for reply in replies]
 
@@ -47,7 +48,7 @@ def find(
     """Return, for each text, the match of `re.search` (or another `how`) and its first group or ""; None: no match.
 
     Raises:
-        Refused: the pattern does not compile. UserError: the pattern takes too long on a text.
+        Refused: the pattern does not compile. UserError: searching a text exceeds a limit.
     """
     found: list[tuple[str, str] | None] = []
     for text, reply in zip(texts, _ask_all(how, pattern, texts, seconds), strict=True):

@@ -3,11 +3,12 @@
     python -I -S jail.py SECONDS MEMORY_BYTES DISK_BYTES < length and source of the program, then a token
 
 It needs only the standard library. Linux namespaces give the program its own users, processes, network (none) and file
-system: the interpreter and the system's libraries, read-only, and an empty folder in memory.
+system: the interpreter and the system's libraries, read-only, and a folder in memory that holds only the program.
 
 Namespaces and limits do not cover all of the kernel: RLIMIT_AS does not count System V shared memory, semaphores and
 message queues, a process inherits the caller's session keyring, and AF_VSOCK reaches a virtual machine's host. A
-seccomp filter refuses the system calls for these, and all system calls that are newer than Linux 5.0.
+seccomp filter refuses the system calls for these, others that a program does not need, such as ptrace and mount, and
+all that are newer than Linux 5.0.
 """
 
 import contextlib
@@ -62,7 +63,7 @@ _ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Runs the program without access to the parent's pipes, and copies the parent's token after the program has ended.
+# Runs the program with /dev/null as its standard streams, and copies the parent's token after the program has ended.
 CHILD = """
 def run():
     import os, sys

@@ -145,7 +145,8 @@ _QUANTIFIER = re.compile(r"(?:[*+?]|\{(\d*)(,?)(\d*)\})([+?]?)")
 
 
 def slow_pattern(pattern: str) -> str | None:
-    """Return why a pattern may take exponential time, or a high power of the text's length; None if it is safe.
+    """Return why a pattern may take exponential time, or a high power of the text's length, or that it is too long to
+    check; None if it is safe.
 
     Time can be exponential only if a repeated group can match a text in several ways: by a quantifier inside, or by
     alternatives. The power is at most the number of consecutive long repetitions. Patterns of released models have two.

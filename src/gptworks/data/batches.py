@@ -1,4 +1,4 @@
-"""Training batches as a pure function of (shards, seed, position), so that resuming a run needs only integers.
+"""Training batches as a pure function of (shards, weights, seed, position), so that resuming a run needs only integers.
 
 `Shares` chooses each sample's dataset by the datasets' weights; a permutation chooses a window of that dataset.
 """
@@ -67,8 +67,8 @@ class Batches:
     An epoch of a dataset visits each of its windows once, in a shuffled order. The windows are adjacent. The first one
     begins at a random position, so the cuts between windows differ from epoch to epoch.
 
-    A sample depends only on the seed and on its position, the number of samples before it in the run. The sizes of
-    batches and micro-batches only decide how many samples are read together.
+    A sample of given data and weights depends only on the seed and on its position, the number of samples before it in
+    the run. The sizes of batches and micro-batches only decide how many samples are read together.
 
     Args:
         stretches: the token range of each dataset; None: the split is a single dataset.
@@ -151,8 +151,8 @@ def evaluation_windows(
     Args:
         n_sequences: maximum number of windows, which are evenly spaced; 0: all windows.
         stride: tokens between the starts of windows; None: context_length. With a smaller stride, windows overlap:
-            targets that are also in an earlier window are IGNORED, and the others follow at least context_length -
-            stride tokens.
+            in each window after the first, targets that are also in an earlier window are IGNORED, and the others
+            follow at least context_length - stride tokens.
         part: the dataset of a mixture to read; None: the whole split.
 
     Raises:

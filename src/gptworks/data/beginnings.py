@@ -53,7 +53,8 @@ def beginnings(
     Args:
         shards: the validation split.
         most_tokens: maximum number of tokens in a text's beginning; a conversation's beginning goes up to an answer.
-        n_following: minimum number of tokens in `Beginning.follows`, unless the document ends before.
+        n_following: number of tokens in `Beginning.follows` of a conversation, and about the minimum of a text, unless
+            the document ends before.
 
     Raises:
         UserError: the split has too little text.
@@ -86,7 +87,8 @@ def _long_documents(shards: TokenShards, most_tokens: int) -> list[int]:
 
 
 def _in_documents(shards: TokenShards, n_long: int, n: int) -> bool:
-    """Return whether to begin inside documents: fewer than `n` are long, or the split holds ends of documents."""
+    """Return whether to begin inside documents: fewer than `n` are long, or the recipe does not state
+    `validation.by=document`, so that the split may hold ends of documents."""
     made = shards.manifest.made_from.get("validation")
     return n_long < n or not isinstance(made, dict) or made.get("by") != "document"
 

@@ -23,7 +23,7 @@ _CONTENTS = (
     "format_version", "sources_signature", "clean_files", "tokenizer_files", "chat_template", "other_templates",
     "snippets_by",
 )  # fmt: skip
-"""Keys of `made_from` that are not settings: computing them may take sources or tokenizer files that are gone."""
+"""Keys of `made_from` that are not settings: computing them may need sources or tokenizer files that are gone."""
 _PLACES = ("path", "url", "sha256")
 
 

@@ -95,7 +95,7 @@ class Languages:
 
 @dataclass(frozen=True)
 class Cleaning:
-    """Counts of the documents that filters changed and dropped in a dataset."""
+    """Counts of the documents that filters kept, changed and dropped in a dataset."""
 
     dataset: str | None
     """Name of the dataset in the mixture; None: the folder is a single dataset."""
@@ -116,7 +116,7 @@ class Info:
     held_out_in_training: int
     """Number of validation documents that have the same tokens as a training document."""
     languages: Languages | None
-    """Languages of the training text; None if the library that guesses them is not installed."""
+    """Languages of the training text; None if there is none, or if the library that guesses them is not installed."""
     cleaning: tuple[Cleaning, ...]
     """Counts of filters, one entry for each dataset that has filters."""
 

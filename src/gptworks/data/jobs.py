@@ -1,6 +1,6 @@
 """Write shards of text in jobs. One process does a whole job, from reading text to finished files.
 
-A job is a few neighbouring units of a source. The job's folder gets its final name when the job is complete. The jobs
+A job is neighbouring units of a source. The job's folder gets its final name when the job is complete. The jobs
 and their files depend only on the sources and settings, not on the number of processes or on interruptions.
 """
 
@@ -65,7 +65,8 @@ class Job:
             yield from source.read_unit(unit)
 
     def opening(self) -> Piece | None:
-        """Return the first piece of the document that the first unit continues; None if that unit begins a document."""
+        """Return the first piece of the document that the first unit continues; None if that unit begins a document, or
+        if the source does not set `whole_files`."""
         source, unit = self.units[0]
         return next(source.read(unit.file), None) if source.whole_files and unit.start else None
 
@@ -194,7 +195,8 @@ class _JobWriter:
 
 
 def batch_bytes() -> int:
-    """Return the size of the text to encode in one call: enough for all threads of this process."""
+    """Return the size of the text to encode in one call: enough for the threads of this process, or for
+    `_MOST_THREADS` if it has more."""
     threads = int(os.environ.get("RAYON_NUM_THREADS") or usable_cpus())
     return _BATCH_BYTES * min(threads, _MOST_THREADS)
 

@@ -43,7 +43,8 @@ _DOCUMENTS_WORTH_A_SPLIT = 20
 
 
 def split_by(data: DataConfig, sources: Sequence[SourceConfig | Source]) -> ValidationSplit:
-    """Return the settings of the validation split. The cleaned text decides whether `auto` is document or tail."""
+    """Return the settings of the validation split. Instead of `auto`, they state document for conversations and pairs,
+    and document or tail for text, depending on the cleaned text."""
     if data.validation.by != "auto":
         return data.validation
     by_document, by_tail = (data.validation.model_copy(update={"by": by}) for by in ("document", "tail"))

@@ -1,7 +1,7 @@
 """A mixture on disk: one folder with the shards of several datasets, one dataset after the other.
 
-The folder is a complete dataset: its files are links to the datasets' files, or copies if the file system differs. The
-datasets' weights are in the recipe, not in the folder.
+The folder is a complete dataset: its shards are links to the datasets' shards, or copies if the file system differs.
+The datasets' weights are in the recipe, not in the folder.
 """
 
 import hashlib
@@ -98,14 +98,16 @@ class Member:
 
 
 def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Path | None]) -> list[Member] | None:
-    """Return the datasets of a recipe's mixture, in order; None if one of them is not built.
+    """Return the datasets of a recipe's mixture, in order; None if one of them is not built, or their tokenizer is not
+    trained.
 
     Args:
         made: returns the dataset of a recipe without a mixture; None if it is not built.
         trained: returns the folder of the tokenizer trained on the text of all datasets; None if it is not trained.
 
     Raises:
-        UserError: a folder is not a dataset, or the datasets have different tokenizers.
+        UserError: a folder is not a dataset of text or lacks the part that a member names, or the datasets or the
+            recipe have different tokenizers.
     """
     data = recipe.data
     folders = {member.name: member.dataset for member in data.mixture if member.dataset is not None}

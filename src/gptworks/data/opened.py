@@ -34,8 +34,9 @@ class Prepared:
 def find_of_run(recipe: Recipe, run_dir: Path, fingerprint: str) -> Prepared | None:
     """Find the dataset that a run was trained on, even if its sources are gone; None if it is not found.
 
-    A relative `data.cache_dir` is looked up in the current folder and in the four folders above the run, because a
-    trial of a sweep is four folders below the folder in which its dataset was made.
+    The search covers `data.cache_dir` and the built datasets that the recipe's mixture names. Relative paths are looked
+    up in the current folder and in the four folders above the run, because a trial of a sweep is four folders below the
+    folder in which its dataset was made.
 
     Raises:
         UserError: a file of the dataset's folder is missing or was changed.
@@ -59,6 +60,8 @@ def datasets_in(caches: Iterable[Path], named: Iterable[Path] = ()) -> Iterator[
 
 def open_prepared(folder: str | Path) -> Prepared:
     """Open and check a dataset that `prepare` made; first fetch it, if the folder is the mirror of a remote one.
+
+    The contents of the tokenizer's files are compared with the manifest; of the shards, only the sizes are.
 
     Raises:
         UserError: the folder is not a dataset, or a file in it is missing or was changed.

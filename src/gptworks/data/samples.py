@@ -1,7 +1,8 @@
 """The samples that a run reads: windows of text, rows of conversations, preference pairs, or prompts.
 
-Batches depend only on (shards, seed, position); exact resuming relies on this. A position counts samples from the start
-of the run, including those that rollbacks have skipped.
+Batches depend only on (shards, settings, seed, position), except for prompts, whose answers the model writes; exact
+resuming relies on this. A position counts samples from the start of the run, including those that rollbacks have
+skipped.
 
 Shapes: B samples, T tokens.
 """
@@ -45,7 +46,7 @@ class Samples(ABC):
         """
         Args:
             folder: the dataset's folder, made by `prepare`.
-            verify: compare every file in the folder with its sha256.
+            verify: compare the files of the shards with their sha256, and their ids with the vocabulary.
 
         Raises:
             UserError: files are missing or changed, or there is too little text.
@@ -70,10 +71,11 @@ class Samples(ABC):
 
     @abstractmethod
     def rows(self, number: int, epoch: int = 0) -> list[Row]:
-        """Return item `number` of the training split as rows for display. A window's place depends on the epoch."""
+        """Return item `number` of the training split as rows for display. The epoch decides a window's place, and which
+        examples a row joins."""
 
     def item(self, position: int) -> tuple[int, int]:
-        """Return the epoch of the sample at `position`, and the index of its item.
+        """Return the epoch of the sample at `position` (in a mixture, of its dataset), and the index of its item.
 
         Raises:
             UserError: the sample was made during the run and was not kept.
@@ -89,7 +91,11 @@ class Samples(ABC):
         return {}
 
     def held_out(self, n_sequences: int) -> Iterator[Batch]:
-        """Yield at most `n_sequences` (0: all) evenly spaced sequences [T] of the validation split, for its loss."""
+        """Yield at most `n_sequences` (0: all) evenly spaced sequences [T] of the validation split, for its loss.
+
+        Raises:
+            NotImplementedError: the samples are preference pairs or prompts.
+        """
         raise NotImplementedError
 
 

@@ -255,7 +255,7 @@ class SearchIndex:
                 of them.
 
         Raises:
-            UserError: the phrase cannot be searched, or the index does not fit the tokens.
+            UserError: the phrase cannot be searched, or the index is not complete or does not fit the tokens.
         """
         pattern = self.spelling.of_phrase(phrase)
         ranges = [one.range(pattern) for one in self._open]

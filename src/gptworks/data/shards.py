@@ -34,7 +34,8 @@ TOKENIZER_FOLDER = "tokenizer"
 
 EXAMPLE = ("record", "text", "question", "answer", "flags")
 """Columns stored for each example: number of its record, from 0; hashes (ignoring case and white space) of its text,
-of the turns before its last answer, and of that answer; the sum of its flags, which are defined below."""
+of the turns before its last answer, and of that answer; the sum of its flags, which are defined below. The hashes are 0
+for the examples of preference pairs, and of the flags, only NO_END can be set."""
 
 NO_END, ALTERED, EMPTY, UNANSWERED, SWAPPED = 1, 2, 4, 8, 16
 """Flags, in this order: an answer has no end token; the template changes an answer; an answer is empty; no answer is
@@ -161,11 +162,13 @@ class Manifest(Section):
     splits: dict[Split, SplitFiles]
     origins: tuple[Origin, ...] = ()
     validation_text_sha256: str | None = None
-    """sha256 of the held-out text before encoding, which is the same for every tokenizer. null: conversations."""
+    """sha256 of the held-out text before encoding, which is the same for every tokenizer; of a mixture, sha256 of its
+    parts' values. null: conversations."""
     parts: tuple[Part, ...] = ()
     """The datasets of a mixture, in order; empty: the folder is one dataset."""
     cleaning: dict[str, Any] | None = None
-    """Counts of the documents that the recipe's filters changed and dropped; null: no filters."""
+    """Counts of the documents that the recipe's filters kept, changed and dropped; null: no filters, or a mixture,
+    whose parts have their own counts."""
     sources: tuple[ShardCounts, ...] = ()
     """For each source of text in `made_from`, in order: the number of shards that it owns in each split. Empty for
     conversations, and for mixtures, whose parts have their own counts."""
@@ -201,7 +204,7 @@ class Manifest(Section):
 
     @property
     def fingerprint(self) -> str:
-        """A sha256 over the sha256 of all shards' tokens, masks and examples. Equal data has equal fingerprints."""
+        """A sha256 over the sha256 of all shards' tokens, masks and examples. Equal shards have equal fingerprints."""
         shards = [shard for split in sorted(self.splits) for shard in self.splits[split].shards]
         sums = [sha256 for shard in shards for sha256 in (shard.sha256, *shard.more_sha256.values())]
         return hashlib.sha256(" ".join(sums).encode("ascii")).hexdigest()

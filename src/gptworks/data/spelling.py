@@ -11,7 +11,8 @@ from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import encode_text, token_spellings, vocabulary_size
 
 BORDER = b"\xff"
-"""The byte that special tokens spell. It also separates documents without special tokens. UTF-8 never contains it."""
+"""The byte that special tokens, and tokens without bytes, spell. It also separates documents between which there is no
+special token. UTF-8 never contains it."""
 MAX_PHRASE_BYTES = 1 << 16
 _FRAME = b"\xfe"
 _MAX_TOKEN_BYTES = 1 << 16

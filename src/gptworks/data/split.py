@@ -14,11 +14,13 @@ def split_documents(
 ) -> Iterator[tuple[Split, Piece]]:
     """Yield each piece with its split. The split depends only on a document's text, not on its position or neighbours.
 
-    `validation.by` is "document" or "tail". With "tail", the end of each document becomes a validation document, and
-    the rest is a training document without a mark for its end.
+    `validation.by` is "document" or "tail". With "document", the hash of a document's first piece decides. With "tail",
+    the end of each document becomes a validation document, and the rest is a training document without a mark for its
+    end; the piece in which the tail begins is yielded as two.
 
     Args:
-        opening: the first piece of the document that these pieces continue; None: they begin a document.
+        opening: the first piece of the document that these pieces continue; None: they begin a document. Not used with
+            "tail".
     """
     if validation.by == "tail":
         yield from _split_tails(pieces, validation.fraction)

@@ -58,7 +58,7 @@ def in_order(
     Args:
         make: a module-level function, called once in each process with `arguments` and an `Advance`; returns the
             function that works on an item.
-        processes: number of processes; 0: one per core.
+        processes: number of processes; 0: one per core. 1: this process works, and no other starts.
 
     Raises:
         RunError: a process died.

@@ -27,7 +27,8 @@ def printed(info: Info) -> Group:
 
 
 def to_html(info: Info) -> str:
-    """Return the contents of a dataset as an HTML page, with the exact value of each number in a <data> element."""
+    """Return the contents of a dataset as an HTML page, in which <data> elements hold the exact values of the key
+    figures and of the numbers next to bars."""
     train = next((one for one in info.amounts if one.split == "train" and one.name is None), None)
     tiles: list[tuple[str, Markup, str]] = []
     if train is not None:

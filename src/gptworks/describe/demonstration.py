@@ -55,7 +55,8 @@ def demonstrate(config: ModelConfig, length: int = DEFAULT_LENGTH) -> Demonstrat
     """Run a model with random weights on `length` random tokens, on the CPU in fp32.
 
     Raises:
-        UserError: `length` is not between 1 and the context, or this machine has too little memory for the model.
+        UserError: `length` is not between 1 and the context, the vocabulary size is unknown, or this machine has too
+            little memory for the model.
     """
     if not 1 <= length <= config.context_length:
         raise UserError(f"--length {length}: the model reads 1 to {config.context_length:,} tokens.")

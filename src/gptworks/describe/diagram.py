@@ -54,7 +54,7 @@ def flow(c: ModelConfig) -> Flow:
 
 
 def diagram(config: ModelConfig, width: int = MIN_WIDTH) -> list[str]:
-    """Return the lines of the drawing, `width` columns wide."""
+    """Return the lines of the drawing, which is `width` columns wide, but at least `MIN_WIDTH`."""
     frame_width = max(width, MIN_WIDTH) - _SHAPE_WIDTH
     lines = _lines(config, frame_width)
     return [f"{line:<{frame_width}}{shape:>{_SHAPE_WIDTH}}".rstrip() for line, shape in lines]

@@ -71,7 +71,8 @@ Share = tuple[str, str, float]
 
 
 def _shares(sheet: Sheet) -> Markup:
-    """Draw bars of each part's share of the parameters, of the parameters active for a token, and of the FLOPs."""
+    """Draw bars of each part's share of the parameters, with experts also of those active for a token, and of the
+    FLOPs."""
     count, flops = sheet.parameters, sheet.flops
     stored = dict.fromkeys(NAMES, 0)
     for group in count.groups.values():

@@ -15,7 +15,8 @@ class PlanSheet(Plan):
     """A plan that a terminal prints as text and a notebook shows as tables."""
 
     details: bool = False
-    """Whether to also show the FLOPs by part, other precisions and layouts, and the memory of inference."""
+    """Whether to also show more figures, the FLOPs by part, other precisions and layouts, and the memory of
+    inference."""
     affordable: Affordable | None = None
     """The training that a given time or budget suffices for; None if neither was given."""
 

@@ -51,12 +51,13 @@ def printed(plan: Plan, details: bool = False, affordable: Affordable | None = N
 def tables(
     plan: Plan, details: bool = False, unmeasured: str = _UNMEASURED, affordable: Affordable | None = None
 ) -> Iterator[Table]:
-    """Yield tables of the plan's main figures, of its memory, and of changes if the run does not fit.
+    """Yield tables of the plan's main figures, of its memory, of changes if the run does not fit, and of the traced and
+    measured memory of a step if there is any.
 
     Args:
-        details: add FLOPs by part, other precisions and layouts, and the memory of inference.
+        details: add more figures, FLOPs by part, other precisions and layouts, and the memory of inference.
         unmeasured: advice to print if the machine's speed is unknown.
-        affordable: the training that a given time suffices for; None if no time was given.
+        affordable: the training that a given time or budget suffices for, for a table of it; None if neither was given.
     """
     yield Table((plan.recipe.name, "plan"), "ll", _facts(plan, details, unmeasured))
     if affordable is not None:
@@ -165,7 +166,8 @@ def _checkpoints(plan: Plan) -> str:
 
 
 def _objective(plan: Plan) -> str:
-    """Return a line on the additional passes and weights that an objective adds to the figures; empty if none."""
+    """Return a line on how the figures count an objective's rows, and on the passes and weights that it adds; empty if
+    there is neither."""
     objective = plan.recipe.objective
     paired, answers = objective.rows_per_sample == 2, "text" not in objective.sources
     counted = {

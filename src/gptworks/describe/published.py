@@ -35,7 +35,8 @@ class Figure:
 
     @property
     def error_text(self) -> str:
-        """Error of the published figure as text: a factor if at most 0.5 or at least 2, otherwise a percentage."""
+        """Error of the published figure as text: `exact` if there is none, a factor if at most 0.5 or at least 2,
+        otherwise a percentage; empty if the published figure is text, or the exact one is None or 0."""
         if isinstance(self.published, str) or not self.exact:
             return ""
         ratio = self.published / self.exact

@@ -40,7 +40,8 @@ KINDS = {
     "query_key_value": "attention", "attention_scores": "scores", "output_projection": "attention",
     "laboratory": "attention", "future_heads": "head",
 }  # fmt: skip
-"""Kind, which decides the colour, of each group of parameters and each part of the FLOPs; unlisted parts are mlp."""
+"""Kind, which decides the colour, of each group of parameters and each part of the FLOPs; unlisted parts of the FLOPs
+are mlp."""
 
 WORDS = {"query_key_value": "query, key, value", "attention_scores": "scores and weighted sum", "mlp": "MLP"}
 """Displayed names of parts of the FLOPs, if they differ from the keys."""

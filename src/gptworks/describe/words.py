@@ -83,7 +83,7 @@ def logits(c: ModelConfig) -> str:
 
 
 def on_the_way(factor: float, dropout: float) -> list[str]:
-    """Return the names of the operations (scaling, dropout) on a tensor before it enters the residual stream."""
+    """Return the names of the scaling and the dropout that a tensor goes through, each only if it has an effect."""
     return [f"× {factor:g}"] * (factor != 1) + [f"dropout {dropout:g}"] * (dropout > 0)
 
 

@@ -46,7 +46,8 @@ ADAPTED: tuple[Literal["full", "int8", "int4"], ...] = ("full", "int8", "int4")
 
 STEPS_AN_EPOCH, LARGEST_BATCH = 30, 32
 ROW_MULTIPLE, MOST_TIMES_LONGER = 64, 8
-"""Rows are a multiple of 64 tokens. Rows of joined examples are at most 8 times as long as rows of single ones."""
+"""Rows are a multiple of 64 tokens, or as long as the context. Rows of joined examples are at most 8 times as long as
+rows of single ones."""
 EPOCHS = ((10_000, 1), (1_000, 2), (0, 3))
 """Pairs of a minimum number of examples, and the number of epochs for that many examples."""
 
@@ -164,7 +165,7 @@ class _Draft:
         """Format of the base model's weights under an adapter; None: all weights are trained."""
 
     def fit_to(self, prepared: Prepared) -> None:
-        """Choose the length of rows, the batch size and the epochs to suit the examples."""
+        """Choose the length of rows, the batch size and the epochs to suit the examples, and whether to join them."""
         shards = TokenShards(prepared.folder, "train")
         lengths = Examples(shards, self.row, packing=False).n_tokens
         wanted = int(np.quantile(lengths, 0.99)) - 1

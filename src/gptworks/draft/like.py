@@ -14,7 +14,8 @@ from gptworks.recipe import name_for, parse_recipe, read_recipe
 
 
 class Like(Search):
-    """A search that keeps the other recipe's model, measures its step, and chooses only the number of steps."""
+    """A search that keeps the other recipe's model and measures its step, to choose the number of steps. Of the other
+    training settings, it changes only a warmup that is as long as the run and a micro-batch that does not fit."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ SHAPES = (
 """Pairs of model width and number of layers, each with up to three times the parameters of the pair before."""
 
 FIRST_SHAPE = (256, 4)
-"""The first shape to measure, unless the text suffices only for a smaller one."""
+"""The first shape to measure, unless text or memory suffices only for a smaller one."""
 
 TOKENS_PER_PARAMETER = 1.5
 """The time must suffice for this many tokens per parameter. Runs of minutes do best with fewer than the 20 of Hoffmann
@@ -43,7 +43,8 @@ MANY_DOCUMENTS = 200
 """With at least this many documents, the held-out fraction almost certainly contains one or more."""
 
 BYTES_PER_VOCABULARY_TOKEN = 1024
-"""Minimum bytes of text per token of the vocabulary, so that training sees each token often."""
+"""Minimum bytes of text per token of the vocabulary, so that training sees each token often; a vocabulary of
+`LEAST_VOCABULARY` or fewer tokens may have less."""
 
 VOCABULARIES = ((1280, 32_768), (768, 16_384), (384, 8192), (0, 4096))
 """Pairs of a width and the largest vocabulary for models of that width or more. The head's cost grows with both."""
@@ -242,9 +243,10 @@ class Search:
         return self.planned(sections, n_train_tokens)
 
     def planned(self, sections: Sections, n_train_tokens: int, vocab_size: int = 0) -> Drafted:
-        """Plan the recipe of these sections, with micro-batches that fit in memory.
+        """Plan the recipe of these sections, with micro-batches that fit in memory, if any do.
 
         Args:
+            sections: the recipe's settings, to which a micro-batch smaller than the batch is added.
             vocab_size: the size of the vocabulary, used if the tokenizer's settings do not state it.
         """
         plan = self._plan(sections, n_train_tokens, vocab_size)

@@ -24,7 +24,8 @@ SAMPLE_BYTES, SAMPLE_PARTS = 1 << 21, 64
 """Bytes of text to read for the sample, and the number of evenly spaced parts in which to read them."""
 
 MOST_BYTES = 1 << 26
-"""Maximum bytes of text to read from a file of records or an archive; the size of the rest is estimated."""
+"""Bytes of text after which reading stops in a file that is not plain text, such as records or an archive, at the end
+of a unit (see `gptworks.data.sources.base.Unit`); the size of the rest is estimated."""
 
 PASSAGE_BYTES = 600
 _LISTED = 5
@@ -45,7 +46,7 @@ class Texts:
     path: Path
     """The file or folder that holds the texts."""
     items: tuple[Item, ...]
-    """Each file, read or skipped."""
+    """Each file, read or skipped, and each inner folder that is not entered."""
     sources: list[dict[str, Any]] = field(default_factory=list)
     """Sources for a recipe's `data.sources`."""
 
@@ -61,7 +62,7 @@ class Texts:
 
     @property
     def skipped(self) -> Counter[str]:
-        """Number of files that are skipped, by ending."""
+        """Number of files that are skipped, by ending, and of hidden files and folders that are not entered."""
         return Counter(item.kind for item in self.items if item.why)
 
     @property
@@ -94,7 +95,8 @@ class Texts:
         return texts
 
     def passages(self, n: int = 10, seed: int = 0) -> list[Passage]:
-        """Return random passages of the texts, as training reads them; a byte of text is as likely as any other."""
+        """Return at most `n` random passages of the texts, as training reads them; a byte of text is as likely as any
+        other."""
         draw = random.Random(seed)
         read = [item for item in self.items if item.n_bytes]
         found = []

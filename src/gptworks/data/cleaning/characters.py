@@ -75,7 +75,7 @@ quadratic time."""
 
 class UnicodeFilter(Filter):
     """Normalizes text to NFC or NFKC (Unicode Standard Annex 15), and line breaks to line feeds. Removes byte order
-    marks, other control characters except tabs, and combining marks after the thirtieth in a row."""
+    marks, noncharacters, control characters except tabs, and combining marks after the thirtieth in a row."""
 
     settings: NormalizeUnicode
 

@@ -16,9 +16,10 @@ class C4Filter(Filter):
     """Applies the rules of C4 (Raffel et al. 2020, section 2.2, with details from the released code).
 
     Removes lines that do not end with the end of a sentence, have fewer than three words or a word of more than 1,000
-    characters, or name JavaScript, cookies or terms of use. Removes citation marks. Drops pages with "lorem ipsum", a
-    curly bracket or fewer than five sentences. Leaves out C4's list of bad words. A sentence ends at `.`, `!` or `?`
-    before white space, whereas C4's code uses a trained model.
+    characters, or name JavaScript, terms of use, or a policy on privacy or cookies. Removes citation marks. Drops pages
+    in which another line has "lorem ipsum" or an opening curly bracket, and pages with fewer than five sentences; these
+    numbers, and the rules about line ends and brackets, are settings. Leaves out C4's list of bad words. A sentence
+    ends at `.`, `!` or `?` before white space, whereas C4's code uses a trained model.
     """
 
     settings: C4Rules

@@ -88,13 +88,13 @@ class Inspection:
     n_examples: int
     n_validation: int
     n_tokens: int
-    """Number of tokens in the training examples, each counted up to the context length."""
+    """Number of inputs of the training examples: all tokens of each but the last, up to the context length."""
     n_learned: int
     """Number of learned tokens in the training examples, each counted up to the context length."""
     n_cut: int
     n_rows: int
     fill: float
-    """Fraction of the packed rows that is not padding, 0 to 1."""
+    """Fraction of the rows that the examples' inputs fill, 0 to 1; the rest is padding or joins examples."""
     median_tokens: int
     longest: list[tuple[int, str]]
     """(number of tokens, record) of the longest examples."""

@@ -29,7 +29,7 @@ class Joint(NamedTuple):
     """The tokens that a chat template writes around an exchange (question and answer) that follows another one."""
 
     prefix: tuple[int, ...]
-    """Tokens that begin a conversation, and no later exchange."""
+    """Tokens that begin a conversation, but not a later exchange."""
     tail: tuple[int, ...]
     """Tokens after the end token of a conversation's last answer."""
     between: tuple[int, ...]

@@ -28,7 +28,8 @@ class Key:
     meaning: str
     """The key's meaning in the programs that write it."""
     read_in: tuple[Shape, ...] = ()
-    """The shapes of records in which the key is read. In other shapes, it is reported as `keys-not-read`."""
+    """The shapes of records in which the key is read. In other shapes, it is reported as `keys-not-read`, and so is a
+    record's key whose text is not among the messages read."""
     asks_nothing: tuple[object, ...] = ()
     """Values that mean the default behaviour, as if the key were missing."""
     matters: tuple[object, ...] = ()
@@ -225,7 +226,8 @@ def _about_sides(record: Fields, name: str, shape: Shape) -> bool:
 
 
 def misspelt(name: str, keys: Iterable[str]) -> str | None:
-    """Return the key that a name misspells (other case or separators, or one wrong letter); None if there is none."""
+    """Return the key that a name misspells: with other case or separators, or, in five letters or more, with one letter
+    wrong, missing, added or swapped. None if there is none."""
     plain = _joined(name)
     for key in keys:
         if name != key and plain == _joined(key):

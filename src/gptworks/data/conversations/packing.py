@@ -19,7 +19,8 @@ from gptworks.errors import UserError
 
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Inputs, targets and positions, int64 [B, T] each, and the texts' starts, int32 [B, K]; or [T] and [K] for a single
-row. A start is the index in the row of a text's first token; rows of fewer than K texts have T in the other places."""
+row. A start is the index in the row of a text's first token, and padding counts as a text; rows of fewer than K texts
+have T in the other places."""
 
 
 class Examples:

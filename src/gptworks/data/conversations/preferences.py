@@ -48,7 +48,7 @@ class Pair(Record):
 
 
 def iter_pairs(sources: Iterable[PreferencesSource]) -> Iterator[Pair]:
-    """Yield all pairs of the sources in order, with files sorted by path.
+    """Yield all pairs of the sources in order, with local files sorted by path.
 
     Raises:
         UserError: a file is missing or broken, or a record has another shape; the message names file and record.

@@ -113,7 +113,7 @@ def _place(prompt: list[Message]) -> float:
 
 
 def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conversation]:
-    """Yield all conversations of the sources in order, with files sorted by path.
+    """Yield all conversations of the sources in order, with local files sorted by path.
 
     Raises:
         UserError: a file is missing or broken, or a record has another shape; the message names file and record.
@@ -173,7 +173,8 @@ class Turns:
     unlearned: frozenset[int] = frozenset()
     """Indices of the answers that are not learned."""
     unread: tuple[str, ...] = ()
-    """Keys of turns that other programs honour and gptworks does not read, each written as `turn.NAME`."""
+    """Keys of turns that other programs honour and gptworks does not read, each written as `turn.NAME`; and the names
+    of an Alpaca record's fields with further answers."""
 
     def __add__(self, other: "Turns") -> "Turns":
         after = frozenset(len(self.messages) + i for i in other.unlearned)

@@ -72,7 +72,8 @@ class Files(Source):
         return path if path is not None and path.is_dir() else None
 
     def entries(self) -> Iterator[tuple[Path, str]]:
-        """Yield each file, sorted, with the reason why it is not read; "" if it is to be read."""
+        """Yield each file, and each folder that is not entered, with the reason why it is not read; "" if it is to be
+        read. Paths in a folder are sorted."""
         files = local_files(self.settings, tuple(KINDS)) if self.folder is None else sorted(_walk(self.folder))
         for path in files:
             yield path, self._outside(path) or _unreadable(path, self.folder)
@@ -95,7 +96,8 @@ class Files(Source):
         return divided[kind](None).units_of(file) if kind in divided else [Unit(file, about_unpacked_size(file))]
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
-        """Yield the documents of a unit. At an error, a document that has begun ends there."""
+        """Yield the documents of a unit without those that cannot be read. At an error, a document that has begun ends
+        there."""
         return self._read(unit, lambda error: None)
 
     def check(self) -> None:
@@ -123,7 +125,8 @@ class Files(Source):
         return [["files", _READING_VERSION, *missing_packages(kinds)], *(sums or contents(files))]
 
     def kind(self, file: Path) -> str | None:
-        """Return the kind of a file. An unknown ending gives None in a folder, and text if the settings name files."""
+        """Return the kind of a file: text if the settings' `extensions` have its ending, else that in `KINDS`. Another
+        ending gives None in a folder, and text if the settings name files."""
         name = plain_name(file.name)
         if name.endswith(self.settings.extensions):
             return "text"
@@ -132,10 +135,12 @@ class Files(Source):
     def look(
         self, most_bytes: int | None = None, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> list[Item]:
-        """Read all files, and return an `Item` for each: the text that it gives, or why it gives none.
+        """Read all files, and return an `Item` for each, and for each folder that is not entered: the text that it
+        gives, or why it gives none.
 
         Args:
-            most_bytes: minimum bytes of text to read of a file; the rest is estimated. None: read all.
+            most_bytes: bytes of text after which to stop reading a file that is not plain text, at the end of a unit;
+                the rest is estimated. None: read all.
             progress: called with the numbers of files done and of all files.
         """
         entries = [*self.entries()]
@@ -147,11 +152,12 @@ class Files(Source):
         return items
 
     def name(self, file: Path) -> str:
-        """Return a file's path relative to the folder."""
+        """Return a file's path relative to the folder; its path as it is if the settings name files."""
         return (file if self.folder is None else file.relative_to(self.folder)).as_posix()
 
     def _outside(self, path: Path) -> str:
-        """Return the reason why a path of the folder is not a file to read; "" if it is one."""
+        """Return the reason why a path of the folder is not a file to read; "" if it is one, or if the settings name
+        files."""
         if self.folder is None:
             return ""
         name = path.relative_to(self.folder).as_posix()
@@ -315,7 +321,7 @@ def _of_the_file(error: Exception, file: Path) -> UserError:
 
 
 def _unreadable(path: Path, folder: Path | None) -> str:
-    """Return the reason why a file cannot be opened; "" if it can be."""
+    """Return the reason why a file cannot be opened, or that it is empty; "" if neither is so."""
     try:
         with open_regular(path, inside=folder) as stream:
             return "" if stream.read(1) else "it is empty"
@@ -324,7 +330,8 @@ def _unreadable(path: Path, folder: Path | None) -> str:
 
 
 def _reason(error: Exception, file: Path) -> str:
-    """Return an error's message without the file's name, which a table states already."""
+    """Return an error's message without the file's name, which a table states already; for a link, what is wrong with
+    it."""
     if file.is_symlink() and "leads out of" in str(error):
         return "a link out of the folder: give the file that it leads to as a source of its own"
     if isinstance(error, OSError):
@@ -339,13 +346,14 @@ def _ending(file: Path) -> str:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder, and the folders that are not entered. In a git repository, leave out what
-    `.gitignore` names and the folders of other people's code."""
+    """Yield the files below a folder, and the folders that are not entered, except those named in `NEVER_READ`. If the
+    folder has a `.git` or a `.gitignore`, leave out what `.gitignore` names, the folders of other people's code and of
+    gptworks, and links."""
     if any((folder / name).exists() for name in (".git", ".gitignore")):
         try:
             yield from [*Code(CodeSource(type="code", path=str(folder))).walk()]
             return
-        except UserError:  # `.gitignore` cannot be read
+        except UserError:  # `.gitignore` cannot be read, or the package that reads it is not installed
             pass
     closed: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=lambda error: closed.append(Path(error.filename))):

@@ -1,5 +1,5 @@
-"""Sources of ZIP and tar archives, whose members are documents or files of records. Members are streamed in the
-archive's order; nothing is written to the disk."""
+"""Sources of ZIP and tar archives, whose members are documents or files of records. Members are read in the
+archive's order; none is unpacked to the disk."""
 
 import contextlib
 import errno
@@ -56,8 +56,9 @@ class Archive(Source):
     def __init__(self, settings: ArchiveSource, kinds: Mapping[str, str] | None = None) -> None:
         """
         Args:
-            kinds: the kind of a member by its name's ending, to read documents and texts in any encoding, and to report
-                the other members to `skip`; None: the settings state which members are read.
+            kinds: the kind of a member by its name's ending. With it, `format` "text" reads documents and texts in any
+                encoding, and members that are not read are reported to `skip`. None: the settings alone state which
+                members are read.
         """
         super().__init__(settings)
         self.kinds = kinds
@@ -232,7 +233,8 @@ def _zip_members(file: Path, start: int, end: int | None) -> Iterator[_Member]:
 
 
 class _BrokenHeader(Exception):
-    """Raised for a broken header of a tar member, which tarfile would take for the end of the archive."""
+    """Raised for a broken header of a tar member, which tarfile would take for the end of the archive, and for data
+    after the end."""
 
 
 class _Header(tarfile.TarInfo):

@@ -1,6 +1,7 @@
 """The interface of sources, which read documents as streams of pieces of bounded size.
 
-To add a kind of source, write its settings class in `gptworks.config.sources`, and a subclass of `Source` here.
+To add a kind of source, write its settings class in `gptworks.config.sources`, and a subclass of `Source` in a
+module of this package.
 """
 
 import io
@@ -45,15 +46,16 @@ class Unit:
 
     file: Path
     size_bytes: int = 0
-    """Approximate size of the unit's text."""
+    """Approximate size of the unit's text, or of the part of the file that holds the text; 0 if neither is known."""
     start: int = 0
-    """Start of the unit in the file, in bytes, row groups or members, depending on the source."""
+    """First byte, row group or member of the unit in the file, or its first file in a dataset, depending on the
+    source."""
     end: int | None = None
-    """End of the unit in the file, in the same measure as `start`; None: the end of the file."""
+    """One after the unit's last byte, row group, member or file; None: the unit ends with the file or dataset."""
 
 
 class Source:
-    """A source of text: local files, or a download with a stated sha256.
+    """A source of records or text: local files, downloads with stated sha256, or a dataset of the Hugging Face hub.
 
     A subclass annotates `settings` with its settings class, and overrides `read_unit`. It also overrides `units_of` if
     it reads files in parts.
@@ -63,7 +65,7 @@ class Source:
     endings: ClassVar[tuple[str, ...]] = ()
     """File name endings to read in a folder."""
     whole_files: ClassVar[bool] = False
-    """Whether each file is one document."""
+    """Whether each file is one document whose text is all of the file, so that files are counted without reading."""
     size_known: ClassVar[bool] = True
     """Whether the files' sizes determine the amount of text."""
     files_checked: ClassVar[int | None] = None
@@ -73,10 +75,11 @@ class Source:
         self.settings = settings
 
     def files(self) -> list[Path]:
-        """Return the files, at least one, sorted. A download is fetched first.
+        """Return the local files, sorted, or the downloads, which are fetched first. There is at least one,
+        unless the source leaves out files that cannot be read.
 
         Raises:
-            UserError: the source has no file.
+            UserError: the source has no file, or a link in its folder leads out of the folder.
             RunError: a download failed.
         """
         return local_files(self.settings, self.endings)
@@ -106,10 +109,12 @@ class Source:
             yield from self.read_unit(unit)
 
     def check(self) -> None:
-        """Find mistakes before long work: missing files, and errors near the beginning of each file.
+        """Find mistakes before long work: missing files, and errors near the beginning of each file, or of the first
+        `files_checked` files.
 
         Raises:
             UserError: the source has a mistake, such as a local file whose sha256 is not the stated one.
+            RunError: a download failed.
         """
         for file in self.files()[: self.files_checked]:
             self.check_sum(file)
@@ -142,7 +147,8 @@ def document(
 
     Args:
         file: the file to name in errors; None: the bytes are known to be text.
-        start, end: read only the pieces between these two offsets, which are from `borders`.
+        start, end: read only the pieces between these two offsets, which are from `borders`. A stream with `n_bytes`
+            is read from its beginning, whatever `start` is.
         n_bytes: the number of bytes; required if the stream cannot seek.
 
     Raises:

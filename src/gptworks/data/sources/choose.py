@@ -24,7 +24,7 @@ def choose_source(settings: AnySource) -> Source:
 
 
 def iter_documents(sources: Iterable[AnySource]) -> Iterator[Piece]:
-    """Yield all text of the sources in pieces, with files sorted by path. Empty documents are left out.
+    """Yield all text of the sources in pieces, with local files sorted by path. Empty documents are left out.
 
     Raises:
         UserError: a file is missing or binary, or a record is broken; the message names the file and the place.
@@ -54,7 +54,8 @@ def count_documents(sources: Iterable[AnySource], limit: int) -> int:
 
 
 def total_bytes(sources: Iterable[AnySource]) -> int | None:
-    """Return the bytes of text that `iter_documents` reads, for a progress bar; None if unknown before reading."""
+    """Return the bytes of text that `iter_documents` reads, for a progress bar; None if a file is
+    compressed, or a source does not set `whole_files`."""
     chosen = [choose_source(source) for source in sources]
     if not all(one.whole_files for one in chosen):
         return None
@@ -68,7 +69,10 @@ def source_signature(sources: Iterable[AnySource]) -> list[list[Any]]:
 
 
 def unread_files(sources: Iterable[AnySource]) -> Counter[str]:
-    """Count the files in folders of text sources that no source reads, by the ending of their names."""
+    """Count the files in folders of text sources that no source reads, by the endings of their names.
+
+    A file without an ending counts by its whole name; hidden files do not count.
+    """
     chosen = [choose_source(source) for source in sources]
     unread = {file for source in chosen if isinstance(source, PlainText) for file in source.unread()}
     if unread:
@@ -77,7 +81,7 @@ def unread_files(sources: Iterable[AnySource]) -> Counter[str]:
 
 
 def unread_links(sources: Iterable[AnySource]) -> list[Path]:
-    """Return the links in folders of text sources that lead to folders elsewhere, which no source reads."""
+    """Return the links in folders of text sources that lead to folders elsewhere. Those sources do not follow them."""
     paths = [source.settings.path for source in map(choose_source, sources) if isinstance(source, PlainText)]
     folders = [Path(path).expanduser() for path in paths if path is not None]
     return [link for folder in folders if folder.is_dir() for link in linked_folders(folder)]

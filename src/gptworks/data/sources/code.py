@@ -87,8 +87,8 @@ class Code(_SourceFiles):
         return files
 
     def walk(self) -> Iterator[Path]:
-        """Yield the folder's files of all endings, except ignored files, caches, vendored code and files of gptworks. A
-        folder that may not be opened is yielded itself.
+        """Yield the folder's files of all endings, except links, caches, files of gptworks, and, unless the settings
+        want them, ignored files and vendored code. A folder that may not be opened is yielded itself.
 
         Raises:
             UserError: a `.gitignore` cannot be read.

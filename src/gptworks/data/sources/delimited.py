@@ -41,8 +41,17 @@ def read_table(
     opened: BinaryIO | None = None,
     skip: Skip = refuse,
 ) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the place (FILE:LINE) of each row, and its fields, or only `field`. `CSVSource` describes `delimiter` and
-    `quotes`; `read_lines` describes `opened`."""
+    """Yield the place (FILE:LINE) of each row, and its fields, or only `field`. The first row only names the columns.
+
+    `CSVSource` describes `delimiter` and `quotes`, except that a first line such as `sep=;` states the delimiter if
+    `delimiter` is None; `read_lines` describes `opened`.
+
+    Args:
+        skip: called with the error of a row that has another number of fields or wrong quotation marks.
+
+    Raises:
+        UserError: not exactly one column is named `field`, a row is too large, or a line is not UTF-8 text.
+    """
     stream: Any = opened or open_file(file)
     if delimiter is None:
         is_tsv = plain_name(file.name).lower().endswith(".tsv")

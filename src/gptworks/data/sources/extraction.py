@@ -1,5 +1,6 @@
 """Take the text out of documents, in child processes with limits of time and memory, since documents may be hostile.
-The texts are kept in the cache, because a document is read several times: by `init`, for the tokenizer, for shards."""
+The texts, except those of crawled pages, are kept in the cache, because a document is read several times: by `init`,
+for the tokenizer, for shards."""
 
 import base64
 import contextlib

@@ -1,4 +1,4 @@
-"""Find the files of a source: local files, or its download."""
+"""Find the files of a source: local files, or its downloads."""
 
 import glob
 import os
@@ -20,8 +20,9 @@ def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
     compressed. Without a path, fetch and return the source's downloads.
 
     Raises:
-        UserError: no file matches.
-        RunError: the download failed.
+        UserError: no file matches, the source has a `sha256` and its path is not one file, or a link in the folder
+            leads out of it.
+        RunError: a download failed.
     """
     if source.path is None:
         return [fetched(url, sha256, cache_folder()) for url, sha256 in source.downloads]
@@ -73,7 +74,8 @@ def check_links_of(folder: Path, files: Iterable[Path]) -> None:
 
 
 def walk(folder: Path, skipped_folders: Collection[str] = ()) -> Iterator[Path]:
-    """Yield every file below a folder except files made by gptworks: a build must not read its own work or a run."""
+    """Yield every file below a folder, without following links to folders. Folders whose names are in `skipped_folders`
+    are left out, and those made by gptworks: a build must not read its own work or a run."""
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in skipped_folders and not is_made_here(Path(parent, name))]
         yield from (Path(parent, name) for name in names)

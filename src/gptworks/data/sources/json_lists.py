@@ -40,7 +40,7 @@ def read_json(
         opened: a stream of the bytes, if `file` is only a name.
 
     Raises:
-        UserError: the file has no such list, or an item is not an object.
+        UserError: the file is not JSON or has no such list, or an item is not an object or is too large.
     """
     with opened or open_file(file) as stream:
         text = _Text(file, stream)

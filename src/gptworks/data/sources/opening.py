@@ -35,7 +35,7 @@ def compression(name: str) -> str | None:
 
 
 def plain_name(name: str) -> str:
-    """Return the name without the ending of its compression."""
+    """Return the name without the ending of its compression; `.tgz` and the like become `.tar`."""
     return _full(name).rpartition(".")[0] if compression(name) else name
 
 
@@ -54,7 +54,8 @@ def open_file(file: Path) -> BinaryIO:
     """Open a file as a stream of its unpacked bytes.
 
     Raises:
-        UserError: while bytes are read, the compressed data proves broken or a bomb.
+        UserError: the file is not a regular one, or the package that unpacks it is not installed; or, while bytes are
+            read, the compressed data proves broken or a bomb.
     """
     return unpacked(open_regular(file), file)
 

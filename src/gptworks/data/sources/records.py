@@ -88,7 +88,8 @@ class Records(Source):
 
 
 class HuggingFace(Source):
-    """A source that streams a dataset of the Hugging Face hub or a local folder. One field is the text."""
+    """A source that reads a dataset of the Hugging Face hub or a local folder, as a stream unless `save_to_disk` of the
+    library `datasets` wrote the folder. One field is the text."""
 
     settings: HuggingFaceSource
 
@@ -226,7 +227,8 @@ def line_borders(file: Path) -> Iterator[int]:
 
 
 Skip = Callable[[UserError], None]
-"""A function that takes the error of a record that cannot be read. The record is then left out."""
+"""A function that takes the error of a record, or of another part of a file, that cannot be read. If the function
+returns, that part is left out."""
 
 
 def refuse(error: UserError) -> None:
@@ -347,7 +349,7 @@ def open_dataset(source: AnyDataset) -> tuple[str, Any]:
 
     Raises:
         UserError: the split is a slice, the library `datasets` is not installed or cannot open the dataset, or a link
-            leads out of the local folder.
+            or the README.md leads to data outside the dataset.
     """
     where, folder = f"dataset {source.dataset}", Path(source.dataset or "")
     if "[" in source.split:

@@ -15,12 +15,12 @@ _LISTED = 8
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A file of a folder: what it gives, or why it gives nothing."""
+    """A file of a folder, or an inner folder that is not entered: what it gives, or why it gives nothing."""
 
     file: str
     """Its path, relative to the folder."""
     kind: str
-    """The ending of its name, such as `.docx` or `.jsonl.gz`."""
+    """The ending of its name, such as `.docx` or `.jsonl.gz`; `folder` for a folder, and `HIDDEN` for hidden ones."""
     n_bytes: int = 0
     """Bytes of its text in UTF-8; an estimate if only its beginning was looked at."""
     n_documents: int | None = 0
@@ -28,17 +28,17 @@ class Item:
     why: str = ""
     """The reason why it is skipped; empty if it is read."""
     notes: tuple[str, ...] = ()
-    """How it is read: its encoding, or the field that is its text."""
+    """How it is read: its encoding, the field that is its text, or how many of its bytes were looked at."""
     lacks: str = ""
     """The parts of it that are left out, such as broken records, with the first reason; empty if there are none."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The files of a folder whose names have the same ending. All texts are printable, each on one line."""
+    """The items of a folder that have the same kind. All texts are printable, each on one line."""
 
     kind: str
-    """The ending, such as `.docx`; empty for files without one."""
+    """See `Item.kind`; empty for files whose names have no ending."""
     n_read: int
     n_skipped: int
     n_bytes: int

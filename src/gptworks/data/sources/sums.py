@@ -1,4 +1,4 @@
-"""A cache of files' sha256: a file is read again only if its size, times or inode have changed."""
+"""A cache of large files' sha256 by path, size, times and inode, so that an unchanged file is not read again."""
 
 import contextlib
 import json

@@ -29,7 +29,8 @@ class PlainText(Source):
         return local_files(self.settings, self.settings.extensions)
 
     def unread(self) -> list[Path]:
-        """Return the files in the folder that are not read because of their names."""
+        """Return the files in the folder that are not read because of their names, without hidden ones; an empty list
+        if the path is not a folder."""
         if self.settings.path is None:
             return []
         endings = self.settings.extensions
