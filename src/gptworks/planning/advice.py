@@ -76,8 +76,8 @@ def recipe_with(recipe: Recipe) -> Apply:
 def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply | None = None) -> list[Change]:
     """Return changes with which the run fits: the cheapest first, changes to more devices last.
 
-    If only the hosts' memory is too small, changes to fewer ranks per host come first. If no change suffices, return
-    the most extensive one that was tried; if the run can start with none of them, return an empty list.
+    If, with or without changes, only the hosts' memory is too small, changes to fewer ranks per host come first. If no
+    change suffices, return only the last one that was tried and can start; if none can start, return an empty list.
 
     Args:
         apply: returns the recipe with overrides applied; None: applies them to `recipe`.
@@ -139,7 +139,8 @@ class _Search:
 
     def on_fewer_ranks_a_host(self, remedies: Sequence[_Remedy], change: Change) -> list[Change]:
         """Return variants of a change that fits its devices but not its hosts: one with fewer ranks if all ranks are on
-        one host, and one with the same ranks on more hosts. Leave out variants that do not fit either."""
+        one host, and one with the same ranks on more hosts. Leave out variants that do not fit either. For other
+        changes, return an empty list."""
         if change.fits or not change.need.fits_device:
             return []
         n_hosts = -(-change.n_ranks // self.device.per_node)
@@ -228,7 +229,7 @@ def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Reme
 
 
 def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list[tuple[list[_Remedy], int]]]:
-    """Yield lists of (remedies, number of devices) to try, one list per kind of layout, in ascending numbers of
+    """Yield lists of (remedies, number of devices) to try, one list per set of remedies, in ascending numbers of
     devices. Yield nothing for laptops and for devices other than CUDA: ranks on one CPU share its memory."""
     train, tensor = recipe.train, recipe.train.parallel.tensor_parallel
     if device.kind != "cuda" or device.is_laptop:
@@ -260,6 +261,6 @@ def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list
 
 
 def _whole_batch(recipe: Recipe) -> int:
-    """Return the number of units that ranks can divide a batch into: sequences, or groups of answers."""
+    """Return the number of units into which ranks can divide the batch of every step: samples, or groups of answers."""
     group = recipe.objective.micro_batch_multiple
     return recipe.train.common_batch_size // gcd(recipe.train.common_batch_size, group)

@@ -30,8 +30,9 @@ class Refusal:
 def arrange(recipe: Recipe, n_ranks: int, device: Device) -> Layout | Refusal:
     """Return the layout of the recipe's model and batches on `n_ranks` devices, or the rule that the recipe breaks.
 
-    `train.parallel` decides the layout: `strategy: auto` shards the model if a step with the whole model on each device
-    does not fit. The sharded model may not fit either: `need` of the layout's `device_setting` says whether it does.
+    `train.parallel` decides the layout: `strategy: auto` shards the model if the run with the whole model on each
+    device does not fit and no rule forbids sharding. The sharded model may not fit either: `need` of the layout's
+    `device_setting` says whether it does.
 
     Raises:
         UserError: the recipe of a teacher cannot be read.
@@ -95,7 +96,8 @@ def refusal(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Refusal | 
 
 
 def _batch_refusal(recipe: Recipe, n_data: int) -> Refusal | None:
-    """Return why `n_data` data-parallel ranks cannot have equally many whole micro-batches; None if they can."""
+    """Return why `n_data` data-parallel ranks cannot have equally many whole micro-batches, each of whole groups of
+    answers if the objective generates answers; None if they can."""
     train, objective = recipe.train, recipe.objective
     tensor = train.parallel.tensor_parallel
     micro = train.rank_micro_batch_size(n_data)
@@ -214,8 +216,11 @@ def planned_precision(name: str, device: Device) -> str:
 
 
 def device_setting(recipe: Recipe, device: Device, layout: Layout, precision: str | None = None) -> Setting:
-    """Return `rank_setting` with the attention kernels that torch has for the device. precision: None: the one that
-    `train.precision` selects on the device."""
+    """Return `rank_setting` with the attention kernels that torch has for the device.
+
+    Args:
+        precision: precision of the matrix products; None: the one that `train.precision` selects on the device.
+    """
     precision = precision or planned_precision(recipe.train.precision, device)
     setting = rank_setting(recipe, precision, device.on_cpu, layout)
     return replace(

@@ -31,7 +31,7 @@ def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: 
     if `overrides` set the length).
 
     Settings not in `overrides` are assumed: AdamW, the compute-optimal number of tokens, half a million tokens per step
-    (or one sequence for each rank, if that is more), and the largest micro-batch that fits.
+    (or one sequence for each data-parallel rank, if that is more), and the largest micro-batch that fits.
     """
     tree: dict[str, Any] = apply_overrides({"model": {"preset": name}}, overrides)
     model, given = parse_model(tree["model"], name), tree.pop("train", {})
@@ -56,7 +56,8 @@ def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: 
 
 
 def with_largest_micro_batch(recipe: Recipe, device: Device, n_ranks: int) -> Recipe:
-    """Return the recipe with the largest micro-batch that fits on a rank; 1 if none fits."""
+    """Return the recipe with the largest micro-batch that fits on a rank; with 1 if none fits; with its own if
+    `arrange` refuses the recipe."""
     return _with(recipe, micro_batch_size=_largest_that_fits(recipe, device, n_ranks))
 
 

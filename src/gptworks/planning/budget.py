@@ -12,12 +12,13 @@ from gptworks.planning.run import Plan
 from gptworks.planning.run import plan as plan_recipe
 
 MOST_GROUPS = 512
-"""Largest number of key/value heads of a model to try."""
+"""Largest number of key/value heads of a model to try (query heads, if it has only one key/value head)."""
 
 MOST_HOURS = 1_000_000
 
 WIDTH_MULTIPLE = 64
-"""The width and the MLP's width of a model to try are multiples of this, as matrix products prefer."""
+"""The MLP's width of a model to try is a multiple of this, as matrix products prefer. So is the model's width, unless
+it equals the total width of the query heads."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class Largest:
     """Settings of its size, such as `model.d_model=512`."""
     parameters: int
     tokens: int
-    """20 for each parameter, the compute-optimal number (Hoffmann et al., 2022); if memory limits the model, as many as
-    the time suffices for."""
+    """Number of training tokens: 20 for each parameter, which is compute-optimal (Hoffmann et al., 2022); if memory
+    limits the model, as many as the time suffices for."""
     seconds: float
     limited_by_memory: bool
 

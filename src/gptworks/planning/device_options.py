@@ -75,7 +75,8 @@ class DeviceOptions:
         )
 
     def in_node(self, device: Device, n_ranks: int) -> Device:
-        """Return `device` with the node that these options describe. By default, ranks on CPUs share one machine."""
+        """Return `device` with the node that these options describe. By default, all ranks are on one node unless the
+        device is a CUDA GPU. Ranks on a CPU divide its memory."""
         node = (self.intra_node_gb_s, self.inter_node_gb_s, self.gpus_per_node, self.host_memory_gib)
         intra, inter, per_node, host = node
         memory = device.memory_bytes

@@ -1,7 +1,8 @@
 """Memory and speed of known devices, from vendors' datasheets, without torch; `find_device` finds one by its name.
 
 Rates are for dense matrices (datasheets also print doubled rates, for structured sparsity) with sums in float32. Memory
-is the printed number of gigabytes of 10⁹ bytes; a GPU has up to 7% more, which its driver's context takes.
+is the printed number of gigabytes of 10⁹ bytes, except for Apple's chips (see `_apple`); a GPU has up to 7% more, which
+its driver's context takes.
 """
 
 import difflib
@@ -261,7 +262,7 @@ def find_device(name: str) -> Device:
     or what its driver calls it. If `name` is only a size, such as `8 GB`, return a GPU with this memory, without rates.
 
     Raises:
-        UserError: no device, or more than one, has this name, or none with this memory; the message names the nearest.
+        UserError: no device, or more than one, has this name, or none with this memory; the message names similar ones.
     """
     sizes, words = _read(name)
     if len(sizes) == 1 and not words and sizes[0] >= LEAST_GIGABYTES and "-" not in name:
@@ -307,7 +308,8 @@ def _sold_gigabytes(key: str) -> float:
 
 
 def _with_words(words: frozenset[str]) -> list[str]:
-    """Return the devices whose names have exactly these words; if there are none, those with more words."""
+    """Return the keys of `DEVICES` that have exactly these words; if there are none, those with these and other
+    words."""
     exactly = [key for key in DEVICES if _words(key) == words]
     return exactly or [key for key in DEVICES if words and words < _words(key)]
 

@@ -13,7 +13,7 @@ from gptworks.planning.timeline import Peak
 from gptworks.units import readable
 
 LARGEST_BATCH = 4096
-"""Largest micro-batch to try, in sequences, unless each device has even more sequences in a step."""
+"""Largest micro-batch to try, in samples, unless each device has even more samples in a step."""
 
 COMPARED_DEVICES = 8
 """Number of devices for which `alternatives` shards the model if the plan has only one device."""
@@ -76,10 +76,10 @@ def divisors(n: int) -> list[int]:
 
 
 def largest_micro_batch(setting: Setting, capacity_bytes: int, sequences: int | None = None) -> int:
-    """Return the largest micro-batch whose step fits into `capacity_bytes`; 0 if even one sequence does not fit.
+    """Return the largest micro-batch whose step fits into `capacity_bytes`; 0 if even one sample does not fit.
 
     Args:
-        sequences: sequences per step on one device. With smaller micro-batches, gradients accumulate, so they are
+        sequences: samples per step on one device. With smaller micro-batches, gradients accumulate, so they are
             in memory during the forward pass. None: `setting.accumulates` says whether gradients accumulate.
     """
 
@@ -105,8 +105,8 @@ def largest_micro_batch(setting: Setting, capacity_bytes: int, sequences: int | 
 
 
 def alternatives(recipe: Recipe, n_ranks: int, device: Device) -> list[Alternative]:
-    """Estimate the recipe's step in each precision and possible layout, with and without activation checkpointing, at
-    the same micro-batch."""
+    """Estimate the recipe's step in fp32 and bf16 (on an accelerator without bf16: in fp32 and the planned precision)
+    and in each possible layout, with and without activation checkpointing, at the same micro-batch."""
     n = n_ranks if n_ranks > 1 else COMPARED_DEVICES
     own = planned_precision(recipe.train.precision, device)
     micro = arrange(recipe, n_ranks, device)

@@ -1,4 +1,4 @@
-"""Leave out saved tensors that an operation does not keep if the run freezes, packs or shards its matrices."""
+"""Leave out saved tensors that an operation does not keep if the run freezes, quantizes or shards its matrices."""
 
 from collections import Counter
 from dataclasses import replace
@@ -14,7 +14,7 @@ def as_trained(stage: Stage, trained: Trained, shapes: Shapes, layer: int, no_co
     dropout. An adapter with dropout saves its own input.
 
     Args:
-        no_copies: whether autocast copies no matrices, because they are packed or gathered in the products' dtype.
+        no_copies: whether autocast copies no matrices, because they are quantized, or gathered in the products' dtype.
     """
     saved, module = dict(stage.saved), stage.module or stage.name
     if no_copies:

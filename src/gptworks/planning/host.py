@@ -82,7 +82,8 @@ def host_memory(setting: Setting, device: Device) -> HostMemory | None:
 
 
 def building_bytes(setting: Setting) -> int:
-    """Return the host bytes of a rank that builds the model, in float32 except for the packed base of an adapter."""
+    """Return the host bytes of a rank that builds the model, in float32 except for an adapter's quantized base. If
+    ranks divide the model, these are the bytes of the largest tensor and, on a CPU, of the rank's part."""
     layout, (parameters, trained) = setting.layout, setting.whole
     if layout.n_parts == 1:
         return held_weights_bytes(parameters, trained)
@@ -100,7 +101,7 @@ def starting_bytes(setting: Setting) -> int:
 
 
 def checkpoint_bytes(setting: Setting) -> int:
-    """Return the bytes of a checkpoint: weights, their average and the optimizer's state."""
+    """Return the bytes of a checkpoint: weights, their average if the run keeps one, and the optimizer's state."""
     parameters, trained = setting.whole
     state = trained_state_bytes(parameters, setting.optimizer, trained, setting.optimizer_state)
     return _weights_bytes(setting, parameters, trained) + state
@@ -123,7 +124,7 @@ def copied_bytes(setting: Setting, n_ranks: int) -> int:
 
 
 def _weights_bytes(setting: Setting, parameters: ParameterCount, trained: Trained) -> int:
-    """Return the bytes of the weights and of their average."""
+    """Return the bytes of the weights and, if the run keeps one, of their average."""
     return held_weights_bytes(parameters, trained) + (4 * trained.parameters if setting.averages else 0)
 
 

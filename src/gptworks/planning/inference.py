@@ -64,7 +64,8 @@ def weights_bytes(parameters: ParameterCount, precision: str, outside: bool = Tr
     """Return the bytes of all weights as `gptworks quantize` writes them in a precision.
 
     Norms, biases, positions, gates and routers stay fp32; if `outside` is False, so do all weights outside the blocks.
-    With int4, the embedding, the head and matrices whose rows cannot be divided into groups are int8.
+    With int4, matrices outside the blocks (the head by default), and those whose rows cannot be divided into groups,
+    are int8.
     """
     total = 4 * parameters.total
     if precision == "fp32":

@@ -19,9 +19,9 @@ class Layout:
     """The arrangement of a model and its batches on devices."""
 
     sharding: str = "none"
-    """none: each device holds everything (DDP with several devices). fsdp: weights, gradients and optimizer state are
-    sharded, and each block is gathered for its forward and again for its backward pass (Zhao et al., 2023). zero2: like
-    fsdp, but a block stays gathered until its backward pass."""
+    """none: each data-parallel rank holds everything (DDP with several ranks). fsdp: weights, gradients and optimizer
+    state are sharded, and each block is gathered for its forward and again for its backward pass (Zhao et al., 2023).
+    zero2: like fsdp, but a block stays gathered until its backward pass."""
     data_parallel: int = 1
     """Number of ranks, or groups of tensor-parallel ranks, that read different sequences."""
     tensor_parallel: int = 1
@@ -70,7 +70,8 @@ def parallel_overrides(sharding: Sharding | None, tensor_parallel: int | None) -
 class Shards:
     """Sizes of the groups of tensors that FSDP gathers and reduces together, in elements on a tensor-parallel rank.
 
-    FSDP shards a tensor by rows and pads them to a multiple of the number of ranks; the sizes include the padding.
+    FSDP shards a tensor by rows and pads them to a multiple of the number of ranks; the sizes of sharded groups include
+    the padding.
     """
 
     block: int
@@ -82,9 +83,10 @@ class Shards:
     trained_block: int
     trained_outside: int
     trained_whole: int
-    """Trained elements of `block`, `outside` and `whole`, assuming the same trained share in `block` and `whole`."""
+    """Trained elements of `block`, `outside` and `whole`. Assumed: `outside` is trained as a whole or not at all, and
+    the trained share in `block` and `whole` is the same."""
     largest: int
-    """Elements of the largest tensor."""
+    """Elements of the largest tensor, without padding."""
     n_shards: int
     """Number of ranks that shard each tensor; 1: not sharded."""
     padding: float

@@ -54,7 +54,7 @@ and the buffer of the previous block, which it frees only after this block's gat
 
 def training_peak(setting: Setting) -> Peak:
     """Estimate the peak memory of a device in training steps after the first. If the run saves, include the generation
-    of texts and, on a CPU, the start of rank 0."""
+    of texts and, on a CPU, the start of the run."""
     lengths = (setting.row_length, *setting.shorter_lengths)
     moments = [_Step(setting, length).run() for length in lengths]
     if setting.on_cpu and setting.saves:
@@ -220,7 +220,8 @@ class _Step(Timeline):
         return self._cost(use).kept_bytes + skipped * self.shapes.floats(self.model.d_model)
 
     def _first_kept(self, use: int) -> int | None:
-        """Return the first use of this block that is not recomputed: autocast keeps its matrix copies for all uses."""
+        """Return the first use of this block that is not recomputed; None if all are. Autocast keeps the matrix copies
+        of this use for all uses."""
         layer = self.uses[use]
         return next((u for u in self.layers if self.uses[u] == layer and not self._computes_again(u)), None)
 

@@ -15,9 +15,10 @@ members in each node, a collective takes
 where intra is the bytes/s of a device within its node and inter the bytes/s of its network card. In a single node it
 takes sent / intra. Latency is ignored, so a step with many ranks and small tensors takes longer than estimated.
 
-    ddp      all gradients are reduced in float32 once per step, during its last backward pass
+    ddp      all gradients are reduced in float32 once per step, during its last backward pass (after it if tensor > 1)
     fsdp     in each micro-batch, blocks and the root are gathered in the forward pass, blocks again in the backward
              pass, and gradients are reduced in float32 (Rajbhandari et al., 2020, section 7; Zhao et al., 2023)
+    zero2    like fsdp, but blocks are not gathered again in the backward pass
     tensor   in each micro-batch, each block all-reduces the residual stream 4 times, and 2 more times if it is
              recomputed (Shoeybi et al., 2019, section 3)
 """
@@ -47,8 +48,8 @@ class Collective:
     """Bytes of the unsharded tensors (all_to_all: of one rank's tensors), per micro-batch if `in_each_micro_batch`,
     else per step."""
     when: str
-    """The computation that the transfer overlaps with: forward or backward (of each micro-batch), last_backward (of the
-    last micro-batch), or exposed (none); generation: none, before answers are generated."""
+    """The computation that the transfer overlaps with: forward or backward (of each micro-batch), or last_backward (of
+    the last micro-batch). Without overlap: exposed, or generation (before answers are generated)."""
     exposed_bytes: int = 0
     """The part of `n_bytes` that is sent before or after all computation, and so does not overlap with it."""
     in_each_micro_batch: bool = True

@@ -33,12 +33,12 @@ class ParameterGroup:
 
     @property
     def per_layer(self) -> int:
-        """Number of parameters of the group in one block."""
+        """Number of parameters of the group in one block, or in the model if the group is outside the blocks."""
         return sum(map(prod, self.tensors.values()))
 
     @property
     def total(self) -> int:
-        """Number of parameters of the group in all blocks that have it."""
+        """Number of parameters of the group in the model."""
         return self.repeats * self.per_layer
 
 

@@ -21,7 +21,7 @@ class Figures:
     adapter_parameters: int = 0
     """Number of parameters of the part's adapter."""
     forward: float = 0.0
-    """FLOPs per token of the forward pass in training, at the full context with dense attention."""
+    """FLOPs per token of the forward pass in training, with rows of full length and dense attention."""
     backward: float = 0.0
     """FLOPs per token of the backward pass; fewer if parameters are frozen."""
     weights_bytes: int = 0
@@ -29,7 +29,7 @@ class Figures:
     gradients_bytes: int = 0
     optimizer_bytes: int = 0
     kv_cache_bytes_per_token: int = 0
-    """Bytes that each token adds to a KV cache in fp16."""
+    """Bytes that each token adds to a KV cache with two bytes per number."""
 
     def __add__(self, other: Self) -> Self:
         both = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}

@@ -29,8 +29,8 @@ class Measured:
     """Memory and speed of a training step, as measured."""
 
     peak_bytes: int | None
-    """Peak memory of tensors on CUDA; on a CPU, growth of the process's resident memory, with an allocator that returns
-    freed memory to the system immediately. None: only the speed was measured."""
+    """Growth of memory up to its peak: on CUDA, of tensors; on a CPU, of the process's resident memory, with an
+    allocator that returns freed memory to the system immediately. None: only the speed was measured."""
     kept_bytes: int | None
     """Peak memory with an allocator that keeps freed memory, as in `gptworks train`; None: not measured."""
     tokens_per_second: float
@@ -44,7 +44,8 @@ class Plan:
     parameters: ParameterCount
     work: Work
     steps: int | None
-    """Number of optimizer steps; None if it depends on the unknown size of the data or on the speed."""
+    """Number of optimizer steps by the limits that are known, an upper bound if `max_minutes`, or `epochs` over data of
+    unknown size, may end the run sooner; None if no limit in steps is known."""
     steps_reason: str
     """A clause: the setting that decides the number of steps, or the reason why it is unknown."""
     data: DataSize
@@ -56,8 +57,8 @@ class Plan:
     apply: Apply | None = None
     """Returns the recipe with overrides applied, for `changes`; None: apply them to `recipe`."""
     tokens_per_sample: float | None = None
-    """Average number of tokens in a sample, with padding, if rows may be shorter than the context and their lengths are
-    known; None: count each row as a whole context."""
+    """Average number of tokens in a sample, with padding, if rows end with their texts and the lengths of the texts are
+    known; None: count each row as a row of full length."""
     traced_bytes: int | None = None
     """Peak memory of the step in bytes, traced with fake tensors; None: not traced."""
     measured: Measured | None = None
@@ -190,7 +191,8 @@ class Plan:
 
     @property
     def one_step(self) -> TrainConfig:
-        """Training settings for a step of one micro-batch, or of two micro-batches if the run accumulates gradients."""
+        """Training settings for a step of one micro-batch, or of two micro-batches if the run accumulates gradients.
+        The batch sizes count rows: a pair has two."""
         micro = self.setting.micro_batch_size * self.setting.objective.rows_per_sample
         batch = micro * (2 if self.setting.accumulates else 1)
         return self.train.model_copy(update={"batch_size": batch, "micro_batch_size": micro})
@@ -207,13 +209,14 @@ class Plan:
 
     @cached_property
     def largest_micro_batch_size(self) -> int:
-        """Largest micro-batch whose step fits on the device; 0 if even one sequence does not fit."""
+        """Largest micro-batch whose step fits on the device; 0 if even one sample does not fit."""
         sequences = self.train.common_batch_size // self.setting.layout.data_parallel
         return largest_micro_batch(self.setting, self.device.memory_bytes, sequences)
 
     @cached_property
     def changes(self) -> list[Change]:
-        """Changes with which the run would fit, the cheapest first; empty if the run fits as it is."""
+        """Changes with which the run would fit, the cheapest first; empty if the run fits as it is. If no change
+        suffices, see `changes_that_fit`."""
         ranks = self.setting.layout.world_size
         return [] if self.fits else changes_that_fit(self.recipe, ranks, self.device, self.apply)
 
@@ -232,7 +235,7 @@ class Plan:
 
     @cached_property
     def alternatives(self) -> list[Alternative]:
-        """The planned step in each precision and layout, with and without activation checkpointing."""
+        """The planned step in other precisions and layouts too; see `gptworks.planning.fit.alternatives`."""
         return alternatives(self.recipe, self.setting.layout.world_size, self.device)
 
     @cached_property
@@ -255,8 +258,8 @@ class Plan:
 
     @cached_property
     def step_time(self) -> StepTime | None:
-        """Seconds per step of computation and communication on each rank, without generating answers; None if the
-        device's FLOP/s are unknown."""
+        """Seconds per step of computation and communication on each rank, with the FLOPs of generated answers but
+        without `sampling_seconds_per_step`; None if the device's FLOP/s are unknown."""
         if self._rate is None:
             return None
         tokens = self.tokens_per_step

@@ -80,7 +80,7 @@ class Serving:
 
     @property
     def most_requests(self) -> int:
-        """Largest number of requests that fits; 0 if the memory is too small for one."""
+        """Largest number of requests below `MOST_REQUESTS` that fits; 0 if the memory is too small for one."""
         low, high = 0, 1
         while high < MOST_REQUESTS and replace(self, requests=high).fits:
             low, high = high, 2 * high
@@ -103,7 +103,7 @@ class Serving:
 
     @property
     def alternatives(self) -> Iterator["Serving"]:
-        """The same requests with the weights in each format, and with keys and values in 8 bits."""
+        """The same requests with the weights in each format, and last with weights in int4 and a cache in int8."""
         for weights in PRECISIONS:
             yield replace(self, weights=weights, cache=_cache("auto", weights, self._in_cpp))
         yield replace(self, weights=PRECISIONS[-1], cache="int8")

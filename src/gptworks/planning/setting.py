@@ -85,7 +85,7 @@ class Setting:
     other_models_bytes: int = 0
     """Bytes of the objective's second model, a teacher or the starting model: its weights and rotary tables."""
     teacher_width: int = 0
-    """Width of the teacher's features; 0: the same as the trained model's."""
+    """Width of the teacher's features; 0: there is no teacher, or its width is the trained model's."""
 
     @staticmethod
     def of(

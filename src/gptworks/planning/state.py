@@ -12,7 +12,8 @@ from gptworks.planning.trained import Trained, everything
 
 
 def held_weights_bytes(parameters: ParameterCount, trained: Trained) -> int:
-    """Return the bytes of all weights in training, including an adapter's: fp32, except for a packed base."""
+    """Return the bytes of all weights in training, including an adapter's: fp32, except for an adapter's quantized
+    base."""
     base = 4 * parameters.total if trained.base == "full" else weights_bytes(parameters, trained.base, outside=False)
     return base + 4 * trained.added
 

@@ -13,7 +13,8 @@ class DataSize:
     train_tokens: int | None = None
     """Number of training tokens; None if a source is missing, or if its size is unknown until it is downloaded."""
     samples_per_epoch: int | None = None
-    """Conversation rows, preference pairs or a mixture's windows in an epoch; None: unknown, or one dataset of text."""
+    """Number of samples in an epoch: windows, rows, pairs or answers; None: unknown, or one dataset of text, whose
+    windows follow from `train_tokens`."""
     estimated: bool = False
     """Whether the numbers are estimated from the sizes of files."""
     missing: str | None = None
@@ -29,6 +30,7 @@ UNKNOWN_SIZE = DataSize()
 
 def planned_steps(train: TrainConfig, context_length: int, data: DataSize = UNKNOWN_SIZE) -> tuple[int | None, str]:
     """Return the number of optimizer steps (None: unknown), and a clause that names the setting that limits it most.
+    The number is an upper bound, and the clause says so, if another limit of the run is not known in steps.
 
     An epoch has `samples_per_epoch` samples, or if that is None, each window of `gptworks.data.batches.Batches` once.
     The number is rounded to whole steps.

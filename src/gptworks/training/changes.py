@@ -46,7 +46,7 @@ class Change:
     """The settings changed when a run was resumed or forked at a step."""
 
     step: int
-    """Number of the first step with the new settings."""
+    """Number of steps done before the change."""
     settings: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]]
     """Old and new value of each changed setting, by its path."""
     exact: bool
@@ -65,7 +65,8 @@ class History:
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     overrides: list[str] = field(default_factory=list)
-    """`key.path=value` settings of the run's command lines, in the order given; each key appears once."""
+    """`key.path=value` settings of the run's command lines, in the order given; each key appears once, with its last
+    value."""
     changes: list[Change] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
     """The checkpoint from which the run was forked, then the one from which that checkpoint's run was forked, etc."""
@@ -118,7 +119,7 @@ def read_history(run_dir: Path) -> History:
 
 
 def settings_at(run_dir: Path, step: int) -> list[str]:
-    """Return overrides that set a run's recipe back to the settings in use at the end of `step`."""
+    """Return overrides that undo a run's changes of settings after `step`. Changes made at `step` itself stay."""
     later = [change.settings for change in read_history(run_dir).changes if change.step > step]
     undone = [(path, old) for settings in reversed(later) for path, (old, _) in settings.items()]
     return [f"{path}={as_typed(old)}" for path, old in undone if path.partition(".")[0] != "sweep"]  # runs ignore sweep
@@ -127,8 +128,10 @@ def settings_at(run_dir: Path, step: int) -> list[str]:
 def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
     """Load the recipe of a resumed run: the file, changed by the run's earlier command lines, then by `overrides`.
     Settings of `model` and `train` missing from all three keep the run's values, even if the defaults have changed.
+    `model.vocab_size` and `train.micro_batch_size` are derived again.
 
-    Returns the recipe, and the earlier command lines' settings that it uses again.
+    Returns the recipe, and the earlier command lines' settings that it uses again. If `source` is a folder, or the run
+    has not started yet, these are `load_recipe(source, overrides)` and an empty list.
 
     Raises:
         UserError: the recipe is wrong (see `gptworks.recipe.load_recipe`), or the run folder's record is damaged.
@@ -173,7 +176,8 @@ def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), fork
     Raises:
         UserError: a changed setting may never change, or affects the loss curve and is not in `asked`;
             `train.max_steps` is below the step already reached; `data.anneal` would change the weights of samples
-            already read; or `asked` contains an unknown setting.
+            already read, or `train.batch_size` those that `data.anneal.share` counts; or `asked` contains an unknown
+            setting.
     """
     changes, folder = changed(before, now), now.run_dir
     known = {setting.path for recipe in (before, now) for setting in settings(recipe)}
@@ -255,7 +259,8 @@ _LENGTH = {f"train.{name}" for name in ENDS}
 
 
 def _same_rates(before: Recipe, now: Recipe, done: int) -> bool:
-    """Whether the new run length gives the first `done` steps the same learning rates as the old one."""
+    """Whether the new run length gives the first `done` steps the same learning rates, and weights of tokens beyond the
+    next, as the old one; False if that is unknown."""
     trains, step = (before.train, now.train), done - 1
     if any(train.future_weights_fall for train in trains):
         return False
@@ -283,7 +288,8 @@ def _covers(asked: Iterable[str], paths: Collection[str]) -> bool:
 def record(
     run_dir: Path, step: int, changes: Changes, overrides: Sequence[str], before: Recipe | None, exact: bool = True
 ) -> History:
-    """Add the changes made at `step` to the run folder's record, before recipe.yaml is written; return the record.
+    """Add the changes made at `step`, and `overrides`, to the run folder's record, before recipe.yaml is written;
+    return the record.
 
     The last recorded change is removed if a crash kept it out of recipe.yaml, whose settings are `before`. Changes at
     later steps, which will run again, are moved to `step`.

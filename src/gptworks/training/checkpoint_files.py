@@ -49,7 +49,7 @@ class TensorPart(NamedTuple):
         return cls(tuple(tensor.shape), tuple(slice(0, n) for n in tensor.shape), tensor)
 
     def copied(self) -> "TensorPart":
-        """Return the part with a copy of its elements on the CPU."""
+        """Return the part with a copy of its elements on the CPU; if they are on the meta device, the part itself."""
         return self if self.values.is_meta else self._replace(values=self.values.detach().to("cpu", copy=True))
 
     @property
@@ -149,7 +149,7 @@ def _check(reports: list[str], files: Files) -> None:
     """Check that the ranks have written everything: each reports its number of bytes, or an error.
 
     Raises:
-        RunError: a rank has failed, or an element was not written by exactly one rank.
+        RunError: a rank has failed, or the ranks have not written as many bytes as the complete tensors have.
     """
     for report in reports:
         if not report.isdigit():

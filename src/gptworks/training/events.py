@@ -20,7 +20,7 @@ class Step:
     skipped: str | None = None
     """The reason why the gradients were not applied; None: they were applied."""
     by_layer: dict[str, Any] = field(default_factory=dict)
-    """Norms of each layer's outputs and gradients; empty if this step does not record them."""
+    """Root mean square of each layer's outputs, and norm of its gradients; empty if this step does not record them."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Evaluation:
 
     report: LossReport
     figures: dict[str, float]
-    """The objective's other figures by name, each a mean over the validation split."""
+    """The objective's other figures by name, each a mean over the samples evaluated."""
     is_best: bool
     """Whether the evaluation's loss is the lowest of the run so far."""
 

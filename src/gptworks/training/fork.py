@@ -45,7 +45,7 @@ def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = 
     """Create a run folder that continues from a checkpoint of another run; `gptworks train INTO --resume` trains it.
 
     The folder appears complete or not at all, and does not depend on the source: the checkpoint's files, which no run
-    changes, are hard links, and all other files are copies.
+    changes, are hard links where the file system allows them, and all other files are copies.
 
     Args:
         step: the step of the checkpoint; None: the last checkpoint from which the run can resume.
@@ -98,7 +98,8 @@ def origin_of(text: str) -> tuple[Path, int | None]:
     """Parse `RUN`, `RUN@STEP`, `RUN@best` or `RUN@last`; return the run folder and the step (None: the last).
 
     Raises:
-        UserError: `text` has another form, or the run's newest checkpoint names no best step.
+        UserError: `text` has another form, or `best` is asked of a run whose newest checkpoint, if any, names no best
+            step.
     """
     folder, at, which = text.rpartition("@")
     if not at or Path(text).is_dir():

@@ -71,7 +71,8 @@ def train(
 
     Raises:
         UserError: the recipe, its data or the run folder cannot be used, or the run does not fit in memory.
-        RunError: too many steps are skipped as non-finite or spikes, or a checkpoint cannot be written.
+        RunError: too many steps are skipped as non-finite or spikes, a checkpoint cannot be written, or the store of a
+            remote run folder fails.
     """
     display = display or Display(None if ranks.is_rank_zero else Console(quiet=True))
     with contextlib.ExitStack() as opened:
@@ -132,7 +133,8 @@ class Run(Session):
 
     def training_step(self) -> None:
         """Do one training step: compute the batch's gradients, and apply them or, if they are anomalous, skip them.
-        Roll back after `max_skipped_steps` skipped steps in a row."""
+        After `max_skipped_steps` skipped steps in a row, roll back, or raise a RunError if `max_rollbacks` forbids
+        it."""
         started = time.perf_counter()
         progress, settings = self.progress, self.settings
         self.state.writer.check()
@@ -215,7 +217,8 @@ class Run(Session):
         return True
 
     def sample(self) -> None:
-        """Continue each of the run's beginnings and prompts, always with the same seed, and report the texts."""
+        """Continue each of the run's beginnings and prompts, always with the same seed, and report the texts. Do
+        nothing on ranks that take no part."""
         if not (self.parallel.samples or self.parallel.gathers_once):
             return
         sampling = SamplingSettings(

@@ -23,7 +23,7 @@ class Prefetcher:
 
     def step(self, position: int, step: int) -> StepBatches:
         """Return the micro-batches of step number `step` (from 0), whose first sample has index `position`, on the
-        device; start to prefetch those of the next step."""
+        device, or on the CPU if the objective generates answers for them; start to prefetch those of the next step."""
         is_prefetched = self._next is not None and self._next[0] == (position, step)
         numbers, made = self._next[1].result() if self._next and is_prefetched else self._make(position, step)
         following = position + self._train.batch_size_at(step), step + 1
@@ -60,8 +60,8 @@ BLOCK = 256
 def cut_windows(first: int, size: int, n_rows: int) -> Iterator[tuple[int, int, int]]:
     """Determine the rows to read for `size` samples from index `first`, if each sample's window is cut into `n_rows`.
 
-    The rows of a step come from different windows, since rows of the same window are similar. Which row is the k-th of
-    the run depends only on k and `n_rows`. A complete block contains each row of its windows once.
+    Up to `BLOCK` rows of a step come from different windows, since rows of the same window are similar. Which row is
+    the k-th of the run depends only on k and `n_rows`. A complete block contains each row of its windows once.
 
     Yields:
         index of a sample, index of a row, and n: read this row in the windows of n samples from this sample on.

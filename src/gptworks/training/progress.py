@@ -43,7 +43,8 @@ class GradientEstimate:
         self.n_steps += 1
 
     def deviations(self, norm: float) -> float:
-        """Return by how many standard deviations a norm's logarithm exceeds the mean; 0 in the first `WARMUP_STEPS`."""
+        """Return by how many standard deviations, of at least 0.05, a norm's logarithm exceeds the mean; 0 in the first
+        `WARMUP_STEPS`."""
         if self.n_steps < WARMUP_STEPS:
             return 0.0
         return (math.log(max(norm, 1e-30)) - self.mean) / max(math.sqrt(self.variance), 0.05)
@@ -76,11 +77,11 @@ class Progress:
     step: Count = 0
     """Number of training steps done, including skipped ones."""
     samples: Count = 0
-    """Number of samples trained on: rows, pairs or answers, the unit of `batch_size`."""
+    """Number of samples in these steps: windows, rows, pairs or answers, the unit of `batch_size`."""
     tokens: Count = 0
     """Number of tokens that the model has read in training, including padding."""
     seconds: Seconds = 0.0
-    """Training time over all sessions."""
+    """Time in training steps over all sessions, without evaluations, samples and checkpoints."""
     skipped: Count = 0
     skipped_in_a_row: Count = 0
     rollbacks: Count = 0
@@ -143,7 +144,8 @@ class Length:
         self._recipe, self._train, self._samples = recipe, recipe.train, samples
 
     def total_steps(self, progress: Progress) -> int | None:
-        """Return the run's number of steps; None: only time limits it. Assumes that `batch_size` stays as it is."""
+        """Return the number of steps after which the run ends, if neither time nor patience ends it before; None: only
+        time limits it. Assumes that `batch_size` stays as it is."""
         train, samples = self._train, self._samples.per_epoch
         planned = planned_steps(train, self._samples.context_length, DataSize(samples_per_epoch=samples))[0]
         if train.epochs is None or progress.samples == progress.step * train.batch_size:
@@ -194,7 +196,8 @@ class Length:
         """Check that the planned length is not shorter than the training already done.
 
         Args:
-            before: the run's recipe before the resume; None: unknown.
+            before: the run's recipe before the resume; None: unknown. `max_minutes` is checked only if it has changed
+                since.
 
         Raises:
             UserError: the length is too short; the message names the setting and the steps or minutes done.

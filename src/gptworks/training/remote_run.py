@@ -36,7 +36,8 @@ BEAT_SECONDS, STALE_SECONDS = 20.0, 80.0
 @contextlib.contextmanager
 def remote_run(run_dir: Path, ranks: Ranks, report: Report) -> Iterator[Callable[[], str | None]]:
     """Return a context in which `run_dir`, if it is the mirror of a remote folder, belongs to this run. Rank 0 uploads.
-    The context gives a function that returns "SIGTERM" once another process has taken the folder, until then None.
+    The context gives a function that returns, on rank 0, "SIGTERM" once another process has taken the folder, else
+    None.
 
     Raises:
         UserError: another process trains there, `run_dir` is only part of a mirror, or the store refuses access.
@@ -101,7 +102,7 @@ class Session:
         if (machine := _machine()) is not None:
             self._own["machine"] = machine
         self.fetched = False
-        """Whether `claim` has fetched the store's small files into the mirror."""
+        """Whether `claim` has made the mirror's files, except tensors of checkpoints, the same as the store's."""
         self._number, self._over, self._lock = 0, threading.Event(), threading.Lock()
         self._beats = threading.Thread(target=self._beat, daemon=True, name="store")
         self.taken_by: str | None = None
@@ -157,7 +158,7 @@ class Session:
         """Wait until a session's last sign of life is older than STALE_SECONDS.
 
         Raises:
-            UserError: the session gives another one, or another process has claimed the folder.
+            UserError: the session gives another sign of life, or another process has claimed the folder.
         """
         name = self._name(last["number"])
         age = before = self.remote.age_seconds(name, probe)

@@ -26,8 +26,7 @@ def open_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) 
     """Return a context in which this process has locked the run folder, which is created for a new run.
 
     Raises:
-        UserError: another process uses the folder; the folder holds a run and `resume` is false, or holds other files;
-            a changed setting is fixed or must be listed in `change`; or the tokenizer's files have changed.
+        UserError: another process uses the folder, or `check_run_folder` refuses it.
         RunError: the folder cannot be written.
     """
     folder = recipe.run_dir
@@ -62,7 +61,9 @@ def check_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ())
     """Check that the recipe's run may write to its run folder, before any work is done.
 
     Raises:
-        UserError: the folder cannot be used (see `open_run_folder`), or contains a link to a path outside of it.
+        UserError: the folder is a file or contains a link to a path outside of it; it holds a run and `resume` is
+            false, or holds other files; a changed setting is fixed or must be listed in `change`; or the tokenizer's
+            files have changed.
     """
     folder = recipe.run_dir
     if folder.exists() and not folder.is_dir():

@@ -71,7 +71,8 @@ class Session:
         self.listeners: tuple[Listener, ...] = (norms, self.state, self.reporter)
 
     def _samples(self) -> list[Beginning]:
-        """Return the texts that the run's samples continue: held-out beginnings, then the recipe's prompts."""
+        """Return the texts that the run's samples continue: held-out beginnings, then the recipe's prompts; none
+        without `train.sample_every`."""
         train, held_out = self.settings, self.objective.samples.validation_shards
         if not train.sample_every:
             return []
@@ -109,7 +110,8 @@ class Session:
             Whether the run starts at step 0, because no checkpoint was restored.
 
         Raises:
-            UserError: the run folder or its checkpoints cannot be used; or the run has exceeded its planned length.
+            UserError: the run folder, its checkpoints or the weights of `initialize_from` cannot be used; or the run
+                has exceeded its planned length.
         """
         setup, ranks, folder, report = self.setup, self.ranks, self.recipe.run_dir, self.display.message
         check_shared(ranks, folder)

@@ -41,7 +41,8 @@ class PreparedRun:
     """A run that has been checked and can start."""
 
     recipe: Recipe
-    """The recipe, with the vocabulary size of its tokenizer and the number of threads filled in."""
+    """The recipe with the vocabulary size of its tokenizer and, if other programs keep cores busy when a new run of one
+    process starts on a CPU, the number of threads."""
     prepared: Prepared
     device: torch.device
     precision: Precision
@@ -51,7 +52,8 @@ class PreparedRun:
     """The memory that the run needs; None: not planned."""
     resume: bool = False
     overrides: Sequence[str] = ()
-    """The command line's `key.path=value` settings, stored in the run folder for a resumed run."""
+    """The command line's `key.path=value` settings and a chosen number of threads, stored in the run folder for a
+    resumed run."""
 
 
 def prepare_run(
@@ -152,7 +154,8 @@ def check_memory(
         n_local_ranks: number of ranks on this machine; if they train on the CPU, they share its memory.
 
     Raises:
-        UserError: device or host memory is too small and `force` is false; the message suggests a change that fits.
+        UserError: device or host memory is too small and `force` is false; the message suggests the first of
+            `changes_that_fit`, if any.
     """
     place = this_device(device, n_local_ranks, layout.world_size)
     needed = need(device_setting(recipe, place, layout, precision.name), place)

@@ -71,7 +71,7 @@ def stop_signals(wanted: Sequence[signal.Signals] = STOPS) -> Iterator[Callable[
     """Catch signals; yield a function that returns the name of the first, or None.
 
     After the first SIGINT or SIGTERM, a second one acts as usual and ends the process. SIGUSR1 never ends it, because a
-    scheduler sends SIGUSR1 first and SIGTERM when the time is over.
+    scheduler sends SIGUSR1 first and SIGTERM when the time is over. Outside the main thread, no signal is caught.
     """
     asked: list[str] = []
     previous: dict[signal.Signals, Any] = {}

@@ -70,7 +70,7 @@ def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report, ranks
     """Return the best weights of the run `initialize_from`, the same on every rank, for the recipe's model.
 
     Raises:
-        UserError: the other run's model or tokenizer does not fit, or its checkpoints are damaged.
+        UserError: the other run's model or tokenizer does not fit, or its checkpoints are quantized or all damaged.
     """
     source = recipe.initialize_from
     assert source is not None

@@ -36,7 +36,7 @@ class WeightAverage:
 
     With `ema_decay`, the average is exponential; the decay of step n is at most (1 + n) / (10 + n), so that the initial
     weights fade soon. With `average_last`, it is the mean over the last steps (Izmailov et al., 2018); before these
-    steps it equals the weights.
+    steps it equals the weights. Without either, there is no average. Frozen weights have none.
     """
 
     def __init__(self, model: nn.Module, train: TrainConfig) -> None:
@@ -113,7 +113,8 @@ class LateUntying:
         self._model, self._optimizer, self._steps = model, optimizer, untie_after_steps
 
     def begin(self, step: int, average: WeightAverage) -> None:
-        """Untie the head if `step` is the step to do so. Called before optimizer step number `step`, from 0."""
+        """Tie the head in steps before the recipe's step, and untie it in that step and later ones. Called before
+        optimizer step number `step`, from 0."""
         if not self._steps:
             return
         if step == self._steps:
@@ -153,7 +154,8 @@ class TrainingState(Listener):
         self.average.update(progress.step, self._length.total_steps(progress))
 
     def newest_checkpoint(self, up_to_step: int | None = None) -> Checkpoint | None:
-        """Return the run's newest undamaged checkpoint, which rank 0 chooses for all ranks."""
+        """Return the run's newest undamaged checkpoint to resume from, of step `up_to_step` at most; None if there is
+        none. Rank 0 chooses it for all ranks."""
         folder, report = self._recipe.run_dir, self._display.message
         return agreed_checkpoint(
             self._step.ranks, folder, lambda: newest_verified(folder, report, up_to_step=up_to_step)
@@ -191,7 +193,8 @@ class TrainingState(Listener):
             self._step.scaler.load_state_dict(progress.scaler)
 
     def roll_back(self, reason: str) -> int:
-        """Restore the checkpoint before a series of skipped steps, delete later ones, and skip these steps' batches.
+        """Restore the newest checkpoint before a series of skipped steps, delete later ones, and skip all batches read
+        since it.
 
         Args:
             reason: why the last step was skipped.

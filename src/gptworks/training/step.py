@@ -45,7 +45,7 @@ class StepLosses:
 
     @cached_property
     def figures(self) -> dict[str, float]:
-        """Means of the objective's other figures, by name, rounded to five digits."""
+        """Means of the objective's other figures, by name, rounded to five significant digits."""
         return {name: float(f"{self._scalars[f'sum/{name}'] / self._divisor(name):.5g}") for name in self._names}
 
     def _divisor(self, name: str) -> float:

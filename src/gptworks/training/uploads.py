@@ -19,10 +19,10 @@ from gptworks.files.mirror import CHECKPOINTS, SEAL
 from gptworks.files.remote import Remote
 
 _POLL_SECONDS, _SMALL_SECONDS = 0.5, 60.0
-"""Times between two looks for new checkpoints, and between two uploads of small files."""
+"""Times between two looks for new checkpoints, and between two uploads of all other files."""
 _MOST_WAIT_SECONDS = 60.0
 END_SECONDS = 600.0
-"""At the end of a run, failed uploads are tried again for this time."""
+"""At the end of a run without an error, failed uploads are tried again for this time."""
 _WHOLE_BYTES = 1 << 26
 Report = Callable[[str], None]
 _Stamp = tuple[int, int, int]
@@ -30,7 +30,8 @@ _Stamp = tuple[int, int, int]
 
 
 class Uploads:
-    """Makes a remote folder like its mirror, pass by pass."""
+    """Sends new and changed files of a mirror to its remote folder, and deletes checkpoints there that the mirror no
+    longer has."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Uploads:
         Args:
             may_write: returns whether this process may change the store. Called before each change, with the argument
                 whether a reader of the folder sees the change.
-            fetched: whether the mirror's small files are those of the store.
+            fetched: whether the mirror's files, except tensors of checkpoints, are those of the store.
         """
         self._remote, self._mirror, self._report, self._may_write = remote, mirror, report, may_write
         self.over = threading.Event()
@@ -123,8 +124,8 @@ class Uploads:
         return [name.removesuffix(f"/{SEAL}") for name, stamp in stamps.items() if self._sent.get(name) != stamp]
 
     def _upload(self, small: bool) -> None:
-        """Upload new checkpoints, the newest first, and delete those that training has deleted; with `small`, upload
-        all other files that have changed.
+        """Upload new checkpoints, the newest first, and delete from the store those that training has deleted, except
+        the one that `_resumable` returns; with `small`, upload all other files that have changed.
 
         Raises:
             RunError, UserError, OSError: something could not be uploaded.
@@ -227,7 +228,8 @@ class Uploads:
         return sorted(names, key=lambda name: (_order(name), name), reverse=True)
 
     def _small(self) -> list[str]:
-        """Return the names of all other files, except hidden ones, in the order in which they are uploaded."""
+        """Return the names of all other files, except hidden ones and links, in the order in which they are
+        uploaded."""
         found: list[Path] = []
         for parent, folders, files in os.walk(self._mirror):
             above = Path(parent).relative_to(self._mirror)

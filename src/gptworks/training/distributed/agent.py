@@ -1,7 +1,8 @@
 """Starts a run's ranks on this machine and watches over them, as torchrun's agent does.
 
 Unlike torchrun, the agent passes each signal to its ranks and lets them save, exits with a code that says whether the
-run is unfinished, and prints only the ranks' own messages. In a run on several machines, each has an agent.
+run is unfinished, and adds to the ranks' own messages only lines on restarts and killed ranks. In a run on several
+machines, each has an agent.
 """
 
 import os
@@ -21,7 +22,7 @@ GRACE_SECONDS = 5.0
 """Seconds that other ranks have to exit on their own after one has failed."""
 
 SAVE_SECONDS = 120.0
-"""Seconds that ranks have to save and exit when another machine comes or leaves."""
+"""Seconds that ranks have to save and exit when another machine waits to take part."""
 
 _POLL_SECONDS, _OTHERS_SECONDS = 0.05, 1.0
 
@@ -55,7 +56,8 @@ class Agent:
     def run(self) -> int:
         """Start the ranks, and again after a failure or with other machines; return the exit code.
 
-        0: the run has ended. `UNFINISHED`: a signal has stopped it. Otherwise the code of the first rank that failed.
+        0: the run has ended, or SIGINT has stopped it. `UNFINISHED`: another signal has stopped it. Otherwise the code
+        of the first rank that failed, or 128 + n if signal number n has ended this rank.
 
         Raises:
             RunError: the other machines do not arrive, or the run has ended on one of them.
@@ -89,7 +91,8 @@ class Agent:
         return found
 
     def _is_last(self, code: int, changed: bool) -> bool:
-        """Return whether the round that ended with this code is the last; if not, count a restart and print why."""
+        """Return whether the round that ended with this code is the last; if not, print why, and after a failure count
+        a restart."""
         if code == 0:
             return True
         if changed or (code == UNFINISHED and self._rendezvous.is_shared):

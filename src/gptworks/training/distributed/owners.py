@@ -68,7 +68,8 @@ class Owners:
         return part_of(matrix, self._mesh, None if number is None else self.ranks[number])
 
     def gather(self, owned: Sequence[Matrices], made: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        """Return a whole tensor for each matrix that this rank owns, [N, rows, columns], from the parts of all ranks.
+        """Return a whole tensor for each matrix that this rank owns, [N, rows, columns], from the parts that the ranks
+        of this copy hold; [0, 0, 0] if it owns none.
 
         Args:
             owned: the matrices that each rank of this copy owns, by part number; at least one rank owns some.

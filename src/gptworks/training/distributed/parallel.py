@@ -3,8 +3,9 @@
     ranks = data × tensor    a mesh of two dimensions, tensor the inner one
 
     data      each rank has its own micro-batches of the step. ddp: each has the complete model, and gradients are
-              reduced during the last micro-batch's backward pass (sums.py). fsdp: each has a shard of every tensor, and
-              blocks are gathered as they are used (FSDP2).
+              reduced during the last micro-batch's backward pass (sums.py), or after it if tensor > 1. fsdp: each has a
+              shard of every tensor except the blocks' vectors and routers, and blocks are gathered as they are used
+              (FSDP2).
     tensor    ranks have the same micro-batches and a shard of each block's heads and inner width. Embeddings, norms and
               the head are replicated.
 
@@ -58,7 +59,8 @@ class Parallel:
     layout = ONE_DEVICE
     ranks = ALONE
     gathers_once = False
-    """Whether this rank has room for all blocks of its model, gathered once to generate texts."""
+    """Whether all sharded blocks are gathered once to generate texts: if they fit on every rank, or if the objective
+    generates answers."""
     mesh: DeviceMesh | None = None
     """All ranks, in dimensions data and tensor; None: a single rank."""
 
@@ -200,7 +202,8 @@ class ManyDevices(Parallel):
     # ------------------------------------------------------------------------------------------- model
 
     def build(self, make: Callable[[], GPT], device: torch.device) -> GPT:
-        """Make this rank's parts of a model, holding at most one whole tensor besides them."""
+        """Make this rank's parts of a model. If ranks divide the model, hold at most one whole tensor besides them, and
+        more only with `init: induction` (deferred.py)."""
         if self.layout.n_parts == 1:
             return self.place(make(), device)
         with Deferred() as deferred:

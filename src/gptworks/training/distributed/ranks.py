@@ -4,12 +4,12 @@ A launcher (torchrun, or `gptworks launch`) starts the processes and gives each 
 They train the same model in step. A decision that depends on a clock, a signal or a file is made by one rank or agreed
 by all, since ranks that disagree would wait for one another for ever.
 
-Ranks communicate through the launcher's store. A thread of each rank writes a heartbeat to it every few seconds, with
-counts of the rank's work: common points passed, forward passes begun, collectives issued. If a rank's heartbeats stop
-(killed, or its machine lost), the others name it within `timeout_seconds` and the run ends. The run also ends if all
-heartbeats continue but no counts rise. Every batch of training, evaluation, sampling or reference log-probabilities
-needs a forward pass, which a hook on the model counts (`ManyDevices._placed`): a run that computes is not taken for one
-that hangs.
+Ranks communicate by collectives, and through the launcher's store. A thread of each rank writes a heartbeat to the
+store every few seconds, with counts of the rank's work: common points passed, forward passes begun, collectives issued.
+If a rank's heartbeats stop (killed, or its machine lost), another rank names it after `timeout_seconds`, or soon after
+a collective fails, and the run ends. The run also ends if all heartbeats continue but no counts rise for
+`timeout_seconds`. Every batch of training, evaluation, sampling or reference log-probabilities needs a forward pass,
+which a hook on the model counts (`ManyDevices._placed`): a run that computes is not taken for one that hangs.
 """
 
 import contextlib
@@ -50,7 +50,8 @@ class Ranks:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this process prints messages and writes the run folder; other ranks write parts of checkpoints."""
+        """Whether this process prints messages and writes the run folder; other ranks write their parts of checkpoints
+        and of stored answers."""
         return self.rank == 0
 
     def from_rank_zero(self, work: Callable[[], T]) -> T:
@@ -107,6 +108,7 @@ def join(timeout_seconds: float, device: torch.device) -> Iterator[Ranks]:
     Raises:
         UserError: a rank has no device, or environment variables that a launcher sets are missing.
         RunError: a rank died or hangs inside the context; the message names it.
+        SystemExit: another rank has failed, and reports the error.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
@@ -230,7 +232,7 @@ def _take_device(device: torch.device, local_rank: int) -> None:
     """Make this rank's device the current one.
 
     Raises:
-        UserError: the machine has no device for this rank.
+        UserError: the machine has no device for this rank, or the device is mps, which serves one process.
     """
     if device.type == "mps":
         raise UserError("device mps serves one process: use train.device=cpu, or start a single process.")
@@ -277,7 +279,7 @@ class _Beat:
 
 
 class _Watch(threading.Thread):
-    """Thread that writes this rank's heartbeats and reads those of other ranks."""
+    """Thread that writes this rank's heartbeats, reads those of other ranks, and ends the process if a rank hangs."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout_seconds: float) -> None:
         super().__init__(name="watch", daemon=True)
@@ -369,7 +371,8 @@ class _Watch(threading.Thread):
         return self._accuse(silent) if silent else None
 
     def may_speak(self) -> bool:
-        """Return whether this rank is the first that reports a hang: one message is enough."""
+        """Return whether this rank is the first that reports an error, since one message is enough; true if the store
+        does not answer."""
         try:
             return self._store.add("spoken", 1) == 1  # type: ignore[no-any-return]
         except RuntimeError:
@@ -408,7 +411,8 @@ class _Watch(threading.Thread):
         ]
 
     def _behind(self) -> list[int]:
-        """Return the ranks for which the others wait: those that began fewer collectives, or passed fewer points."""
+        """Return the ranks for which the others wait: those that began fewer collectives or, if all began equally many,
+        passed fewer points; empty if there are none."""
         beats = {rank: beat for rank, (beat, _) in self._heard.items() if isinstance(beat, _Beat)}
         collectives = {rank: beat.collectives for rank, beat in beats.items()}
         marks = {rank: beat.marks for rank, beat in beats.items()}

@@ -44,11 +44,11 @@ class Round(NamedTuple):
     n_nodes: int
     host: str
     port: int
-    """Where the ranks find their store."""
+    """`host` and `port`: where the ranks find their store."""
 
 
 class ThisMachine:
-    """The rendezvous of a run on one machine: there is nobody to wait for."""
+    """The rendezvous of a run on one machine, with the ranks' store at a loopback port: there is nobody to wait for."""
 
     is_shared = False
     interface: str | None = None

@@ -54,7 +54,7 @@ class Objective:
     """Whether `generate` makes each step's batches with the current model."""
 
     kept_files: tuple[str, ...] = ()
-    """Names of the run folder's files that the objective cannot rebuild; a fork copies them."""
+    """Names of the run folder's files and folders that the objective cannot rebuild; a fork copies them."""
 
     recipe: Recipe
     samples: Samples
@@ -64,7 +64,7 @@ class Objective:
         self._routing = Routing(train.router_balance_weight, train.router_z_weight)
 
     def take_data(self, recipe: Recipe, samples: Samples) -> None:
-        """Set the run's data. All other methods need it, except `check` and `loss_without_data`."""
+        """Set the run's data, which all other methods except `check` and `loss_without_data` may use."""
         self.recipe, self.samples, self.context_length = recipe, samples, samples.context_length
 
     def check(self, recipe: Recipe) -> None:
@@ -104,11 +104,12 @@ class Objective:
 
     @property
     def n_evaluated(self) -> int:
-        """Number of validation sequences in an evaluation, evenly spaced over the split; 0: all of them."""
+        """Number of validation samples in an evaluation, evenly spaced over the split; 0: all of them."""
         return self.train.n_evaluated(self.n_validation, self.context_length)
 
     def count(self, batch: Batch) -> int:
-        """Return the batch's number of targets; the total of a step's batches divides the step's sum of losses."""
+        """Return the batch's number of targets, or of pairs or answers if each has one loss; the total of a step's
+        batches divides the step's sum of losses."""
         return count_targets(batch)
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
@@ -116,7 +117,8 @@ class Objective:
         raise NotImplementedError
 
     def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
-        """Return the loss on the validation split, and the means of other figures by name, for the metrics."""
+        """Return the loss on the `n_evaluated` samples of the validation split, and the means of other figures by name,
+        for the metrics."""
         n_sequences = self.n_evaluated
         sequences = self.samples.held_out(n_sequences)
         text_bytes = self.samples.held_out_bytes if n_sequences == 0 else None
@@ -125,7 +127,7 @@ class Objective:
 
 
 class NextToken(Objective):
-    """Predicts each next token of a text, or, in conversations, each token of the answers."""
+    """Predicts each next token of a text or conversation; with `InstructionObjective`, only the answers' tokens."""
 
     settings: NextTokenObjective | InstructionObjective
 

@@ -57,7 +57,7 @@ class PairsObjective(Objective):
 
     @torch.no_grad()
     def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
-        """Return the mean loss on validation pairs, and the mean of each of `figures`."""
+        """Return the mean loss on the evaluated validation pairs, and the mean of each of `figures`."""
         chosen = evenly_spaced(self.n_validation, self.n_evaluated)
         sums = dict.fromkeys(("loss", *self.figures), 0.0)
         with eval_mode(model):

@@ -2,8 +2,9 @@
 
     prompt ─► our engine generates a group of answers ─► rewards ─► advantages ─► clipped policy gradient
 
-A step's answers depend only on the seed, the micro-batch's number and the weights. Answers that several steps use are
-stored in the run folder, where a run resumed between these steps finds them.
+The answers of a round, which `steps_per_rollout` steps use, depend only on the recipe, the round's number, the numbers
+of the micro-batches and the weights. Answers that several steps use are stored in the run folder, where a run resumed
+between these steps finds them.
 
 Shapes: B answers, G answers per group, T tokens of the longest prompt with its answer.
 """
@@ -47,7 +48,8 @@ from gptworks.training.objectives.rollouts import ROLLOUTS, RolloutStore
 REFERENCE_MODEL = "reference-model.safetensors"
 
 EVALUATED_AT_ONCE = 64
-"""Number of validation prompts answered together. Before each such group, the run checks for a signal to stop."""
+"""Maximum number of validation prompts that a rank answers together. Before each such group, the run checks for a
+signal to stop."""
 
 _LEAST_DEVIATION = 1e-6
 
@@ -258,7 +260,8 @@ class Reward(Objective):
         `sampling_gap`, [B]; log-probabilities under the current policy and, with `beta`, the starting model, [B, T].
 
         The policy's log-probabilities are computed as in a training step, not taken from the engine, whose kernels
-        round differently. The probability ratios are thus exactly 1 in the first step on these answers."""
+        round differently. Without dropout, the probability ratios are thus exactly 1 in the first step on these
+        answers."""
         settings, model = self.settings, self._run.model
         prompts = [self._prompts["train"][i] for i in chosen]
         seeds = np.random.SeedSequence((self.recipe.seed, number, micro_step)).generate_state(len(chosen), np.uint32)
@@ -282,7 +285,8 @@ class Reward(Objective):
         return reward_of(self._function, self.settings.reward, answer.text, prompt)
 
     def _answers(self, prompts: list[Prompt], seeds: list[int], n_samples: int) -> list[list[Completion]]:
-        """Generate `n_samples` answers to each prompt; an answer ends at the chat template's end token."""
+        """Generate `n_samples` answers to each prompt; an answer ends at the chat template's end token or after
+        `max_tokens` tokens."""
         engine, requests = self._run.engine, []
         for prompt, seed in zip(prompts, seeds, strict=True):
             sampling = SamplingSettings(
@@ -340,8 +344,8 @@ class Reward(Objective):
         return with_routing(loss, loss, router_logits, model, len(inputs), self._routing, figures)
 
     def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
-        """Generate one answer to each validation prompt, always with the same seeds; return the negative mean reward as
-        loss, and the mean reward. Ranks divide the prompts among them."""
+        """Generate one answer to each evaluated validation prompt, always with the same seeds; return the negative mean
+        reward as loss, and the mean reward. Ranks divide the prompts among them."""
         prompts, numbers = self._prompts["validation"], self._numbers["validation"]
         chosen = torch.tensor([numbers[place] for place in evenly_spaced(len(numbers), self.n_evaluated)])
         n_chosen = len(chosen)

@@ -17,8 +17,9 @@ from gptworks.training.optim.base import Build, ByOwners, Group, Mesh
 
 
 def parameter_groups(parameters: dict[str, nn.Parameter], train: TrainConfig) -> dict[str, list[Group]]:
-    """Return parameter groups by optimizer. A group has parameters of one mesh and one kind: blocks' matrices,
-    embeddings, the head, or vectors (norms and biases)."""
+    """Return parameter groups by optimizer. A group has parameters of one mesh and one kind: blocks' matrices, blocks'
+    matrices with 8-bit moments, an untied head, other matrices outside the blocks (`embeddings`), or vectors and
+    scalars."""
     members: dict[tuple[str, object], list[str]] = {(kind, None): [] for kind in RateFactors.model_fields}
     for name, parameter in parameters.items():
         kind = "head" if name.startswith("untied_head.") else "embeddings"

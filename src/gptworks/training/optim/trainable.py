@@ -15,8 +15,9 @@ from gptworks.quantize.linear import hold_packed, weight_tensors
 
 
 def trainable_model(config: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> GPT:
-    """Make a model in which only trained parameters require gradients. With an adapter over a packed base, frozen
-    weights are packed zeros until the base is loaded, so that no unpacked model is ever in memory."""
+    """Make a model in which only trained parameters require gradients. With an adapter over a quantized base, all base
+    weights are zeros, the blocks' matrices quantized, until the base is loaded, so that no unquantized model is ever in
+    memory."""
     if adapter is None or adapter.base == "full":
         return trained_part(GPT(config), adapter, freeze)
     here = torch.get_default_device()
@@ -39,10 +40,10 @@ def trained_part(model: GPT, adapter: LoRAConfig | None, freeze: FreezeConfig | 
 
 
 def check_trained(recipe: Recipe) -> None:
-    """Check that the patterns of `freeze` and `adapter` match parameters, and leave some to train.
+    """Check that the patterns of `freeze` and the targets of `adapter` match parameters, and leave some to train.
 
     Raises:
-        UserError: a pattern matches no parameter, or nothing is left to train.
+        UserError: a pattern or all targets match no parameter, or nothing is left to train.
     """
     model = recipe.model.model_copy(update={"vocab_size": recipe.model.vocab_size or 1})
     names = list(count_parameters(model).shapes)
