@@ -36,7 +36,7 @@ PLACEHOLDER_SOURCES = (PythonStdlibSource(type="python-stdlib"),)
 
 
 class EvaluatedRun:
-    """A loaded checkpoint, with a method for each measurement."""
+    """A loaded checkpoint, with a method for each measurement on text. `run_task` and `run_harness` use its engine."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class EvaluatedRun:
         progress: Progress = lambda done, total: None,
     ) -> None:
         """
-        Args: as for `gptworks.evaluate`. `precision` applies to losses only; for tasks, the engine chooses a precision.
+        Args: as for `gptworks.evaluate`. `precision` applies to losses and calibration; what the engine scores or
+            generates, for tasks and memorization, is computed in the model's dtype.
 
         Raises:
             UserError: run, checkpoint or device is missing, files are damaged, or a quantized run's format is not
@@ -74,7 +75,8 @@ class EvaluatedRun:
 
     @cached_property
     def prepared(self) -> Prepared:
-        """The run's own dataset: the shards that the run was trained on if they still exist, else its recipe's data.
+        """The dataset of the validation split: the shards that the run was trained on if they still exist and no
+        override changes `data` (except `data.cache_dir`) or `tokenizer`, else the recipe's data.
 
         Raises:
             UserError: the run was imported without data, the data is missing, or its vocabulary exceeds the model's.
@@ -107,11 +109,13 @@ class EvaluatedRun:
         self, stride: int | None = None, by_position: bool = False, compressors: bool = False
     ) -> dict[str, Any]:
         """Compute loss, perplexity and bits per byte over the entire validation split, as JSON. The arguments are those
-        of `gptworks.evaluate`.
+        of `gptworks.evaluate`. If the run learned answers alone, only their tokens count; of preference pairs, only
+        the chosen answers.
 
         Raises:
-            UserError: the stride is not between 1 and the context length, or `stride` or `by_position` is given for
-                conversations.
+            UserError: the stride is not between 1 and the context length, `stride` or `by_position` is given for a run
+                that learned answers alone, `by_position` has no window as long as the context, `compressors` is given
+                for conversations or a tokenizer that does not restore the text, or for the reasons of `prepared`.
         """
         context, round_trips = self.model.config.context_length, self.prepared.manifest.round_trips
         shards = TokenShards(self.prepared.folder, "validation")
@@ -145,7 +149,7 @@ class EvaluatedRun:
         return result
 
     def _of_dataset(self, shards: TokenShards, part: Stretch, round_trips: bool) -> dict[str, Any]:
-        """Compute the loss on the held-out text of one dataset of a mixture, as JSON."""
+        """Compute the loss on the held-out text of a mixture's dataset, as JSON; `loss` is None without targets."""
         if part.n_tokens < 2:
             return {"name": part.name, "loss": None, "bits_per_byte": None, "tokens": 0}
         windows = evaluation_windows(shards, self.model.config.context_length, part=part)

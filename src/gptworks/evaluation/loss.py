@@ -30,16 +30,16 @@ class LossReport:
     """The loss over a set of targets, and the figures that follow from it."""
 
     total_nats: float
-    """Sum of −ln p(target) over the targets."""
+    """Sum of −ln p(target) over the targets; in another `unit`, of the losses of `n_tokens` pairs or prompts."""
     n_tokens: int
     text_bytes: int | None = None
-    """UTF-8 bytes of the text; None if the targets do not cover all of it."""
+    """UTF-8 bytes of the text that the targets cover; None if they are unknown."""
     unit: str = "nats per token"
     """The unit of `loss`; perplexity has a meaning only in nats per token."""
 
     @property
     def loss(self) -> float:
-        """Mean loss per target, in `unit`."""
+        """Mean loss, in `unit`."""
         return self.total_nats / self.n_tokens
 
     @property
@@ -64,7 +64,7 @@ class Workers(Protocol):
         """Return the sum of each number over the processes."""
 
     def all_reduce(self, value: Tensor) -> Tensor:
-        """Sum a tensor on the model's device over the processes, in place."""
+        """Sum a tensor on the model's device over the processes, in place, and return it."""
 
 
 def evaluate_loss(

@@ -23,7 +23,7 @@ class Measurements:
     """Loss, perplexity and bits per byte of the validation split; None if something else was measured."""
     evaluations: tuple[Evaluation, ...] = ()
     without_bits: str = ""
-    """The reason why the validation split has no bits per byte; empty if it has them."""
+    """The reason to state if the validation split has no bits per byte."""
     rounded_to: str | None = None
     """The format to which weights were rounded while loading; None if they were not rounded."""
 

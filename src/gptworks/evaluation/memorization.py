@@ -33,12 +33,12 @@ Copied = dict[int, list[npt.NDArray[np.bool_]]]
 
 @dataclass(frozen=True)
 class Memorization:
-    """The n-grams that generated and held-out texts share with the training text, and the losses of both splits."""
+    """Counts of the n-grams that generated and held-out texts share with the training text, and both splits' losses."""
 
     copied: dict[int, tuple[Floats, Floats]]
     """Length n → counts [N, 2] of copied and of all n-grams in each text, for generated and for real continuations."""
     training: Floats
-    """Nats and tokens of each window of the training text, [W, 2]."""
+    """Nats and tokens of each of W evenly spaced windows of the training text, [W, 2]."""
     held_out: Floats
 
     @property
@@ -67,16 +67,20 @@ def measure_memorization(
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     progress: Progress = lambda done, total: None,
 ) -> Memorization:
-    """Continue held-out text at temperature 1, and look up the n-grams of the continuations in the training text.
+    """Continue held-out text at temperature 1, look up the continuations' n-grams in the training text, and compute the
+    losses of both splits.
 
     The real continuations are looked up as well, because similar texts share n-grams without copying.
 
     Args:
-        n_texts, prompt_tokens, text_tokens: number of texts, tokens of each prompt, tokens of each continuation.
-        autocast: function that returns the context in which to compute the losses.
+        n_texts: maximum number of texts; a short held-out text has room for fewer.
+        prompt_tokens: tokens of each prompt.
+        text_tokens: tokens of each continuation, at most as many as the context leaves beside the prompt.
+        autocast: function that returns the context manager in which to compute the losses.
 
     Raises:
         UserError: the held-out text is shorter than one prompt and its continuation, or the context is too short.
+        RunError: the model's scores are not numbers.
     """
     text_tokens = min(text_tokens, engine.context - prompt_tokens)
     length = prompt_tokens + text_tokens
@@ -143,7 +147,7 @@ def find_copied(training: Tokens, texts: Sequence[Int64s], sizes: Sequence[int] 
 
 
 def _hashes(tokens: Int64s, longest: int) -> Iterator[tuple[int, Hashes]]:
-    """Yield n and the hashes [T − n + 1] of all n-grams, for n = 1, 2, 4 … `longest`."""
+    """Yield n and the hashes [T − n + 1] of all n-grams, for n = 1, 2, 4 … up to `longest` and T."""
     hashes = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(_MULTIPLIERS[0])
     n = 1
     yield n, hashes

@@ -1,4 +1,4 @@
-"""Metrics that compare texts with references. Each metric is computed from sums of its items' statistics.
+"""Figures of evaluations, each computed from sums of its items' statistics.
 
 Intervals and comparisons of runs need the statistics. sacrebleu computes BLEU and chrF, rouge-score ROUGE.
 """

@@ -39,8 +39,8 @@ def run_task(
         chat: ask items as conversations in the run's chat template.
 
     Raises:
-        UserError: an item is too long even without shots, a library is missing, a code task has no sandbox, or the
-            run has no template for `chat`.
+        UserError: an item is too long even without shots, a library is missing, a code task has no sandbox, the run has
+            no template for `chat`, or the regular expression `extract` takes too long.
         RunError: the model's scores are not numbers.
     """
     settings = task.settings
@@ -78,8 +78,8 @@ class Asked:
         self._n_short = 0
 
     def context(self, item: Item, room: int) -> tuple[str, list[int]]:
-        """Return the text ("" with a chat template) and the tokens before an answer, with as many shots as leave `room`
-        tokens free.
+        """Return the text ("" with a chat template) and the tokens before an answer, with as many shots as leave the
+        context room for `room` more tokens, of which the model does not read the last.
 
         Raises:
             UserError: the item does not fit even without shots.
@@ -115,7 +115,7 @@ class Asked:
         return [encode_pair(self.engine.encode_prompt, text, delimiter + choice, rest) for choice in choices]
 
     def write(self, settings: Sampled, n_samples: int, progress: Progress) -> list[list[str]]:
-        """Generate `n_samples` continuations of each item."""
+        """Generate `n_samples` continuations of each item, and return their texts."""
         prompts = [self.context(item, settings.max_tokens)[1] for item in self.items]
         ends = () if self.template is None else self.template.end_token_ids
         sampling = [

@@ -19,7 +19,7 @@ _CONTEXTS = SLOTS // 2
 """Number of contexts scored at a time. Spare slots let a context stay cached until all its continuations are scored."""
 
 Progress = Callable[[int, int], None]
-"""A function called with the number of items done and the total."""
+"""A function called with the number of items done and the total; measurements on text count tokens."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ def encode_pair(
 ) -> tuple[list[int], list[int]]:
     """Return the token ids of a context and of its continuation, split as lm-evaluation-harness splits them.
 
-    Spaces at the end of the context move to the continuation. Context and continuation are encoded together, and split
-    after as many tokens as the context has by itself. If a token crosses the border, the split is near the border. If
-    no token would remain for the continuation, the continuation is encoded by itself.
+    White space at the end of the context moves to the continuation. Context and continuation are encoded together, and
+    split after as many tokens as the context has by itself. If a token crosses the border, the split is near the
+    border. If no token would remain for the continuation, the continuation is encoded by itself.
 
     Args:
         encode: encodes a text from its beginning.
@@ -73,7 +73,7 @@ def score_pairs(
         pairs: token ids of context and continuation, at least one each.
 
     Raises:
-        UserError: a continuation is longer than the model's context, or ids are outside the vocabulary.
+        UserError: a continuation is empty or longer than the model's context, or ids are outside the vocabulary.
         RunError: the model's scores are not numbers.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -126,7 +126,7 @@ def complete_all(
     """Generate `n_samples` continuations of each prompt (token ids), with the settings at the prompt's index.
 
     Raises:
-        UserError: a prompt is longer than the context.
+        UserError: a prompt is empty or longer than the context, or a setting is impossible.
         RunError: the model's scores are not numbers.
     """
     made: dict[int, list[Completion]] = {}

@@ -156,7 +156,7 @@ class Task:
         self._rendered: dict[tuple[int, str], tuple[Item, str | expressions.Fault]] = {}
 
     def shots_for(self, item: Item) -> list[Item]:
-        """Return the shots (solved examples) for an item: the first items of the shuffled pool, except the item itself.
+        """Return the shots (solved examples) for an item: the first items of the shuffled pool that differ from it.
 
         Nearly all items have the same shots, so the engine computes the shots only once.
         """
@@ -182,13 +182,15 @@ class Task:
         return str(self.value(item, key))
 
     def value(self, item: Item, key: str, wanted: str | None = None) -> Any:
-        """Return the value of a setting for an item: the field that the setting names, or its template filled in.
+        """Return the value of a setting for an item: the field that the setting names, or its template filled in. An
+        empty `prompt` stays empty.
 
         Args:
             wanted: the field name or template; None: the value of the setting `key`.
 
         Raises:
-            UserError: the item lacks the field or it is null, or the template is wrong or fails.
+            UserError: the item lacks the field, the field is null or a list that holds null, or the template is wrong
+                or fails.
         """
         wanted = getattr(self.settings, key) if wanted is None else wanted
         assert isinstance(wanted, str)
@@ -237,7 +239,7 @@ class Task:
         """Return the choices of a multiple-choice item, two or more.
 
         Raises:
-            UserError: there are fewer choices, or one is empty.
+            UserError: there are fewer choices, or one is empty; or for the reasons of `value`.
         """
         assert isinstance(self.settings, MultipleChoice)
         wanted = self.settings.choices
@@ -257,7 +259,7 @@ class Task:
         """Return the index of an item's right choice.
 
         Raises:
-            UserError: the item's answer is neither a choice nor the index of one.
+            UserError: the item's answer is neither a choice nor the index of one; or for the reasons of `choices`.
         """
         assert isinstance(self.settings, MultipleChoice)
         choices, answer = self.choices(item), self.value(item, "answer")
@@ -291,7 +293,7 @@ class Task:
         return self.settings.description + shown + question
 
     def check(self) -> None:
-        """Render the prompts of all items that will be asked, to find mistakes before any work.
+        """Render the prompts and answers (or a code task's tests) of all items asked, to find mistakes before any work.
 
         Raises:
             UserError: a template or an item does not fit the settings.
@@ -314,7 +316,8 @@ def load_task(path: Path, *, shots: int | None = None, limit: int | None = None)
         shots, limit: override the file's settings of these names; None: keep them.
 
     Raises:
-        UserError: a file is missing or unreadable, a key is unknown, a type is wrong, or an item lacks a field.
+        UserError: a file is missing or unreadable, a setting is unknown or wrong, or an item or the number of items
+            does not fit the settings.
     """
     try:
         tree = parse_yaml(read_given(path, MAX_BYTES), str(path))

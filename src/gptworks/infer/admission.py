@@ -110,7 +110,8 @@ class Admission:
         return Request(ids, samples, overflow, scores, listener)
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """Return a prompt's token ids. A text's ids begin with the tokenizer's begin-of-document token, if it has one.
+        """Return a prompt's token ids. Of a text: its ids, between the special tokens that the tokenizer puts around a
+        prompt, such as bos; of an empty text: the tokens that begin a document.
 
         Warns (UserWarning) of characters or words that the tokenizer does not know.
 

@@ -23,7 +23,7 @@ from gptworks.infer.sampling import SamplingSettings
 J = TypeVar("J", bound=Hashable)
 
 _IN_FLIGHT = 64
-"""Maximum number of requests in the engine at a time: enough that no slot is idle."""
+"""Maximum number of requests in the engine at a time: twice the slots of an engine whose `n_slots` is not set."""
 _MOST_BYTES = 1 << 38
 """Maximum size of the input file."""
 
@@ -37,10 +37,10 @@ class BatchReport:
     total: int
     """Number of prompts in the input."""
     skipped: int = 0
-    """Number of prompts that an earlier call finished."""
+    """Number of prompts that the output has already, including those that ended in an error."""
     done: int = 0
     failed: int = 0
-    """Number of prompts that ended in an error."""
+    """Number of prompts that ended in an error in this call."""
     generated_tokens: int = 0
     errors: list[str] = field(default_factory=list)
     """Error messages of the first three failed prompts, each prefixed with the prompt's id."""
@@ -101,6 +101,7 @@ def generate_file(
 
     Raises:
         UserError: an input line is invalid, two lines have the same id, or `target` is not the output of a batch.
+        OSError: a file cannot be opened or written.
     """
     source, target, defaults = Path(source), Path(target), settings or engine.defaults
 

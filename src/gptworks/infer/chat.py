@@ -73,7 +73,8 @@ class ChatSession:
 
     @property
     def forgotten(self) -> str:
-        """The oldest part of the conversation that the model no longer reads, such as "4 messages"; empty if none."""
+        """The oldest part of the conversation that the model no longer reads, such as "40 tokens", in a `TurnSession`
+        such as "4 messages"; empty if none."""
         return counted(self.n_forgotten, "token") if self.n_forgotten else ""
 
     @property
@@ -133,8 +134,8 @@ class ChatSession:
         """Continue the last conversation of a .jsonl file, in any known format; return its number of messages.
 
         Raises:
-            UserError: the file is missing, too large, broken or not a .jsonl file; its turns do not alternate; or it
-                has a system message for a base model. The session is unchanged.
+            UserError: the file is missing, too large, broken or not a .jsonl file; its turns do not alternate, or do
+                not end with an answer; or it has a system message for a base model. The session is unchanged.
         """
         _check_name(path)
         try:
@@ -245,7 +246,7 @@ class TurnSession(ChatSession):
         """Add the user's turn and yield the assistant's answer in parts; each part read is added to the conversation.
 
         Raises:
-            UserError: the template refuses the turns, or this turn is longer than the context.
+            UserError: the template refuses the turns, or the system message and this turn together exceed the context.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         ids, n_dropped = fit_conversation(self._template, messages, self.engine.context, self.settings.max_tokens)

@@ -2,7 +2,7 @@
 
 The extra `constrain` installs llguidance, which can neither limit the time and memory of a compilation nor stop it.
 Each grammar is therefore first compiled in a process with limits (`gptworks.confined`), which dies if it exceeds them.
-A grammar within the limits is compiled again in this process, once for each tokenizer, and kept.
+A grammar within the limits is compiled again in this process, and kept for later requests while there is room.
 """
 
 import hashlib

@@ -63,7 +63,7 @@ class EngineFailed(RunError):
 
 
 class Engine:
-    """Generates text with one model and its tokenizer. Computes on the model's device, in the model's dtype."""
+    """Generates text with one model and its tokenizer. A backend (`choose_backend`) computes on its device."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Engine:
     ) -> None:
         """
         Args:
-            max_waiting: maximum number of texts that wait for a slot; further requests are refused. None: no limit.
+            max_waiting: requests are refused while this many texts or more wait for a slot. None: no limit.
             chat_template: renders conversations; None: the model is a base model.
             slots: arguments of `Room`, such as n_slots=8.
 
@@ -158,9 +158,9 @@ class Engine:
         overflow: Overflow = "error",
         **changes: Any,
     ) -> Iterator[Piece]:
-        """Yield the pieces of the generated texts, step by step. `generate`, `stream` and `complete` use this.
+        """Yield the pieces of the generated texts, step by step. `generate` and `stream` use this.
 
-        The call itself checks the request, before the first piece is read.
+        The call itself checks the request; reading the first piece queues it.
 
         Args:
             prompt: text, or token ids. Empty text starts a new document, if the tokenizer has a token for that.
@@ -229,8 +229,7 @@ class Engine:
         """Check and queue a request, with the arguments of `Admission.request`; `step` computes it. Thread-safe.
 
         Raises:
-            UserError: for the reasons of `pieces`.
-            QueueFull: `max_waiting` texts are waiting.
+            UserError, QueueFull, EngineFailed: for the reasons of `pieces`.
         """
         request = self.admission.request(prompt, settings, **arguments)
         self.enqueue(request)

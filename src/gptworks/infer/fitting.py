@@ -40,7 +40,7 @@ def fit_conversation(
 
     Args:
         context: the model's context in tokens.
-        answer_tokens: tokens to reserve for the answer, at most half the context.
+        answer_tokens: tokens to reserve for the answer, at most half the context. The newest question may leave fewer.
         continues: the answer continues the final message, an assistant's, instead of following it.
         most_bytes: messages with more bytes of text count as too long and are not encoded. None: no limit.
         task: allows another thread to abandon the rendering.

@@ -2,9 +2,8 @@
 
 A tokenizer may spell `def ` with a separate token for the space, but in training texts the space belongs to the token
 of the name that follows, so the model rarely saw the prompt's last token. That token is therefore removed (several are,
-if it begins inside a character), and the first tokens drawn must spell the removed text again. The text is then drawn
-from the model's distribution over texts that begin with the prompt, whatever its tokens (Lundberg, 2023: "The art of
-prompt design: prompt boundaries and token healing").
+if it begins inside a character), and the first tokens drawn must spell the removed text again, and may go beyond it
+(Lundberg, 2023: "The art of prompt design: prompt boundaries and token healing").
 """
 
 from collections.abc import Sequence

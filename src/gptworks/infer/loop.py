@@ -54,11 +54,11 @@ class EngineLoop:
         return self
 
     def close(self, *, drain: bool = True) -> None:
-        """Accept no more requests, finish or end the current ones, and wait until the engine's thread has stopped.
+        """Open no more streams, finish or end the current requests, and wait until the engine's thread has stopped.
 
         drain: let requests finish, unless their reader has left; False: end them with an EngineStopped. If this call
-        blocks an asyncio loop, readers in that loop cannot read meanwhile: each of their texts gets at most as many
-        further pieces as the context has tokens, and then ends with a SlowReader.
+        blocks an asyncio loop, readers in that loop cannot read meanwhile: a stream that gets more further pieces than
+        context tokens × unfinished texts ends with a SlowReader.
         """
         if not drain:
             for stream in list(self._streams):
@@ -187,7 +187,7 @@ class Stream:
         """Submit a request, with the arguments of `Engine.submit`. Any thread may call this, but only one at a time.
 
         Raises:
-            UserError, QueueFull: as `Engine.submit`.
+            UserError, QueueFull, EngineFailed: as `Engine.submit`.
         """
         listener = partial(self.hand, len(self.requests))
         request = self._loop.engine.submit(prompt, settings, listener=listener, **arguments)
@@ -199,9 +199,10 @@ class Stream:
         return request
 
     def hand(self, number: int, piece: Piece | Exception) -> None:
-        """Queue a piece or an error for the request's reader, whom the engine wakes after its step. Thread-safe.
+        """Queue a piece or an error for the request's reader. Thread-safe.
 
-        A piece beyond `max_unread` cancels the stream; the reader then gets a SlowReader instead of the piece.
+        After the step, the loop wakes the reader if `patience` pieces are unread or a text has ended. A piece beyond
+        `max_unread` cancels the stream; the reader then gets a SlowReader instead of the piece.
         """
         full = self._max_unread is not None and len(self._unread) >= self._max_unread
         if full and isinstance(piece, Piece):
@@ -235,7 +236,10 @@ class Stream:
             self._loop._left.append(self)
 
     def batches(self) -> "_Reading":
-        """Return an asynchronous iterator of batches, each with the new pieces, until all requests have ended."""
+        """Return an asynchronous iterator of batches, each with the new pieces, until all requests have ended.
+
+        The iterator raises the error that ends a request, and cancels the others.
+        """
         return _Reading(self, self._batches())
 
     async def _batches(self) -> AsyncGenerator[Batch]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LONGEST_REPEAT = 64
 """Repetitions of more tokens than this count as this long, so that a long prompt is searched in little time."""
 _LARGEST = 1e30
-"""Maximum penalty: a logit stays finite, so that a text whose tokens are all penalized has a next token."""
+"""Maximum DRY penalty: a logit stays finite, so that a text whose tokens are all penalized has a next token."""
 
 
 class Repeats:

@@ -31,7 +31,7 @@ class Completion:
     text: str
     """The generated text, cut before a stop string."""
     token_ids: list[int]
-    """All generated tokens, including those of a stop string, but not the token that ended the text."""
+    """All generated tokens, including those of a stop string, but not a token that ends texts, such as end-of-text."""
     finish_reason: FinishReason
     prompt_tokens: int
     logprobs: list[TokenLogprob] | None = None
@@ -246,7 +246,8 @@ class OpenRequests:
         return turns_at if len(job.tokens) <= turns_at else self.room.model.config.context_length
 
     def make_room(self) -> None:
-        """Allocate slots for all jobs if jobs were added since the last call; a running job never needs more room."""
+        """Allocate slots for all jobs, up to the room's maximum, if jobs were added since the last call; a running job
+        never needs more room."""
         if not self._has_new_jobs:
             return
         jobs = [*self.room.scheduler.running, *self.room.scheduler.waiting]

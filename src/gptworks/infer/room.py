@@ -18,7 +18,8 @@ from gptworks.units import readable
 
 
 class Room:
-    """A backend and its scheduler. Their slots grow, in number and length, as the current texts need."""
+    """A backend and its scheduler. Their slots grow as the current texts need: in number unless `n_slots` is given, and
+    in length unless `slot_tokens` is given."""
 
     def __init__(
         self,
@@ -93,7 +94,8 @@ class Room:
             self.release()
 
     def fit(self, n_texts: int, longest_tokens: int) -> None:
-        """Grow, if necessary, to slots for `n_texts` texts of up to `longest_tokens` tokens."""
+        """Grow, if necessary, to slots for `n_texts` texts of up to `longest_tokens` tokens, or to the `n_slots` and
+        `slot_tokens` that the room was given instead."""
         n_slots, capacity = slots_for(n_texts, longest_tokens, self.model.device.type == "cpu")
         self._grow(self._n_slots or n_slots, min(self._slot_tokens or capacity, self.context))
 
@@ -140,5 +142,5 @@ class Room:
 
 
 def _versions(model: GPT) -> tuple[tuple[int, int], ...]:
-    """Return the address and version of each weight; the result differs after any weight has changed."""
+    """Return the address and version of each parameter; the result differs after any parameter has changed."""
     return tuple((parameter.data_ptr(), parameter._version) for parameter in model.parameters())

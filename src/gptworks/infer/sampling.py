@@ -217,7 +217,8 @@ def sample(
 ) -> list[int]:
     """Return the next token of each text. The caller then pushes it into the text's sampler.
 
-    Each draw uses one random number, made on the CPU, so that a seed gives the same draws on every device.
+    Each draw, unless greedy, uses one random number, made on the CPU, so that a seed gives the same draws on every
+    device.
 
     Args:
         logits: [B, V] or its rows, each [1, V]; any float dtype; converted to float32.
@@ -260,8 +261,8 @@ def pick(
     """Choose a token for each row of logits [B, V] by the row's random number in `shares`, each in (0, 1].
 
     The token is the first id at which the cumulative probability, after temperature and filters, reaches the random
-    number. On CUDA, the host reads the tokens once; it waits again only for rows whose filters keep more than
-    `CANDIDATES` tokens, and for `processed`.
+    number; greedy rows take the most likely token. On CUDA, the host reads the tokens once; it waits again only for
+    rows whose token the `CANDIDATES` most likely ones do not decide, and for `processed`.
 
     Args:
         processed: see `sample`.
@@ -340,7 +341,7 @@ def _pick_of_all(logits: Tensor, settings: Sequence[SamplingSettings], share: Te
 
 
 def _pick_of_candidates(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> _Picked:
-    """Filter and draw among the `CANDIDATES` most likely tokens; a row is not certain if its filters keep more."""
+    """Filter and draw among the `CANDIDATES` most likely tokens; `_filter` says for which rows this is certain."""
     scores = logits / _column([s.temperature for s in settings], logits)
     values, ids = scores.topk(min(CANDIDATES, scores.size(-1)))  # B K
     kept, certain = _filter(scores, values, settings)

@@ -1,7 +1,7 @@
 """Speculative decoding: a drafter proposes tokens, which the model checks in one step (Leviathan et al., 2023).
 
 A draft token is accepted if the model draws the same token with the text's own random number. So drafts change only the
-speed, not the text, whether it is greedy or sampled.
+speed, not the text, whether it is greedy or sampled, except for rounding in some backends (`Backend.invariant`).
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,8 @@ class Drafter:
 
 
 class PromptLookup(Drafter):
-    """Drafts the tokens after an earlier occurrence of a text's last tokens (Saxena, 2023). Suits repetitive texts."""
+    """Drafts the tokens after the latest earlier occurrence of a text's last tokens (Saxena, 2023). Suits texts that
+    repeat themselves."""
 
     def __init__(self, n_tokens: int = 8, ngram: int = 3) -> None:
         """
@@ -210,7 +211,8 @@ class HeadsDraft(Drafter):
         return drafts
 
     def _features(self, text: Job) -> Tensor | None:
-        """Return the features [C] that a text's last token was drawn from; None if its slot was copied without them."""
+        """Return the features [C] that a text's last token was drawn from; None if its slot lacks them, as after a
+        copy."""
         assert self._backend is not None and self._backend.features is not None
         first, rows = self._backend.features.get(_slot_of(text), (0, ()))
         row = len(text.tokens) - 2 - first

@@ -22,14 +22,15 @@ DECODER_CONTEXT_TOKENS = 16
 
 @dataclass(frozen=True)
 class Piece:
-    """The result of one step for one sample. Only the last piece of a sample has a `finish_reason`."""
+    """A sample's next token with the text that it makes final, or the sample's end. Only a sample's last piece has a
+    `finish_reason`."""
 
     sample: int
     """Index of the sample within its request."""
     text: str
     """New text that is final; empty while the last tokens may be part of a character or of a stop string."""
     token_id: int | None
-    """The generated token; None if the step ends the sample without a new token (end-of-text, a full context)."""
+    """The generated token; None if the piece ends the sample without one (end-of-text, a full context)."""
     finish_reason: FinishReason | None = None
     logprob: TokenLogprob | None = None
     """The token's log-probability, if `logprobs` is set."""

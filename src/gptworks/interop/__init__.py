@@ -1,1 +1,2 @@
-"""Exchange with other programs: Hugging Face folders, PEFT adapters, GGUF files and lm-evaluation-harness."""
+"""Exchange with other programs: Hugging Face's folders and hub, PEFT adapters, GGUF and HTML files, and
+lm-evaluation-harness."""

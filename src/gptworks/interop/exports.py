@@ -1,4 +1,4 @@
-"""Steps shared by all exports: remove heads that other programs lack, and name the architectures nearest to a model."""
+"""Steps shared by exports: remove heads that other programs lack, and name the architectures nearest to a model."""
 
 from collections.abc import Mapping
 

@@ -192,7 +192,9 @@ def run_harness(
         limit: evaluate only this many items of each task, from the first; None: all.
 
     Raises:
-        UserError: the harness does not have one of the tasks, or its file is missing.
+        UserError: the harness does not have one of the tasks, its file is missing, or the run cannot answer it: for
+            example, `chat` is set and the run has no chat template.
+        RunError: the model's scores are not numbers.
     """
     names, folders = [], []
     for task in tasks:
@@ -277,7 +279,7 @@ def _tasks_of(group: str, found: dict[str, Any]) -> list[str]:
 
 def _of_group(name: str, tasks: Sequence[Evaluation], found: dict[str, Any]) -> Evaluation:
     """Return the result of a group, with the metrics that the harness aggregates. Each is the mean over all items or
-    the mean of the tasks' means, whichever equals the harness's value."""
+    the mean of the tasks' means, whichever equals the harness's value. If neither does, the value has no interval."""
     metrics, figures = {}, found["groups"][name]
     for label in tasks[0].metrics:
         stated = "acc" if label == TIES_SHARED else label

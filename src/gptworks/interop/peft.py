@@ -104,8 +104,9 @@ def export_adapter(
         verify: compare base and adapter in PEFT with our model; not possible with a name on the hub.
 
     Raises:
-        UserError: the run has no adapter, or one that PEFT's format cannot represent; `out` is not empty; or `verify`
-            is true, and PEFT is not installed or `base` is not a local folder.
+        UserError: the run has no adapter, or one that PEFT's format cannot represent; the adapter was trained on a
+            quantized base, and `base` is given; transformers lacks the model's architecture; `out` is not empty; or
+            `verify` is true, and PEFT is not installed or `base` is not a local folder.
         RunError: PEFT's logits differ from the run's, or the disk is full or fails. No partial folder is left.
     """
     out = Path(out).absolute()
@@ -308,7 +309,8 @@ def from_peft(
 ) -> tuple[LoRAConfig, dict[str, Tensor]]:
     """Convert PEFT's settings and tensors (by name, without PEFT's prefix) to our adapter.
 
-    All modules get the largest rank, padded with zeros, and the first module's scale; B absorbs the ratio of scales.
+    All adapted modules get the largest rank, padded with zeros, and the first module's scale; B absorbs the ratio of
+    scales. Modules of the same kinds that have no adapter in PEFT get one of zeros.
 
     Args:
         weights: our weights of the base, by name.

@@ -1,7 +1,7 @@
 """Read `adapter_config.json`, PEFT's settings of an adapter, and refuse settings that gptworks does not support.
 
 Each key is a field of `LoraSettings`, has no effect on a finished adapter, or is refused with a reason. Unknown keys
-are refused too. Both kinds are accepted if their values are empty.
+are refused too. Keys of the last two kinds are accepted if their values are empty, false or zero.
 """
 
 import math
@@ -48,7 +48,7 @@ REFUSED: Mapping[str, str] = {
     "corda_config": "CorDA changes the base by activations that the adapter's folder does not hold",
     "lora_ga_config": "LoRA-GA changes the base by gradients that the adapter's folder does not hold",
 }
-"""Settings of features beyond plain LoRA → the reason why gptworks refuses them, unless their values are empty."""
+"""Settings of features beyond plain LoRA → the reason why gptworks refuses them, unless they are empty or false."""
 
 INITS = frozenset({"gaussian", "orthogonal", "eva", "pissa", "olora"})
 """Accepted values of `init_lora_weights` besides true and false. Each leaves the base unchanged, or moves a part of it
@@ -187,7 +187,7 @@ def read_settings(folder: Path) -> LoraSettings:
     """Read and check the settings of an adapter.
 
     Raises:
-        UserError: the file is not readable, or describes another kind of adapter.
+        UserError: the file is not readable, or describes an adapter that gptworks does not support.
     """
     path = folder / CONFIG_FILE
     settings = read_json(path, "Give a folder that PEFT's `save_pretrained` wrote.")

@@ -90,7 +90,7 @@ KEY_IN_PAIRS = Layout(
 
 @dataclass(frozen=True)
 class Place:
-    """A module of the other program and our modules that it holds; `{layer}` and `{expert}` are placeholders."""
+    """A module or tensor of the other program and ours that it holds; `{layer}` and `{expert}` are placeholders."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -106,7 +106,7 @@ def tensor_places(rules: Collection[Place], config: ModelConfig, names: Collecti
     """Yield the `Place` of every tensor, block by block: apply the rules to each layer, expert, weight and bias.
 
     Args:
-        names: names of the model's tensors, as in `expected_tensors`.
+        names: names of the model's tensors, as in `expected_tensors`; a rule for other tensors yields nothing.
     """
     for in_blocks, group in itertools.groupby(rules, lambda rule: "{layer}" in rule.theirs):
         for layer, rule in itertools.product(range(config.n_layers if in_blocks else 1), [*group]):

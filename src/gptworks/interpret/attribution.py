@@ -3,7 +3,8 @@
 The residual stream is the sum of the embedding and the outputs of all attention heads and MLPs. The language-model head
 reads it through the final norm, which is linear if its divisor is fixed. With the divisor of this position, the logit
 is the sum of the parts' contributions. Norms after attention and the MLP are treated the same way. A skip connection
-adds an earlier output again, times its scalar. Everything is computed in float64.
+adds an earlier output again, times its scalar. Activations and the heads' updates have the model's dtype; norms, sums
+and products with the head's matrix are computed in float64.
 """
 
 from collections.abc import Callable, Iterator

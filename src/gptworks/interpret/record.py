@@ -57,8 +57,9 @@ def record(model: GPT, ids: Int64s, rows: Sequence[int], check: Check = never) -
     """Run a model on a text [S] without dropout, and record the activations at the positions `rows`.
 
     Raises:
-        UserError: the text is longer than the context or has ids outside the vocabulary, blocks are repeated, or the
-            recording would exceed MOST_NUMBERS.
+        UserError: the text has ids outside the vocabulary, blocks are repeated, or the recording would exceed
+            MOST_NUMBERS.
+        ValueError: the text is longer than the context.
     """
     config, length = model.config, len(ids)
     check_ids(model, ids)

@@ -28,7 +28,8 @@ class TokenizedText:
 
     ids: Int64s
     pieces: tuple[str, ...]
-    """Text of each token; empty if the token ends within a character. Joined, the pieces are the whole text."""
+    """Text of each token; empty for special tokens, and for tokens that end within a character. Joined, the pieces are
+    the whole text."""
     framed: bool
     """Whether the first token marks the beginning of a document, so that it has no text."""
     predicted_bytes: int | None
@@ -151,14 +152,14 @@ class Segment:
     """Range (first, end) of the first model's tokens."""
     other_tokens: tuple[int, int]
     nats: float | None
-    """The first model's loss; None if a token in the range is not predicted."""
+    """The first model's loss, summed over the range; None if a token there that has text is not predicted."""
     other_nats: float | None
 
 
 def segments(text: TokenizedText, nats: Costs, other: TokenizedText, other_nats: Costs) -> list[Segment]:
-    """Divide a text that two models read into the smallest parts whose loss is known for both.
+    """Divide a text that two models read into the smallest parts that are whole tokens for both.
 
-    If both models read the same tokens, each token is a part. Else a part ends where tokens of both models end.
+    If the tokens of both models have the same texts, each token is a part. Else a part ends where tokens of both end.
 
     Raises:
         UserError: the texts differ.
@@ -204,7 +205,8 @@ class Stretch:
 
 
 def along(text: TokenizedText, nats: Costs, n_parts: int = 32) -> list[Stretch]:
-    """Return the loss on consecutive, equally long parts of a text. A token belongs to the part in which it begins."""
+    """Return the loss on up to `n_parts` consecutive parts of a text, about equally long in bytes. A token belongs to
+    the part in which it begins; the first token, which is not predicted, belongs to none."""
     sizes = [len(piece.encode("utf-8")) for piece in text.pieces]
     begins = [0, *itertools.accumulate(sizes)]
     found = []

@@ -1,6 +1,6 @@
 """Statistics of a checkpoint's weights, which are read one part of one tensor at a time.
 
-The weights are those that the model computes with: packed tensors are unpacked, and adapters merged.
+The weights are those that the model computes with: quantized tensors are dequantized, and adapters merged.
 """
 
 import math
@@ -24,7 +24,7 @@ from gptworks.quantize.formats import GROUP, KINDS, dequantize, empty
 from gptworks.tensors import Expected, Stored, open_tensors, stored_tensors
 
 AT_ONCE = 2**18
-"""Number of weights in memory at once."""
+"""Approximate number of weights to read at once."""
 
 BINS = 100
 
@@ -48,7 +48,7 @@ class StoredWeights:
     name: str
     shape: Shape
     kind: str
-    """The storage format: fp32, or packed as bf16, fp16, int8 or int4."""
+    """The storage format: fp32, or in a quantized run bf16, fp16, int8 or int4."""
     stored_bytes: int
     """Bytes of the tensor in the file, including its scales but not its adapter."""
     adapter: LoRAConfig | None

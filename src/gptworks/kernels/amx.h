@@ -1,12 +1,10 @@
-// Matrix tiles of 16 rows of 64 bytes: Intel's AMX, on Linux. What the processor has is asked for when the library
-// runs, so that one library serves processors with and without.
+// Matrix tiles of 16 rows of 64 bytes: Intel's AMX, on Linux. The library asks at run time whether the processor has
+// AMX, so that one library serves processors with and without it.
 //
-//     c[16][16] += a[16][words] · b[words][16]     a word: two numbers in bf16, or four of 8 bits, of what is summed
-//     over
+//     c[16][16] += a[16][words] · b[words][16]     a word: two bf16 or four 8-bit elements along the sum
 //
 // Intel's manual (volume 2, TDPBF16PS and TDPBSSD): bf16 is summed in float32, even and odd places apart within a
-// product of two tiles, and what lies below the smallest normal number counts as 0; bytes are summed exactly, in 32
-// bits.
+// product of two tiles, and subnormal numbers count as 0; bytes are summed exactly, in 32 bits.
 
 #pragma once
 
@@ -36,7 +34,7 @@ inline bool ask() {
     return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 }
 
-// The tiles of a thread, all of whole size, as long as this lives.
+// Configures the tiles of this thread, all of full size, while the object lives.
 struct Registers {
     Registers() {
         if (!granted) return;
@@ -67,8 +65,8 @@ template<bool INTEGERS, int C, int A, int B> INLINE void multiply() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
 
-// One or two rows and columns of tiles, multiplied over some steps and stored: tile (i, j) is a's i-th times b's j-th.
-// The next step's begin 64 bytes on in a, and b_step bytes on in b.
+// Multiplies one or two rows of tiles by one or two columns of tiles over some steps, and stores the sums: tile (i, j)
+// is a's i-th row times b's j-th column. Each step advances 64 bytes in a and b_step bytes in b.
 template<bool INTEGERS, int ROWS, int COLUMNS>
 INLINE void product(const char *const *a, int64_t a_stride, const char *const *b, int64_t b_stride, int64_t b_step,
                     int64_t steps, char *const *c, int64_t c_stride, bool add, Ahead *ahead) {

@@ -6,7 +6,7 @@
 // Forward, 16 queries at a time: scores, a softmax with a running maximum, weighted values. Each query's log-sum-exp is
 // kept. Backward, 64 keys at a time: the weights follow from the scores, computed again, and that log-sum-exp.
 //
-// Products read units of four bytes: one float32, or two neighbours in bf16 of the dimension that is summed over.
+// Products read units of four bytes: one float32, or two bf16 elements that are neighbours along the sum.
 // The left factor is laid out in rows of units, the right factor in panels of 64 columns.
 
 #include <algorithm>
@@ -59,7 +59,7 @@ typedef Wide Narrow;
 #endif
 
 #ifdef AMX
-// A product (see below) of rows that fill tiles, over as many units as fill tiles.
+// The `product` below on tiles: the rows fill whole tiles; of the k units, only those that fill whole tiles are read.
 void product_on_tiles(int64_t rows, int64_t columns, int64_t k, const uint32_t *a, int64_t stride, const uint32_t *b,
                       int64_t panel, float *c, int64_t c_stride, bool add) {
     constexpr int64_t SIDE = amx::SIDE, LINE = PANEL * sizeof(uint32_t);
@@ -154,7 +154,7 @@ template<class P, class T> struct Source {
         }
     }
 
-    // The rows of the j-th unit along the rows, all of the width; spare: room for 2 lines.
+    // The j-th unit along the rows, of each element of the width; spare: room for 2 lines.
     INLINE void pair(int64_t j, Unit *out, Unit *spare) const {
         if constexpr (EACH_UNIT == 1)
             line(j, out);
@@ -230,7 +230,7 @@ template<class T> struct Rules {
     int64_t batch, n;               // n: queries, to a multiple of 16
     std::vector<int64_t> from, to;  // of each query; equal where it sees none
     std::vector<int64_t> low, high; // of each strip of 16
-    float factor, cap;              // a score is q·k · factor, or cap · tanh(q·k · factor), in powers of two
+    float factor, cap;              // a score, an exponent of 2: q·k · factor, or cap · tanh(q·k · factor)
 
     Rules(const Attention &a, int64_t batch)
         : a(a), batch(batch), n(rounded(a.n_queries, STRIP)), from(n), to(n), low(n / STRIP), high(n / STRIP),
@@ -320,7 +320,7 @@ struct Room {
     template<class T> T *take(int64_t n) { return (T *)std::exchange(at, at + rounded(n * sizeof(T), 64)); }
 };
 
-// The n weights of a row as units along the keys, or where the rows' weights are taken two by two, along the rows.
+// Writes 32 weights of a row, from index s on, as units along the keys.
 template<class P> INLINE void put_weights(typename P::Left *row, int64_t s, Lanes first, Lanes second) {
 #ifdef BF16_PRODUCTS
     if constexpr (P::ELEMENTS == 2)
@@ -333,7 +333,7 @@ template<class P> INLINE void put_weights(typename P::Left *row, int64_t s, Lane
 
 // ------------------------------------------------------------------------------------------------------- forward
 
-constexpr int64_t KEYS = 256; // whose scores stand at once
+constexpr int64_t KEYS = 256; // whose scores are in memory together
 
 template<class P, class T> struct Forward {
     typedef typename P::Left Unit;
@@ -392,7 +392,8 @@ template<class P, class T> struct Forward {
 
     static Lanes shrinking(float before, float now) { return power_of_two(all(before) - now); }
 
-    // Weights of a row, not yet divided by their sum, which is added to; the row's greatest score so far.
+    // Writes the weights of a row, not yet divided by their sum, and adds them to `total`, which is first rescaled;
+    // returns the row's largest score so far.
     template<bool PLAIN>
     INLINE float softmax(const Rules<T> &rules, int64_t q, int64_t s, int64_t n, float *scores, const float *kept,
                          Unit *weights, float before, float &total) const {
@@ -423,16 +424,16 @@ template<class P, class T> struct Forward {
 
 // ------------------------------------------------------------------------------------------------------ backward
 
-constexpr int64_t QUERIES = 64; // at once, where they see all of the keys
+constexpr int64_t QUERIES = 64; // most at once, which see equally many keys of a panel
 
 template<class P, class T> struct Backward {
     typedef typename P::Left Unit;
     static constexpr int64_t EACH_UNIT = P::ELEMENTS;
     const Attention &a;
 
-    struct Block { // what stands at once: QUERIES × PANEL
+    struct Block { // values of up to QUERIES × PANEL pairs
         float *scores, *d_weights, *kept;
-        Unit *weights, *d_scores, *d_scores_in_rows; // two in pairs of queries, one in pairs of keys
+        Unit *weights, *d_scores, *d_scores_in_rows; // two in units along the queries, the last along the keys
     };
 
     void run(int64_t batch, int64_t group) const {
@@ -505,7 +506,7 @@ template<class P, class T> struct Backward {
         return rules.low[strip] < end && s < end ? rounded(end - s, LANES) : 0;
     }
 
-    // For each query its sum of exponentials and Σ d_out · out.
+    // For each query: log2 Σ 2^score, as the forward pass stored it, and Σ d_out · out.
     void prepare(int64_t batch, int64_t head, int64_t n, float *sums, float *delta) const {
         for (int64_t r = 0; r < n; r++) {
             sums[r] = -NEVER, delta[r] = 0;
@@ -530,7 +531,7 @@ template<class P, class T> struct Backward {
             differentiate_unit<PLAIN>(rules, head, first, r, s, columns, sums, delta, block);
     }
 
-    // The same of a unit of queries, from row r of the block on.
+    // The same for one unit of queries, from row r of the block on.
     template<bool PLAIN>
     INLINE void differentiate_unit(const Rules<T> &rules, int64_t head, int64_t first, int64_t r, int64_t s,
                                    int64_t columns, const float *sums, const float *delta, const Block &block) const {
@@ -616,8 +617,8 @@ static View output(const char *name, const Tensor *x, int64_t kind, std::initial
 }
 
 // q, out [B, H, T, D], k, v [B, G, S, D], bias [B, 1, T, S] or null, all float32 or bf16; sums float32 [B, H, T], seed
-// int64 [1]. A query sees its own key, that at the same distance from the end, and the window − 1 before it. softcap 0:
-// none.
+// int64 [1]. A query sees its own key, which has the same distance from the end, and the window − 1 keys before it.
+// softcap 0: none.
 static Attention attention_of(const Tensor *q, const Tensor *k, const Tensor *v, const Tensor *out, const Tensor *bias,
                               const Tensor *sums, const Tensor *seed, int64_t window, float scale, float softcap,
                               float dropout) {

@@ -24,7 +24,7 @@ def _is_here() -> bool:
 
 
 class Attention(torch.autograd.Function):
-    """`gptworks.model.scores.attend` in C++, which saves no tensor of T × S elements for the backward pass.
+    """`gptworks.model.scores.attend` in C++, which makes no tensor of T × S elements for the backward pass.
 
     The same inputs give the same bits on any number of threads. A query that sees no key gets zeros. If given, `bias`,
     [T, S] or [B, T, S] in q's dtype, is added to the scores of the keys that position and window let a query see.

@@ -26,7 +26,7 @@ def keep(folder: Path, key: str, make: Callable[[], bytes]) -> Path:
     """Return the file of the library for `key` in the folder; `make` builds the library if it is missing.
 
     Raises:
-        OSError: the folder belongs to another user, or cannot be written to.
+        OSError: the folder is not private, see `make_private`, or cannot be written to.
     """
     folder = make_private(folder)
     content = _kept(folder, key)
@@ -95,7 +95,8 @@ def make_private(folder: Path) -> Path:
     """Make or check a folder that only this user may write to. Return its resolved path; no other user can replace it.
 
     Raises:
-        OSError: the folder cannot be made, belongs to another user, or has a parent folder that others may write to.
+        OSError: the folder cannot be made, is a link or belongs to another user; or a parent folder belongs to another
+            user, or lets others replace the folder.
     """
     if not hasattr(os, "geteuid"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

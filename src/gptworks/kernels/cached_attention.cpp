@@ -43,7 +43,7 @@ template<class Cache, int N, int VECTORS>
     each_vector([&](auto r, auto v) EACH { store(out[r] + at + v * LANES, tile.at(r, v)); });
 }
 
-// Adds products of words [first, end) of one row: of their elements those in [from, to) alone.
+// Adds the products of words [first, end) of one row, but only of their elements in [from, to).
 template<class Cache>
 void add_some(const Left<Cache> *left, const uint32_t *right, int64_t first, int64_t end, int64_t width, int64_t from,
               int64_t to, float *out) {
@@ -79,8 +79,8 @@ template<int N, class F> INLINE void by_columns(int64_t n, const F &run) {
         if (i < n) run(i, std::integral_constant<int, 1>{});
 }
 
-// Of products of a query with keys [from, end) makes weights; what their sums are still to be multiplied by. Weights of
-// a cache in bf16 are rounded to bf16, in the first half of the row.
+// Turns the products of a query with keys [from, end) into weights; returns the factor by which their sums are still to
+// be multiplied. Where products are in bf16, weights are rounded to bf16, in the first half of the row.
 template<class Cache>
 Lanes softmax(const Query &query, float scale, const HeadCache<Cache> &cache, float *scores, int64_t from,
               int64_t end) {
@@ -88,7 +88,7 @@ Lanes softmax(const Query &query, float scale, const HeadCache<Cache> &cache, fl
     std::fill(scores + query.to - from, scores + end - from, -INFINITY);
     const auto score = [&](int64_t s) EACH {
         const Lanes product = load(scores + s);
-        if constexpr (HeadCache<Cache>::SCALED) // of keys that are not seen they may be anything
+        if constexpr (HeadCache<Cache>::SCALED) // scales of unseen keys may be anything
             return choose(product == -INFINITY, product, product * load(cache.key_scales + from + s) * scale);
         else
             return product * scale;
@@ -191,7 +191,7 @@ struct OnTiles {
     }
 
     // Σ weight · value over the keys in [first, last); weights: [n, stride] floats, in bf16 in the first half of each
-    // row. False: not computed, because some values are no numbers, and a query may not see them.
+    // row. False: not computed, because a value is infinite or NaN, and a query may not see it.
     bool weigh(const Query *queries, const Lanes *factor, const float *weights, int64_t first, int64_t last,
                Ahead &ahead) const {
         const int64_t all_from = (queries[n - 1].from + POSITIONS - 1) / POSITIONS * POSITIONS;
@@ -222,7 +222,7 @@ struct OnTiles {
         return true;
     }
 
-    // The values of 32 positions, those outside [first, last) as 0; whether all are numbers.
+    // Copies the values of 32 positions, with 0 outside [first, last); returns whether all are finite.
     bool copy(int64_t s, int64_t first, int64_t last) const {
         const __m512i exponent = _mm512_set1_epi16(0x7f80);
         __mmask32 not_numbers = 0;

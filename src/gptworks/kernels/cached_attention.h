@@ -1,14 +1,13 @@
-// Attention of new tokens over the keys and values that are kept: in float32, in bf16, or in int8 with a scale a
-// vector.
+// Attention of new tokens over the cached keys and values: in float32, in bf16, or in int8 with one scale per vector.
 //
 // Both its products have the keys or values as their right factor, in words of four bytes whose elements are summed
 // over:
 //
-//     scores[query][key]  = Σ query[word] · keys[word][key]          a word: elements of a key beside each other
-//     out[query][element] = Σ weight[word] · values[word][element]   a word: an element of values beside each other
+//     scores[query][key]  = Σ query[word] · keys[word][key]          a word: neighbouring elements of a key
+//     out[query][element] = Σ weight[word] · values[word][element]   a word: one element of neighbouring values
 //
 // A query's result never depends on the queries that are computed with it: each has sums of its own, which are added in
-// the order of words, and a value that it does not see is not multiplied, for it may be no number.
+// the order of words, and a value that it does not see cannot change them, not even a NaN.
 
 #pragma once
 
@@ -27,8 +26,8 @@ constexpr int64_t BLOCK = LANES; // positions whose keys lie together
 // Queries that read keys and values together: by vectors, and by tiles.
 constexpr int64_t QUERIES = MANY_REGISTERS ? 8 : FEW_REGISTERS ? 2 : 4, MOST_QUERIES = 32;
 
-// A query of one head, the first and the last + 1 key that it sees, and where its output goes; and its probability of
-// each key from the first one on, up to a multiple of 32, unless null.
+// A query of one head, where its output goes, and the keys [from, to) that it sees; and, unless null, where its
+// probability of the key at each position goes, up to a multiple of 32 positions.
 struct Query {
     float *q, *out;
     int64_t from, to;
@@ -37,10 +36,10 @@ struct Query {
 
 // ------------------------------------------------------------------------------------------------ what is kept
 
-// A key/value head of one text, in blocks of 16 positions. Keys: of a block the first words of its 16 keys, then the
-// second ones, and so on. Values: for each element a word of as many positions as it has numbers.
+// A key/value head of one text, in blocks of 16 positions. Keys: in each block, the first words of its 16 keys, then
+// their second words, and so on. Values: a word has one element of OF_WORD consecutive positions.
 template<class Cache> struct HeadCache {
-    static constexpr bool SCALED = std::is_same_v<Cache, int8_t>; // a value is = integer · scale of its vector
+    static constexpr bool SCALED = std::is_same_v<Cache, int8_t>; // an element is an integer times its vector's scale
     static constexpr int64_t OF_WORD = 4 / sizeof(Cache);
     int64_t width;                                        // d_head
     Cache *keys;                                          // [blocks, width / OF_WORD, 16, OF_WORD]
@@ -66,7 +65,7 @@ template<class Cache> struct HeadCache {
         }
     }
 
-    // What integers are to be multiplied by; no number if a number is none, so that all of the vector are.
+    // The scale of a vector's integers; NaN if an element is not finite, so that the whole vector is read as NaN.
     float scale_of(const float *x) const {
         if (!SCALED) return 1;
         float largest = 0;
@@ -111,7 +110,7 @@ struct TileRoom {
 };
 #endif
 
-// What a thread computes attention in, over keys of up to so many positions.
+// The memory in which a thread computes attention over up to `n_positions` keys.
 struct AttentionRoom {
     int64_t n_scores; // of a query
     Buffer scores;
@@ -136,8 +135,8 @@ template<class Cache> int64_t queries_at_once([[maybe_unused]] int64_t width) {
     return QUERIES;
 }
 
-// Up to `queries_at_once` queries of one text, in the order of their positions, over the keys and values that are kept.
-// next: keys that come after these; null: nothing is far.
+// Computes attention of up to `queries_at_once` queries of one text, in the order of their positions, over its cached
+// keys and values. next: the keys that this thread reads next, to be prefetched; null: nothing is prefetched.
 template<class Cache>
 void attend(const Query *queries, int64_t n, float scale, const HeadCache<Cache> &cache, AttentionRoom &room,
             const Cache *next);

@@ -134,7 +134,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def activate(x: Tensor, up: Tensor | None, kind: str) -> Tensor:
-    """Return activation(x), or activation(x) · up; save only x and up for gradients. `kind`: a value of `model.mlp`."""
+    """Return activation(x), or activation(x) · up. `kind`: a value of `model.mlp`. For gradients, save only x (for
+    relu2 its positive part) and up."""
     if up is None:
         return ACTIVATIONS[kind](x)
     out: Tensor = _Gated.apply(x, up, kind)  # type: ignore[no-untyped-call]

@@ -1,4 +1,5 @@
-"""Kernel dispatch: TABLE lists each operation's kernels, and one function per operation calls the first usable one.
+"""Kernel dispatch: TABLE lists each operation's kernels; `chosen` returns the first usable one, and functions such as
+`linear` call it.
 
 The C++ is used if it is available (`gptworks.kernels.library`) and supports the tensors' dtype and layout; `cpu` has
 faster torch code for training on a CPU; Triton computes the loss and decoding's attention on an NVIDIA GPU; torch's own
@@ -77,7 +78,8 @@ def chosen(operation: str, *operands: Any, training: bool = False) -> Kernel:
 
 
 def planned(operation: str, on_cpu: bool) -> str:
-    """Return the name of the kernel that training will use, predicted without compiling or loading the C++."""
+    """Return the name of the kernel that training will use for operands that it supports, on a CPU or a GPU. This is
+    predicted without compiling or loading the C++."""
     device = "cpu" if on_cpu else "cuda"
     here = (kernel for kernel in TABLE[operation] if kernel.device in (None, device))
     return next(kernel.by for kernel in here if kernel.by != CPP or trains_in_cpp())

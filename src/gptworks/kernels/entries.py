@@ -1,7 +1,8 @@
 """Declarations of the functions that the C++ exports: arguments, structures, and the numbers of dtypes and activations.
 
-The C++ has the same declarations (entry.h, step.cpp); `declare` compares both when a library is loaded. Every function
-checks its arguments before it reads or writes tensors, and returns a code. This module does not import torch.
+The C++ has the same declarations (entry.h, functions.h, matrix.h, step.h); `declare` compares both when a library is
+loaded. Every function checks its arguments before it reads or writes tensors, and returns a code. This module does not
+import torch.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 // How Python calls the kernels: with tensors that say what they are, and threads that may fail.
 //
 // Every function that the library exports is `extern "C" int gptworks_NAME(…) noexcept { return guarded([&] { … }); }`:
-// it checks all that it is given before it reads or writes, throws what it refuses, and returns a code;
+// it checks all arguments before it reads or writes tensors, throws a Failure if it refuses one, and returns a code;
 // gptworks_error() has the text. entries.py has the same signatures, structures and numbers, and compares them when it
 // loads the library.
 
@@ -15,7 +15,7 @@ namespace [[gnu::visibility("hidden")]] kernels {
 
 enum Code : int { DONE, REFUSED, OUT_OF_RANGE, NO_MEMORY, FAILED };
 
-// What is thrown, in one piece, so that it goes from any thread to the caller without memory.
+// What is thrown: of fixed size, so that it gets from any thread to the caller without an allocation.
 struct Failure {
     Code code = DONE;
     char text[240] = {};
@@ -79,7 +79,8 @@ struct Text {
     static Text of(const Tensor &x) { return of(x.kind, x.sizes, x.n_dimensions); }
 };
 
-// Refuses a tensor that cannot be one: then nothing about it overflows.
+// Refuses a missing tensor, and one with an impossible dtype, size, stride or address, so that nothing computed from it
+// overflows.
 const Tensor &sound(const char *name, const Tensor *x);
 
 // Refuses a tensor of another dtype or shape.
@@ -90,28 +91,28 @@ bool is_contiguous(const Tensor &x, int64_t from = 0);
 
 const Tensor &contiguous(const char *name, const Tensor &x, int64_t from = 0);
 
-// Contiguous, of a dtype and shape.
+// Refuses a tensor that is not contiguous, or has another dtype or shape.
 const Tensor &laid_out(const char *name, const Tensor *given, int64_t kind, std::initializer_list<int64_t> sizes);
 
-// Whether x fills its memory: as it is, or with its middle dimensions exchanged.
+// Whether x has four dimensions and is contiguous with the middle two exchanged.
 bool is_exchanged(const Tensor &x);
 
 const Tensor &dense(const char *name, const Tensor *given);
 
-// What is written to: no two elements in one place.
+// Refuses an output in which two elements share memory.
 const Tensor &apart(const char *name, const Tensor &x);
 
-// Of x's shape, its elements in the same places.
+// Refuses a tensor whose shape or layout differs from x's.
 const Tensor &like(const char *name, const Tensor *given, const Tensor &x);
 
-// The same, of the same dtype.
+// The same; the dtype must equal x's too.
 const Tensor &same(const char *name, const Tensor *given, const Tensor &x);
 
 // ------------------------------------------------------------------------------------------------------- numbers
 
 int64_t within(const char *name, int64_t x, int64_t least, int64_t most);
 
-// More are never of use, and some systems end the process where there are more than they grant.
+// More threads are never of use, and some systems end a process that asks for more than they grant.
 inline int64_t threads(int64_t n) { return within("n_threads", n, 1, MOST) < MOST_THREADS ? n : MOST_THREADS; }
 
 } // namespace kernels

@@ -25,7 +25,7 @@ INLINE Lanes exponential(Lanes x) {
 
 INLINE Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exponential(-x)); }
 
-// 2^x for x ≤ 126; 0 below the smallest normal number. What is no number stays none.
+// 2^x for x ≤ 126; below the smallest normal number 0, or with AVX-512 a subnormal number. NaN stays NaN.
 INLINE Lanes power_of_two(Lanes x) {
 #ifdef __AVX512F__
     x = (Lanes)_mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);
@@ -52,7 +52,7 @@ INLINE Lanes hyperbolic_tangent(Lanes x) {
     return 1.0f - 2.0f / (1.0f + power_of_two(smaller(x, all(40.0f)) * 2.8853901f));
 }
 
-// By what elements are multiplied so that the mean of their squared distances from `mean` is 1. row(i): 16 of `width`.
+// The factor of elements that makes the mean of their squared distances from `mean` 1. row(i): 16 of `width`.
 template<class F> INLINE float scale_to_one(const F &row, float mean, int64_t width, float eps) {
     Lanes square = {};
     for (int64_t i = 0; i < width; i += LANES) {

@@ -47,7 +47,7 @@ def takes(logits: Tensor) -> bool:
 @cache
 def works() -> bool:
     """Whether Triton compiles here: it needs a C compiler and Python's headers. If it does not, torch computes the
-    loss."""
+    loss, and attention in decoding."""
     if importlib.util.find_spec("triton") is None:
         return False
     try:

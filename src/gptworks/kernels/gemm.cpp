@@ -23,7 +23,7 @@ constexpr int64_t AT_ONCE = REGISTERS >= 32 ? 12 : 6; // rows of a tile: its sum
 constexpr int64_t DEPTH = 768, COLUMNS = 384, ROWS = 96; // most of K, N and M that are laid out at once
 constexpr int64_t COST_OF_LAYING_OUT = 16;               // an element, in multiplications
 
-// How long each of the fewest parts of n is that are no longer than `most`, in whole units.
+// The length, in whole units, of each part if n is cut into as few parts as possible of at most `most`.
 int64_t part_of(int64_t n, int64_t most, int64_t unit) {
     const int64_t n_parts = std::max<int64_t>((n + most - 1) / most, 1);
     return ((n + n_parts - 1) / n_parts + unit - 1) / unit * unit;
@@ -74,8 +74,8 @@ template<int... I> TileFunction tile_of(int64_t n_rows, std::integer_sequence<in
     return OF[n_rows - 1];
 }
 
-// Lays out `depth` rows of b and some columns as panels [columns / WIDTH, depth, WIDTH]; what the last one lacks is
-// zero.
+// Lays out `depth` rows of b and some columns as panels [columns / WIDTH, depth, WIDTH]; the last one is padded with
+// zeros.
 void lay_out_columns(const Factor &b, int64_t depth, int64_t n_columns, float *out) {
     constexpr int64_t TURNED = std::min(WIDTH, LANES);
     for (int64_t j = 0; j < n_columns; j += WIDTH, out += depth * WIDTH) {
@@ -106,8 +106,8 @@ void lay_out_columns(const Factor &b, int64_t depth, int64_t n_columns, float *o
 // apart share a set of it, which has 8 lines in many processors.
 constexpr bool collide(int64_t row) { return AT_ONCE > 8 && row % 1024 == 0; }
 
-// Some rows of a, and `depth` of its columns: where they are, or in `room` as panels [rows / AT_ONCE, depth, AT_ONCE],
-// or closer together there.
+// Returns some rows of a, and `depth` of its columns: where they are; or copied to `room`, as panels [rows / AT_ONCE,
+// depth, AT_ONCE] or as rows that are closer together.
 Left lay_out_rows(const Factor &a, int64_t depth, int64_t n_rows, float *room) {
     if (a.column == 1) {
         if (!collide(a.row)) return {a.at, a.row, 1};
@@ -131,7 +131,7 @@ Left lay_out_rows(const Factor &a, int64_t depth, int64_t n_rows, float *room) {
     return {room, 1, AT_ONCE};
 }
 
-// How many parts of the rows, and of the columns, the threads take, so that they end soonest.
+// Into how many parts to divide the rows, and the columns, among the threads, so that they end soonest.
 std::pair<int64_t, int64_t> grid(int64_t m, int64_t n, int64_t n_threads) {
     std::pair<int64_t, int64_t> best{1, n_threads};
     int64_t least = INT64_MAX;
@@ -196,7 +196,7 @@ void product(int64_t m, int64_t n, int64_t k, int64_t n_threads, const Factor &l
 static Factor factor(const char *name, const Tensor *x, int64_t rows, int64_t columns) {
     shaped(name, x, FP32, {rows, columns});
     int64_t row = x->strides[0], column = x->strides[1];
-    if (columns == 1 && row != 1) column = 1; // a step to where there is nothing
+    if (columns == 1 && row != 1) column = 1; // with one column, its stride is not used
     if (rows == 1 && column != 1) row = 1;
     if (row != 1 && column != 1)
         fail(REFUSED, "%s %s: neither rows nor columns are contiguous", name, Text::of(*x).text);

@@ -172,7 +172,7 @@ INLINE void store(float *p, Lanes x) {
 
 typedef std::vector<Lanes> Buffer; // aligned, zeroed
 
-// A first argument that is no number stays none: what is computed from it has to show it.
+// If the first argument is NaN, so is the result: NaN must reach what is computed from it.
 #ifdef __AVX512F__
 INLINE Lanes larger(Lanes a, Lanes b) { return (Lanes)_mm512_max_ps((__m512)b, (__m512)a); }
 INLINE Lanes smaller(Lanes a, Lanes b) { return (Lanes)_mm512_min_ps((__m512)b, (__m512)a); }
@@ -216,7 +216,7 @@ inline Lanes load(const BFloat *p) {
     return load(wide);
 #endif
 }
-inline void store(BFloat *p, Lanes x) { // rounded to the nearest bf16, to even; what is no number stays none
+inline void store(BFloat *p, Lanes x) { // rounded to the nearest bf16, to even; NaN stays NaN
 #ifdef BF16_PRODUCTS
     _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
 #else
@@ -283,7 +283,7 @@ inline Lanes load(const Half *p) {
 INLINE __mmask16 lower(int64_t n) { return (__mmask16)((1u << n) - 1); } // the first n lanes
 #endif
 
-// The first n lanes, n ≤ 16, from memory or to it; the others are zero.
+// The first n lanes, or all 16 if n is larger, from memory or to it; lanes that are not read are zero.
 template<class T> INLINE Lanes read(const T *p, int64_t n) {
     if (n >= LANES) return load(p);
 #ifdef MASKS
@@ -323,8 +323,8 @@ INLINE Lanes to_floats(IntLanes x) {
 }
 
 #ifdef INTEGER_PRODUCTS
-// Words of four bytes, times the four bytes of another word, which have a sign; added to sums. x86 takes the words'
-// bytes without sign: with UNSIGNED_BYTES, signed ones come as those + 128.
+// Adds to `sums` the products of the words' four bytes with the four signed bytes of another word. x86 reads the words'
+// bytes as unsigned: with UNSIGNED_BYTES, signed ones arrive with 128 added.
 INLINE Ints add_bytes(Ints sums, Ints words, int32_t word) {
 #ifdef __AVX512F__
     return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)words, _mm512_set1_epi32(word));
@@ -339,7 +339,7 @@ constexpr bool UNSIGNED_BYTES = false;
 #endif
 #endif
 
-// Lines of memory that are soon read, in order, a few at each step.
+// Prefetches lines of memory that are read soon, in order, a few at each step.
 struct Ahead {
     const char *at, *end;
     int64_t at_once;

@@ -86,8 +86,8 @@ def library() -> Library:
     return the same result.
 
     Raises:
-        Unavailable: GPTWORKS_NATIVE is 0 or invalid; no library exists and no compiler works; or no folder can hold
-            code to load.
+        Unavailable: GPTWORKS_NATIVE is 0 or invalid; the system is Windows; no library exists and no compiler works; or
+            no folder can hold code to load.
     """
     with _lock:
         found = _library()

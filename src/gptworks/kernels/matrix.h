@@ -32,7 +32,7 @@ struct Matrix { // [n, k]; see quantize/formats.py for the kinds, panels.py for 
     // The scales of int4 of the panel that begins with this row: for each group one of each row.
     const Half *scales_from(int64_t row) const { return (const Half *)scale + row * (k / GROUPED); }
 
-    // A row's words of four bytes and, of int4, its groups' scales, each so many words or scales after the one before.
+    // A row's words of four bytes and, for int4, its groups' scales: `apart` words, or scales, apart.
     struct Row {
         const uint32_t *words;
         const Half *scales;
@@ -61,7 +61,7 @@ INLINE Lanes joined(IntLanes low, IntLanes high, int64_t offset) {
     float out[LANES];
     std::memcpy(lows, &low, sizeof lows), std::memcpy(highs, &high, sizeof highs);
     for (int64_t i = 0; i < LANES; i++)
-        out[i] = (float)(lows[i] + 256.0 * highs[i] + (double)offset); // exact but for the last
+        out[i] = (float)(lows[i] + 256.0 * highs[i] + (double)offset); // only the last step rounds
     return load(out);
 }
 
@@ -71,7 +71,7 @@ constexpr bool ROUNDS_TO_BF16 = true;
 constexpr bool ROUNDS_TO_BF16 = false;
 #endif
 
-// The kind that activations are made into for weights of a kind.
+// The kind into which activations are converted for weights of this kind.
 inline int64_t met_by(int64_t kind) {
     if (kind == BF16) return kind;
 #if defined(INTEGER_PRODUCTS) || defined(WIDE_INTEGER_PRODUCTS)
@@ -80,7 +80,7 @@ inline int64_t met_by(int64_t kind) {
     return FP32;
 }
 
-// What activations [n, stride] are made into:
+// What activations [n, stride] are converted into:
 // * bf16 for bf16 (AVX512_BF16; elsewhere they stay as they are);
 // * for int8 and int4 (AVX512_VNNI, ARM's dot products) fixed point of 16 bits with one scale a row, as two planes of
 // signed bytes,
@@ -114,7 +114,7 @@ struct Rows {
     static constexpr int64_t NEW = -2;     // nor has this thread waited for the others' shares of them
     int64_t n, stride, pitch = Rounded::pitch(stride);
     float *x;
-    int64_t made = NOTHING; // into what a kind of weights meets
+    int64_t made = NOTHING; // the kind into which the floats are converted
     Rounded own, *common;
     const int8_t *bytes = nullptr; // of the rounded rows: loops over them look for nothing else
 
@@ -187,9 +187,9 @@ struct Rows {
             }
     }
 
-    // What a row is multiplied by, so that its largest number becomes `most`; sets its scale.
+    // The factor that makes the largest magnitude of a row `most`; sets the row's scale.
     float to_integers(int64_t row, float most) {
-        int32_t top = 0; // compared as integers: what is no number lies above all that are
+        int32_t top = 0; // compared as integers: NaN is above all numbers
         for (int64_t i = 0; i < stride; i++) top = std::max(top, bits_of(x[row * stride + i]) & 0x7fffffff);
         float largest;
         std::memcpy(&largest, &top, sizeof largest);
@@ -199,7 +199,7 @@ struct Rows {
     }
 
 #ifdef WIDE_INTEGER_PRODUCTS
-    // Of each four the first, the third, the second and the fourth.
+    // A row's integers; of each four, in this order: the first, the third, the second, the fourth.
     const int16_t *wide(int64_t row) const { return (const int16_t *)low(row); }
 
     void round(int64_t row) {
@@ -244,7 +244,7 @@ struct Rows {
         int8_t *const lows = (int8_t *)low(row), *const highs = lows + stride;
         int64_t total = 0;
         for (int64_t i = 0; i < stride; i += GROUPED) {
-            uint32_t of_group = 0; // of a row that is not finite it overflows, and the scale makes that NaN
+            uint32_t of_group = 0; // overflows if the row is not finite; its scale is NaN then
             for (int64_t at = i; at < i + GROUPED; at++) {
                 const int32_t whole = bits_of(from[at] * factor + magic) - 0x4b400000;
                 lows[at] = (int8_t)whole;

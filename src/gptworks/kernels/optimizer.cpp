@@ -1,6 +1,6 @@
 // Muon's updates for matrices of one shape: Nesterov's direction, orthogonalized by Newton–Schulz iterations.
 //
-// Of the three products of an iteration two are symmetric, of which half is computed. A matrix stays in one core's
+// Two of the three products of an iteration are symmetric: half of each is computed. A matrix stays in one core's
 // second cache throughout: each thread has its own, unless there are fewer matrices than threads. An element is summed
 // in one order, so its bits do not depend on the number of threads.
 
@@ -29,7 +29,7 @@ constexpr int TALLEST = MANY_REGISTERS ? 12 : 4; // and at most so many rows, wh
 
 int64_t in_blocks(int64_t n) { return (n + BLOCK - 1) / BLOCK * BLOCK; }
 
-inline BFloat narrowed(float x) { // to the nearest bf16, to even; what is no number stays none
+inline BFloat narrowed(float x) { // to the nearest bf16, to even; NaN stays NaN
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     return {(uint16_t)(x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0)};

@@ -5,8 +5,8 @@
 // multiplied with all of them: fewer loads, no sum across lanes, and memory is read in one stream.
 //
 // Matrices in bf16, and those in int8 and int4 where integers are multiplied, lie in panels from the start
-// (quantize/panels.py). Of others, as of float32, which may be in training, some weight rows are laid out for the
-// moment where many activation rows meet them.
+// (quantize/panels.py). Of other matrices, such as float32 ones, which may be in training, some rows at a time are
+// copied into panels if they are multiplied by many activation rows.
 
 #pragma once
 
@@ -27,7 +27,7 @@ constexpr int64_t PANEL_FAR =
 // rows, from `first` to `last` or fewer: it makes sums [ROWS][VECTORS] of each plane of the activations, of which
 // `result` makes what the row's columns are. ahead: weights that come later.
 
-// The planes of ROWS activation rows; those behind the last are the last again.
+// The planes of ROWS activation rows; rows beyond the last one repeat it.
 template<int ROWS, class Kind> struct Planes {
     const typename Kind::Policy::Left *in[ROWS * Kind::PLANES];
 
@@ -114,7 +114,7 @@ template<class Kind> struct InGroups : Kind {
 };
 
 #ifdef INTEGER_PRODUCTS
-// Sums are exact. Of weights that are to come without sign, the 128 of each adds 128 · the sum of the row's
+// Sums are exact. If 128 is added to each weight to make it unsigned, `result` subtracts 128 · the sum of the row's
 // activations.
 struct Integers {
     static constexpr int64_t PLANES = 2, ROWS = MANY_REGISTERS ? 4 : 2, VECTORS = MANY_REGISTERS ? 3 : 1;
@@ -126,7 +126,7 @@ struct Integers {
     }
 };
 
-// A word has the low nibbles of four elements and the high ones of those 16 further.
+// A word has four elements in its low nibbles, and the four elements that are 16 further in its high ones.
 struct FourBits {
     static constexpr int64_t PLANES = 2, ROWS = MANY_REGISTERS ? 4 : 2, VECTORS = MANY_REGISTERS ? 2 : 1;
     static constexpr int64_t WORDS = GROUPED / 8;

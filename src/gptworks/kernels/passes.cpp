@@ -2,7 +2,7 @@
 //
 // Values come and go in float32 or bf16 and are computed in float32. Each element, or each row, is computed by one
 // thread in one order; a sum over rows is made of BLOCKS sums over the same rows whatever the number of threads, added
-// in one order. So nothing depends on the number of threads. What is no number stays none.
+// in one order. So nothing depends on the number of threads. NaN stays NaN.
 
 #include <algorithm>
 
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t BLOCKS = 64;     // of rows, that are summed apart
 constexpr int64_t GRAIN = 1 << 14; // elements for which a thread is worth waking
-constexpr int64_t IGNORED = -100;  // a target that counts nothing, as gptworks.config has it
+constexpr int64_t IGNORED = -100;  // a target that does not count, as in gptworks.config
 
 // Calls f with a value of a tensor's type: float32 or bf16.
 template<class F> void typed(const char *name, const Tensor &x, const F &f) {

@@ -1,5 +1,5 @@
-// One decode step of a GPT on a CPU, for a few tokens of one or several texts. Built by build.py, called by
-// backend.py.
+// One step of a GPT on a CPU, for some tokens of one or several texts. Built by build.py, called by the native backend
+// (infer/backends/native.py).
 //
 //     tokens ─► embed ─► layers × ( norm ─► q k v │ attend │ out ─► + │ norm ─► MLP │ down ─► + │ ) norm ─► head ─►
 //     logits
@@ -7,7 +7,7 @@
 // All threads walk the whole step together; a bar is a point where they wait for one another. At batch 1 a step is
 // bound by reading every weight once, so a matrix is divided by rows: each thread streams its own and multiplies them
 // with all activations, while the little work between (norms, rounding) is done by every thread for itself rather than
-// waited for.
+// waited for, unless there are many rows (MANY).
 //
 // What a token gets never depends on its neighbours in the batch: each (weight row, activation row) has accumulators of
 // its own, filled in one order by one expression, whatever the number of rows. Nothing here may be built with
@@ -142,7 +142,7 @@ template<class Cache>
 void attention(const Model &m, const Layer &layer, const Batch &b, float *qkv, int64_t stride, float *out,
                int64_t out_stride, AttentionRoom &room, const Team &team) {
     const int64_t width = m.d_head, heads = m.n_heads / m.n_groups, at_once = queries_at_once<Cache>(width);
-    const bool alone = b.n_rows == b.n_texts; // no row's keys are another one's to see
+    const bool alone = b.n_rows == b.n_texts; // no row sees the key of another row
     if (!alone) {
         for (int64_t task = team.thread; task < b.n_rows * m.n_groups; task += team.n_threads) {
             const int64_t row = task / m.n_groups;
@@ -248,7 +248,7 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
     };
 
     Buffer of_pair(m.pairs.weight ? m.d_model / LANES : 0);
-    // A product of rows, added to the residual stream; where there is a norm, its rows are added after it.
+    // A product of rows, added to the residual stream; if there is a norm, the product is normalized first.
     const auto add = [&](const Matrix &matrix, const Norm &norm, Rows &rows) {
         if (!norm.weight) return product(matrix, rows, {x, s.d_model, m.residual_scale, true}, team);
         float *added = data(s.added);
@@ -474,7 +474,7 @@ extern "C" const char *gptworks_layout() noexcept {
     return text;
 }
 
-// Takes AMX from now on, if the system grants it and it computes what it should; whether it does.
+// Uses AMX from now on, if the system grants it and it computes what it should; returns whether it does.
 extern "C" int gptworks_take_amx() noexcept {
 #ifdef AMX
     if (amx::ask()) {

@@ -7,7 +7,7 @@
 
 namespace [[gnu::visibility("hidden")]] kernels {
 
-// --------------------------------------------------------------------- what backend.py hands over (see entries.py)
+// --------------------------------------------------------------------- what structure.py builds (see entries.py)
 
 struct Norm {
     const float *weight, *bias; // weight null: no norm here; bias may be null
@@ -24,7 +24,7 @@ struct Layer {
     float *value_scales;
     int64_t cache_bytes, scale_bytes; // of the keys, and of the values; of the scales of each
     int64_t window;                   // keys a query sees, its own included
-    int64_t rotates;                  // whether positions turn queries and keys: 1, or 2 by the windows' tables
+    int64_t rotates;                  // positions turn queries and keys. 0: no; 1: yes; 2: by the windows' tables
 };
 
 struct [[gnu::visibility("default")]] Model { // not hidden, since exported functions take it

@@ -22,7 +22,7 @@ using namespace kernels;
 
 namespace {
 
-// Tries for some 30 µs; whether it came true.
+// Tries for some 30 µs; returns whether it came true.
 template<class F> bool soon(const F &came_true) {
     for (int tries = 0; tries < 2000; tries++) {
         if (came_true()) return true;
@@ -91,7 +91,7 @@ class Pool {
 public:
     ~Pool() { forget_those_before_fork(); }
 
-    // Has n workers, or as many as the system grants; how many.
+    // Starts workers until there are n, or as many as the system grants; returns their number, at most n.
     int64_t have(int64_t n) {
         forget_those_before_fork();
         try {

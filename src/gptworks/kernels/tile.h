@@ -107,7 +107,7 @@ struct Pairs {
 #endif
 
 #ifdef INTEGER_PRODUCTS
-// Four signed bytes at once with one plane of an activation's bytes. x86 takes weights without sign: those + 128.
+// Four signed bytes at once with one plane of an activation's bytes. x86 reads weights as unsigned: 128 is added.
 struct Quads {
     typedef Ints Sum, Right;
     typedef uint32_t Left;

@@ -1,1 +1,1 @@
-"""The model: `gptworks.model.gpt.GPT`, one class for every decoder-only architecture."""
+"""The model: `gptworks.model.gpt.GPT`, one class for all architectures that `ModelConfig` describes."""

@@ -66,7 +66,10 @@ class Attention(nn.Module):
     def heads(
         self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, values: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, H, T, D], keys and values [B, G, T, D]; queries and keys are normalized and rotated."""
+        """Return queries [B, H, T, D], keys and values [B, G, T, D].
+
+        Queries and keys are normalized if the layer has QK-norm, and rotated if `rotary` is given.
+        """
         q, k, v = (
             projected.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
             for projected in (self.query(x), self.key(x), self.value(x) if values is None else values)

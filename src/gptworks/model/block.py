@@ -113,8 +113,8 @@ class Block(LabParts):
 
 
 def normalized(norm: Norm | None, x: Tensor, branch: Tensor | None = None, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return the stream x + scale · branch (x if `branch` is None), and the input of attention or MLP: the norm of that
-    stream, or the stream itself if `norm` is None."""
+    """Return the stream x + scale · branch (x if `branch` is None), and the input of attention or MLP, in the products'
+    dtype: the norm of that stream, or the stream itself if `norm` is None."""
     if norm is not None:
         return norm.of_sum(x, branch, scale)
     x = x if branch is None else add(x, branch, scale)

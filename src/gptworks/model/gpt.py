@@ -70,7 +70,7 @@ class GPT(nn.Module):
         self.norm = build_norm(config)
         self.untied_head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size, bias=False)
         self.head_is_embedding = False
-        """Whether the head still uses the embedding's matrix; training may switch to `untied_head` after some steps."""
+        """Whether the head uses the embedding's matrix although there is `untied_head`; training may switch to it."""
         self.activation_checkpointing = "none"
         """Blocks that the backward pass recomputes from their input: none, every second (selective) or all (block)."""
         self.watched: list[Tensor] | None = None
@@ -93,7 +93,8 @@ class GPT(nn.Module):
         text_positions: Tensor | None = None,
         text_starts: Tensor | None = None,
     ) -> Tensor:
-        """Return the last norm's output [B, T, C] for token ids [B, T]; the head computes logits from it.
+        """Return the last norm's output [B, T, C], divided by `config.logit_divisor`, for token ids [B, T]; the head
+        computes logits from it.
 
         With `cache` (from `SlotCache.rows`), `tokens` are a flat batch [1, N] of several texts' next tokens. Each text
         continues the tokens in its slot of the cache, which also stores the new ones.
@@ -101,7 +102,7 @@ class GPT(nn.Module):
         If rows hold several texts one after the other, `text_positions`, int64 [B, T], has each token's position in its
         text, from 0: no text sees another, as if each had its own row. `cache` must then be None. `text_starts`, int32
         [B, K], has the index in the row of each text's first token, and T in the remaining places; with these
-        indices, attention on recent GPUs computes nothing between texts.
+        indices, attention on recent GPUs computes nothing between texts, unless K is large (`TOKENS_PER_START`).
 
         Raises:
             ValueError: a row has more tokens than the context.

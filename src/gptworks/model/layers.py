@@ -128,7 +128,7 @@ class HeadsNorm(RMSNorm):
 
 
 def build_head_norm(config: ModelConfig, n_heads: int) -> nn.Module:
-    """Build the norm of queries or keys [B, n_heads, T, D] that `config.qk_norm` names."""
+    """Build the norm of queries or keys [B, n_heads, T, D] that `config.qk_norm` names; the identity if it is None."""
     if config.qk_norm == "whole":
         return HeadsNorm(n_heads * config.d_head, config.norm_eps)
     return RMSNorm(config.d_head, config.norm_eps) if config.qk_norm else nn.Identity()

@@ -75,7 +75,8 @@ def _(base: nn.Linear, config: LoRAConfig) -> LowRank:
 
 
 def add_lora(model: GPT, config: LoRAConfig) -> GPT:
-    """Add adapters to the layers, and freeze all other parameters, as `config` says. Change the model and return it."""
+    """Add adapters to the layers that `config` names, and freeze all other parameters except those that it trains.
+    Change the model and return it."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(config.trains(name))
     for name, module in list(model.named_modules()):

@@ -319,8 +319,8 @@ def _in_parts(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
 
 
 def _into_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Overwrite logits [n, V] with (softmax − one-hot) times each row's factor [n]; return the rows' sum of
-    −log softmax(logits)[target]."""
+    """Overwrite logits [n, V] with (softmax − one-hot) times each row's factor [n] (None: 1), or with 0 where the
+    target is −100; return the sum of the other rows' −log softmax(logits)[target], without factors."""
     if (kernel := dispatch.chosen("cross_entropy", logits)).by != dispatch.TORCH:
         return kernel.compute(logits, targets, factors, gradient=True).sum()
     return _sum(
@@ -337,8 +337,7 @@ def _nats(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _rows_to_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Overwrite logits [n, V] with (softmax − one-hot) times each row's factor [n]; return the rows' sum of
-    −log softmax(logits)[target].
+    """Compute `_into_gradient` in torch, with the probabilities of all n rows in memory.
 
     A target's probability may underflow to 0. So its logarithm is computed as the logarithm of the row's largest
     probability, at least 1/V, minus the gap between the largest logit and the target's.

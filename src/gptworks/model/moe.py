@@ -24,7 +24,8 @@ from gptworks.model.layers import MLP, Dropout, Layer, Linear, without_autocast
 
 
 def expert_rows(n_tokens: int) -> int:
-    """Number of rows that a CPU computes for an expert: `n_tokens`, rounded up to five binary digits (by at most 1/16).
+    """Number of rows that a CPU computes for an expert in training: `n_tokens`, rounded up by at most 1/16, to a number
+    with five significant binary digits.
 
     oneDNN compiles a kernel for each number of rows, so few different numbers need few kernels.
     """
@@ -65,7 +66,8 @@ class MoE(nn.Module):
 
     def takes_groups(self, tokens: Tensor) -> bool:
         """Whether grouped products, which need no counts on the host, compute the experts: on CUDA in bf16, unless
-        experts have adapters or packed matrices, or too few tokens to be worth stacking their matrices."""
+        experts have adapters, packed matrices, widths that are not multiples of 8, or too few tokens to be worth
+        stacking their matrices."""
         first: Any = self.experts[0]
         return (
             tokens.device.type == "cuda"

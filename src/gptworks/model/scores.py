@@ -222,7 +222,7 @@ def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def texts_bias(positions: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return the bias [B, T, T] that lets each query see only its own key and earlier keys of its text.
+    """Return the bias [B, T, T] that lets each query see only keys of its text, up to its own and within the window.
 
     positions: each token's position in its own text, int64 [B, T]; a text begins at each 0.
     """

@@ -1,8 +1,8 @@
 """Quantizes a model in memory.
 
-The blocks' matrices get the requested kind. Norms, biases, position embeddings, gates and the routers of experts stay
-fp32: they are a thousandth of the weights. With int4, some matrices are stored in int8: the embedding, matrices whose
-row length is not a multiple of 32, and the head unless int4 is requested for it.
+Matrices of linear layers and embeddings get the requested kind. Norms, biases, position embeddings, gates and the
+routers of experts stay fp32: they are a thousandth of the weights. With int4, some matrices are stored in int8: those
+outside the blocks, except the head if int4 is requested for it, and those whose row length is not a multiple of 32.
 """
 
 import copy
@@ -43,8 +43,8 @@ def quantize_model(
         head: the kind of the head, and of an embedding tied to it, if `weights` is int4.
 
     Raises:
-        UserError: `weights` or `head` is unknown or unusable with this model; the model is quantized already; or a
-            weight is too large for its kind.
+        UserError: `weights`, `head` or `calibration` is unknown or unusable with this model; the model is quantized
+            already; or a weight is too large for its kind.
     """
     kinds = matrix_kinds(model, weights, head)
     if calibration and weights == "int4" and model.config.repeats_layers:
@@ -171,7 +171,8 @@ def packed_kinds(model: GPT, dtypes: Mapping[str, object]) -> dict[str, Weights]
 
 
 def _packable(model: GPT) -> dict[str, nn.Linear | nn.Embedding]:
-    """Return the modules whose matrices can be packed, by name; not routers, whose choices would change."""
+    """Return the modules whose matrices can be packed, by name; not position embeddings, nor routers, whose choices
+    would change."""
     matrices = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
     return {name: m for name, m in matrices.items() if not name.endswith(("position_embedding", "mlp.router"))}
 

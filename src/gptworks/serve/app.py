@@ -136,7 +136,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 @router.post("/v1/embeddings", response_model=openai.EmbeddingResponse, openapi_extra=takes(openai.EmbeddingRequest))
 async def create_embeddings(request: Request) -> Response:
-    """Return the mean of the last hidden states of each text."""
+    """Return the mean of the last hidden states of each text, scaled to length 1."""
     body = await body_of(request, openai.EmbeddingRequest)
     return _json(await embeddings(service_of(request), body, caller_of(request)))
 

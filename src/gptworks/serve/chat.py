@@ -58,10 +58,10 @@ class ChatAnswer(Answer[openai.ChatRequest]):
 
 
 async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller) -> ChatAnswer:
-    """Submit a conversation to the engine and return its answer.
+    """Submit a conversation to the engine and return its answer, whose texts are then still to be generated.
 
     Raises:
-        APIError, UserError, QueueFull: the request is not accepted.
+        APIError, UserError, QueueFull, RunError: the request is not accepted.
     """
     model, task = await service.model(body.model, caller), caller.task()
     template = _with_variables(model.chat_template, body.chat_template_kwargs)
@@ -128,7 +128,8 @@ def fitted_prompt(
     """Return a conversation as a prompt, without the oldest turns that do not fit; see `fit_conversation`. Slow.
 
     Raises:
-        APIError: the newest turn is too long or the conversation is empty, or the template refuses it.
+        APIError: the system messages and the newest question together are too long, the template refuses the
+            conversation, or it renders an empty text.
     """
     turns, most = [message.turn() for message in messages], model.tokens.max_bytes
     try:

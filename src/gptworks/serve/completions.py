@@ -38,10 +38,10 @@ class CompletionAnswer(Answer[openai.CompletionRequest]):
 
 
 async def begin_completions(service: Service, body: openai.CompletionRequest, caller: Caller) -> CompletionAnswer:
-    """Submit a request's prompts to the engine and return their answer.
+    """Submit a request's prompts to the engine and return their answer, whose texts are then still to be generated.
 
     Raises:
-        APIError, UserError, QueueFull: the request is not accepted.
+        APIError, UserError, QueueFull, RunError: the request is not accepted.
     """
     model = await service.model(body.model, caller)
     n, max_tokens = body.n or 1, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens

@@ -37,7 +37,7 @@ _bodies: list[type[BaseModel]] = []
 class Health(BaseModel):
     status: Literal["ok", "draining", "failed"]
     reason: str | None = None
-    """The error that ended the engine."""
+    """The model whose engine failed, and the type of the error; missing if no engine reported one."""
 
 
 class About(BaseModel):

@@ -1,4 +1,4 @@
-"""Streamed answers: server-sent events in OpenAI's format, which end with `data: [DONE]`."""
+"""Streamed answers: server-sent events in OpenAI's format, which end with `data: [DONE]`, or with an error."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence

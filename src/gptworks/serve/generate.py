@@ -288,7 +288,7 @@ async def begin(
     """Start a generation: a thread tokenizes each prompt with `read` and submits it to the engine.
 
     Raises:
-        APIError, UserError, QueueFull: the request is not accepted, and no part of it continues.
+        APIError, UserError, QueueFull, RunError: the request is not accepted, and no part of it continues.
     """
     service.take_places(caller, *check_size(service, model, order, len(prompts)))
     grammar = await compiled(service, model, order.settings, caller)  # kept alive until the engine holds it

@@ -149,7 +149,8 @@ class Guard:
         """Read the complete body of a request.
 
         Raises:
-            APIError: the body is too large or arrives too slowly.
+            APIError: the body is too large or arrives too slowly, or all bodies being read are too large together.
+            _Gone: the client closed the connection before the end of the body.
         """
         service, settings = self._service, self._service.settings
         body = bytearray()
@@ -171,7 +172,8 @@ class Guard:
         return bytes(body)
 
     async def _discard(self, headers: Headers, incoming: "_Body", answer: "_Answer") -> None:
-        """Drop a refused body, so that clients read the answer; if it is too long or slow, close the connection."""
+        """Read and drop a refused request's body, so that its client reads the answer. The answer ends the connection
+        if the body is too long or too slow, or the client waits for `100 Continue`."""
         settings = self._service.settings
         left = settings.max_discarded_bytes
         answer.closes = True

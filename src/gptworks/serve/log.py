@@ -1,4 +1,5 @@
-"""The server's log: a line for each request. A separate thread writes the lines, so a full pipe delays no request."""
+"""The server's log: errors, and a line for each request except those for /health. A separate thread writes the lines,
+so a full pipe delays no request."""
 
 import logging
 import queue

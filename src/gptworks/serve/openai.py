@@ -1,7 +1,7 @@
 """Requests and responses of OpenAI's API, and of vLLM's API for what OpenAI's lacks.
 
-Unknown fields are refused, not ignored. Every number and list is bounded. Answers leave out fields that were not set,
-so constants such as `object` are set explicitly.
+Unknown fields are refused, not ignored, unless their values request nothing (wire.py). Every number and list of a
+request is bounded. Answers leave out fields that were not set, so constants such as `object` are set explicitly.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -174,7 +174,7 @@ class Usage(BaseModel):
 
 
 class Frame(BaseModel):
-    """The fields that all answers and chunks share."""
+    """The fields that completions, chat answers and their chunks share."""
 
     id: str
     object: str

@@ -1,7 +1,8 @@
 """uvicorn's HTTP protocol with limits on incomplete requests, and on clients that do not read their answers.
 
 A connection ends if its headers are too long or take too long, if it sends much more than a body may have, or if its
-answers stay unread for too long. If there are too many connections, the one that has been idle longest is closed.
+answers stay unread for too long. If there are too many connections, the one that has been idle longest is closed; if
+none is idle, the new one is refused.
 """
 
 import asyncio
@@ -68,8 +69,8 @@ class GuardedProtocol(HttpToolsProtocol):
         """Return whether to finish the current answer after the client stops sending, since it may still read.
 
         A client that closed the connection looks the same; a page or a watching client is assumed to have closed it.
-        To find out about others, the server sends `100 Continue`, if no answer has begun. Clients ignore it, but if the
-        connection is closed, the client's system answers with a reset.
+        To find out about others, the server sends `100 Continue` in HTTP/1.1, if no answer has begun. Clients ignore
+        it, but if the connection is closed, the client's system answers with a reset.
         """
         if self._idle or self.cycle.more_body or self.transport.is_closing():
             return False  # asyncio then closes the transport

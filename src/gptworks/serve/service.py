@@ -32,7 +32,7 @@ class Caller:
     """Whether the request counts as work: its body is complete, and it is not a stream that only watches."""
     watches: bool = False
     is_page: bool = False
-    """Whether a web page sent the request. If its browser closes the connection, the answer ends immediately."""
+    """Whether the request is to a route for web pages. If its client closes the connection, the answer ends at once."""
     n_numbers: int = 0
     """Maximum number of log-probabilities in the request's answer."""
     n_tokens: int = 0
@@ -68,7 +68,8 @@ class Service:
         """Threads that wait for schemas to compile; separate, so that no text waits for a schema."""
         self.embedding_thread = ThreadPoolExecutor(1, "gptworks embeddings")
         self.sign_in: SignIn | None = None
-        """The studio's sign-in; if set, every request needs a session or an API key."""
+        """The studio's sign-in; if set, requests need a session or an API key, except for the guard's open paths and
+        the sign-in itself."""
         self.draining = False
         """Whether the server is about to end and accepts no new requests."""
         self.in_flight = 0
@@ -119,7 +120,7 @@ class Service:
         """Return the model with this name, or the first model if `name` is None.
 
         Raises:
-            APIError: no model has that name.
+            APIError: no model has that name, or none is served.
         """
         model = next(iter(self.models), None) if name is None else self._models.get(name)
         if model is None:
@@ -223,7 +224,8 @@ class Service:
 
     @property
     def failure(self) -> str | None:
-        """The name and error of a failed engine; None: no engine has failed. After a failure, requests are refused."""
+        """A message with a failed engine's model and type of error; None: no engine has failed. After a failure,
+        requests are refused."""
         for model in self.models:
             if (failure := model.loop.check()) is not None:
                 return f"the engine of {model.name} has failed ({type(failure.error).__name__})"

@@ -11,7 +11,8 @@ MAX_PROMPTS = 64
 MAX_TEXTS = 128
 """Maximum number of texts of one request: prompts times continuations. Each text has its own copy of its prompt."""
 MAX_LOGPROB_NUMBERS = 1 << 20
-"""Maximum log-probabilities in an answer: tokens times (1 + alternatives). Each takes about 220 bytes of memory."""
+"""Maximum log-probabilities in an answer, or of the unread tokens of a streamed one: tokens times (1 + alternatives).
+Each takes about 220 bytes of memory."""
 MAX_WATCHING, MAX_WATCHING_EACH = 64, 32
 """Maximum number of streams that keep open pages up to date: of all clients, and of one client."""
 MAX_MESSAGES = 1024
@@ -27,16 +28,18 @@ class ServerSettings:
     """Access to the server, and its limits.
 
     Raises:
-        UserError: a number is not above 0 or is absurdly large, or an API key has characters that a header cannot have.
+        UserError: a number is not above 0 or is absurdly large, `client_share` is above 1, or an API key is empty or
+            has characters that a header cannot have.
     """
 
     api_keys: tuple[str, ...] = ()
     """API keys; every request needs one, except for the guard's open paths such as /health. Empty: no key is needed."""
     cors_origins: tuple[str, ...] = ()
-    """Origins whose web pages may call the server."""
+    """Origins whose web pages may call the server; `*`: all origins."""
     local_names_only: bool = True
-    """Answer only requests whose Host is a name of this machine. A web page whose domain name was redirected to this
-    machine after loading (DNS rebinding) sends another Host. Use this with a loopback address and no API keys."""
+    """Answer only requests whose Host is localhost, a name below it or a loopback address; /health always answers. A
+    web page whose domain name was redirected to this machine after loading (DNS rebinding) sends another Host. Use this
+    with a loopback address and no API keys."""
     max_waiting: int = 128
     """Maximum number of texts that wait for a slot of one model; further requests are answered with 429."""
     max_logprob_numbers: int = 1 << 21
@@ -59,9 +62,9 @@ class ServerSettings:
     """Maximum bytes of a refused body to read and drop. Many clients read the answer only after sending the body."""
     max_connections: int = 1024
     max_pipelined: int = 8
-    """Maximum number of requests that a connection may send before they are answered."""
+    """Maximum number of requests that a connection may send while an earlier one is being answered."""
     max_unread_pieces: int = 1024
-    """Maximum number of unread tokens for each text of a request; with more, the request is cancelled."""
+    """Maximum number of unread tokens of a request, for each text that it asks for; with more, it is cancelled."""
     header_seconds: float = 10.0
     """Maximum time for a request's headers to arrive."""
     body_seconds: float = 20.0
@@ -71,7 +74,7 @@ class ServerSettings:
     """Maximum time for which a client may leave the connection's buffers full."""
     keep_alive_seconds: int = 15
     drain_seconds: float = 30.0
-    """Maximum time for requests to finish after SIGTERM."""
+    """Maximum time for requests to finish after a first signal, such as SIGTERM, or after an engine has failed."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

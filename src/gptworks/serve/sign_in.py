@@ -70,7 +70,8 @@ def cookie_name(scope: Scope) -> str:
 
 
 def cookies_of(scope: Scope, name: str) -> list[str]:
-    """Return the values of all cookies of this name in a request: other servers of the host may have set some too."""
+    """Return the values of a request's cookies of this name, at most `_MOST_COOKIES`: other servers of the host may
+    have set some too."""
     lines = Headers(scope=scope).getlist("cookie")
     pairs = [part.strip().partition("=") for line in lines for part in line.split(";")]
     return [value for found, _, value in pairs if found == name][:_MOST_COOKIES]

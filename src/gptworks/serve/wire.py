@@ -39,8 +39,8 @@ REFUSED = {
     "dry_sequence_breakers": "the DRY penalty has no sequence breakers",
     "cache_prompt": "prompts with the same beginning share its computation automatically",
 }
-"""Fields of OpenAI's, vLLM's and llama.cpp's APIs that are not supported, and why. They may have a value that requests
-nothing; any field may be null."""
+"""Fields of OpenAI's, vLLM's and llama.cpp's APIs that are not supported, and why. Some may have a value that requests
+nothing; any field that is not supported may be null."""
 
 _REQUESTS_NOTHING: dict[str, tuple[Any, ...]] = {
     "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True),

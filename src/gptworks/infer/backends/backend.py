@@ -1,10 +1,12 @@
 """Backends compute a model for the engine: tokens of many texts in, logits out. Each text has a slot with its cache.
 
+`TorchBackend` runs the model itself, on any device, also during training:
+
     chunks ─┬─► long ones (prefill), one at a time ─────────────────────┬─► wanted logits
             └─► short ones (decode, speculation), as one flat batch ────┘
 
-`TorchBackend` runs the model itself, on any device, also during training. `NativeBackend` (native.py) computes the same
-in C++ on a CPU; `choose_backend`, in the same file, prefers it if it can compute the model.
+`NativeBackend` (native.py) computes the same in C++ on a CPU, all chunks together; outside training, `choose_backend`,
+in the same file, prefers it if it can compute the model.
 """
 
 from abc import ABC, abstractmethod
@@ -34,7 +36,8 @@ class Chunk:
     n_logits: int = 1
     """Number of last tokens of the chunk whose logits are returned."""
     room: int | None = None
-    """The text's maximum final length, in tokens, for rotary scaling by length only. None: the slot's capacity."""
+    """The length, in tokens, that rotary scaling by length uses (`OpenRequests.rotary_length`). None: the slot's
+    capacity."""
 
 
 class Backend(ABC):

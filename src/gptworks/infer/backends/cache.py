@@ -75,7 +75,7 @@ class Vectors:
 
 
 def _memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory for keys, values or scales: uninitialized on a CPU, zeros on other devices.
+    """Return memory for keys, values or scales: of any content on a CPU, zeros on other devices.
 
     Other devices multiply all positions and mask them afterwards, which does not remove a NaN. A CPU reads only
     positions that were written; its slots up to `_MOST_SLOT_BYTES` are in large pages, and longer ones in normal pages,
@@ -134,7 +134,7 @@ class SlotCache:
     def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
         """Grow to `n_slots` slots of `capacity` tokens, and keep the first `held[i]` tokens of each old slot i.
 
-        Only one layer at a time is in memory twice.
+        The keys or the values of only one layer at a time are in memory twice.
         """
         assert n_slots >= self.n_slots and capacity >= self.capacity
         capacity = min(capacity, self.config.context_length)
@@ -163,7 +163,7 @@ class SlotCache:
 
         Args:
             parts: (slot, number of cached tokens, number of new tokens) of each text, in the batch's order.
-            room: maximum tokens that the texts may reach, for rotary scaling by length; None: the capacity.
+            room: the length, in tokens, that rotary scaling by length uses; None: the capacity.
 
         Raises:
             ValueError: a text has more tokens than a slot holds.

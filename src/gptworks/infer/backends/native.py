@@ -5,7 +5,8 @@ takes several calls. The bits of a row's result depend neither on other rows nor
 
 Activations are float32. If the processor can multiply narrower numbers, they are rounded before a product: to bf16 for
 bf16 weights, as in torch (AVX512_BF16, AMX); to 16 bits with one scale per row, which is finer, for 8-bit and 4-bit
-weights (AVX2, AVX512_VNNI; AMX for int8). With a bf16 cache, queries and attention weights are rounded to bf16.
+weights (AVX2, AVX512_VNNI, ARM's dot products; AMX for int8). With a bf16 cache and AVX512_BF16, queries and attention
+weights are rounded to bf16.
 """
 
 import ctypes

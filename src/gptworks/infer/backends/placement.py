@@ -25,7 +25,8 @@ def widest_panels(kernels: Library) -> dict[torch.dtype, int]:
 
 
 def matrices(model: GPT) -> Iterator[Any]:
-    """Yield the modules whose matrices a step reads, in the order in which it reads them."""
+    """Yield the modules whose matrices a step multiplies by, in the order in which it reads them; also the token
+    embedding if another matrix is the head."""
     for module in model.blocks.modules():
         weight = getattr(module, "weight", None)
         if isinstance(module, PackedMatrix) or (weight is not None and weight.dim() == 2):

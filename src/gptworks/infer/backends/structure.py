@@ -13,7 +13,8 @@ from gptworks.model.gpt import GPT
 from gptworks.quantize.panels import panel_of, size_in_panels, to_panels
 
 AT_ONCE_BYTES = 64
-"""Rows of matrices are padded to a multiple of this many bytes, which products read together."""
+"""Rows of matrices are padded to a multiple of this many bytes, which products read together; int4 rows in panels are
+not."""
 
 
 class ModelStructure:

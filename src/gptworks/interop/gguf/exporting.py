@@ -54,7 +54,8 @@ def export_gguf(
         report: called with a message about each damaged checkpoint that is skipped.
 
     Raises:
-        UserError: the run does not exist; `out` exists; llama.cpp lacks the run's architecture or tokenizer.
+        UserError: the run does not exist or is quantized; `out` exists; llama.cpp lacks the run's architecture or
+            tokenizer.
         RunError: the disk is full or fails. No partial file is left.
     """
     out = Path(out)

@@ -80,7 +80,7 @@ def read_vocabulary(tokenizer: Tokenizer, n_rows: int, turn_end: int | None = No
         turn_end: the id of the token that the chat template puts after an answer.
 
     Raises:
-        UserError: no tokenizer of llama.cpp produces the same ids.
+        UserError: no tokenizer of llama.cpp produces the same ids, or the run's has no token that ends a text.
     """
     tree = json.loads(tokenizer.to_str())
     characters = _is_by_character(tree)

@@ -150,6 +150,7 @@ class Page:
 
         Raises:
             RunError: the expression throws, or the time limit is exceeded.
+        Unavailable: the browser has ended.
         """
         found = self._pipe.ask("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if thrown := found.get("exceptionDetails"):

@@ -1,4 +1,5 @@
-"""Export a run as a page: its weights, tokenizer, chat template, sampling settings, card and recipe in one file."""
+"""Export a run as a page: its weights, tokenizer, chat template, sampling settings, card and recipe in one file, or in
+a folder for a static host."""
 
 import base64
 import hashlib
@@ -82,17 +83,19 @@ def export_html(
 ) -> Export:
     """Write a run as one HTML file, in which the model runs in a browser, without a network.
 
-    The file is written piece by piece, and has a temporary name until it is checked.
+    The file is written piece by piece, and has a temporary path until it is checked.
 
     Args:
         weights: number format of the matrices. None: int8, or a quantized run's own.
-        verify: compare the file with the engine, in a browser or else in Node; a file that differs is deleted.
+        verify: compare the file with the engine, in a browser or else in Node; a file that differs is deleted. On a
+            machine that cannot compare them, the file stays unchecked.
         split: make `out` a folder for a static host: index.html, and the kernels and weights in files next to it.
         report: called with the sizes before the file is written, and with other messages.
 
     Raises:
-        UserError: the run does not exist; `out` exists, or is a file that does not end in .html; the page cannot
-            compute the architecture or the tokenizer; or the model is too large.
+        UserError: the run does not exist, or is quantized in another format than `weights`; `out` exists, or is a file
+            that does not end in .html or .htm; the page cannot compute the architecture or the tokenizer; or the model
+            is too large.
         RunError: the disk is full or fails, or the file differs from the engine.
     """
     out = Path(out)

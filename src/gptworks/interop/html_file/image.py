@@ -30,11 +30,11 @@ class Image:
     model: int
     """Position of the `Model` structure."""
     pointers: tuple[int, ...]
-    """Positions of the 32-bit pointers that are not null; the value of each is also a position in the image."""
+    """Positions of the 32-bit pointers that are not null; the value of each is a position in the image or the cache."""
     n_bytes: int
     """Size of the image."""
     n_room: int
-    """Bytes of memory that the page allocates: the image, and the cache after it."""
+    """Bytes of memory that the page allocates for the image and for the cache after it."""
 
     def content(self) -> Iterator[bytes | memoryview]:
         """Yield the image in pieces."""
@@ -50,7 +50,7 @@ def make_image(model: GPT, capacity: int, cache: torch.dtype) -> Image:
     """Return the image of a model that the C++ kernels can compute (see `native.refusal`), with room for one text.
 
     Args:
-        model: with matrices packed row by row (gptworks.quantize), or in fp32.
+        model: with quantized matrices (gptworks.quantize), or in fp32.
         capacity, cache: positions of the cache, and its dtype: fp32 or bf16.
     """
     return _ForImage(model, capacity, cache).image()

@@ -64,8 +64,8 @@ def model_page(title: str, page: Any, about: Any, blocks: Iterable[tuple[str, by
 
 
 def _policy(scripts: Iterable[str], style: str, fetches: bool) -> str:
-    """Return a content security policy that allows only these scripts, this style, WebAssembly and, if `fetches` is
-    true, files from the page's own host."""
+    """Return a content security policy that allows only these scripts, this style, WebAssembly, images and workers that
+    the page itself contains, and, if `fetches` is true, files from the page's own host."""
 
     def digest(text: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"

@@ -83,6 +83,6 @@ def _sheets(loaded: LoadedRun) -> dict[str, Any]:
 
 
 def _shown_recipe(recipe: Recipe) -> str:
-    """Return the recipe's sections on the model and its training, without paths of the machine."""
+    """Return the recipe's sections on the model and its training, as YAML; the other sections may name paths."""
     tree = recipe.model_dump(mode="json")
     return yaml.safe_dump({name: tree[name] for name in ("model", "train") if name in tree}, sort_keys=False)

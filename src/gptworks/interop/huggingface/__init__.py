@@ -5,7 +5,7 @@ layers         clauses for settings that differ between layers
 rotary         the clause of rotary positions
 family         an architecture of transformers: its clauses, and the places of its tensors (interop/tensors.py)
 architectures  all architectures: a new one is one entry here
-keys           the keys of the other JSON files, and their effects in gptworks
+keys           the keys of the JSON files that no clause reads, and their effects in gptworks
 fitting        chooses the architecture that a model is exported as, and rewrites the weights for it
 exporting      run folder → Hugging Face folder, kept only if `verify` finds that it computes the same
 verify         compares a folder with our model: logits, greedy tokens, token ids

@@ -77,8 +77,8 @@ def export_huggingface(
         report: called with messages about progress and about damaged checkpoints that are skipped.
 
     Raises:
-        UserError: the run does not exist; `out` is not empty; no architecture of transformers fits the model;
-            transformers is not installed and `verify` is true.
+        UserError: the run does not exist or is quantized; `out` is not empty; no architecture of transformers fits the
+            model; a weight is too large for `precision`; transformers is not installed and `verify` is true.
         RunError: the folder differs from the model, or the disk is full or fails. No partial folder is left.
     """
     out = Path(out)

@@ -1,6 +1,6 @@
 """Import a Hugging Face folder as a run: read `config.json` and safetensors without transformers.
 
-Nothing is guessed: each unknown setting, unused tensor or missing tensor is an error that names it.
+Nothing is guessed: each unknown setting of `config.json`, unused tensor or missing tensor is an error that names it.
 """
 
 import re
@@ -76,8 +76,8 @@ def import_huggingface(
         verify: compare the run's logits with transformers, if it is installed.
 
     Raises:
-        UserError: the folder is missing, has no safetensors, or contains an unknown setting or tensor; or `run_dir` is
-            not empty. The message names the cause.
+        UserError: the folder is missing, has no safetensors, or contains an unknown setting or tensor; `run_dir` is not
+            empty; or transformers does not load the folder, and `verify` is true. The message names the cause.
         RunError: the logits differ from transformers', or the disk is full or fails. No partial folder is left.
     """
     folder, run_dir = Path(folder), Path(run_dir)
@@ -154,7 +154,8 @@ def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig)
     """Return the model's tensors by our names, in fp32. `files` maps each tensor's name in the folder to its file.
 
     Raises:
-        UserError: a tensor is missing or unused, or has a wrong shape or a dtype that fp32 cannot represent.
+        UserError: a tensor is missing or unused, has a wrong shape, a dtype other than fp32, bf16 and fp16, or values
+            that are not finite, or contradicts another tensor.
     """
     expected = expected_tensors(config)
     theirs = _by_known_name(files, family)
@@ -200,7 +201,8 @@ _WRAPPERS = {
 
 
 def _cause(files: Mapping[str, Path], folder: Path) -> str:
-    """Return a sentence on why the files lack a tensor: a wrapper renamed all of them, or other files are read."""
+    """Return a sentence on why the files lack a tensor: a wrapper renamed all of them, or other files are read. Return
+    "" if neither is so."""
     parts = {part: name for name in files for part in name.split(".")}
     if wrapper := next((part for part in _WRAPPERS if part in parts), None):
         return (
@@ -258,7 +260,11 @@ def _head(family: Family) -> str:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Return each tensor's file by the tensor's name: the only safetensors file, or the one that the index names."""
+    """Return each tensor's file by the tensor's name: model.safetensors, or without it the file that the index names.
+
+    Raises:
+        UserError: there is neither that file nor an index, or a file is missing or lacks a tensor.
+    """
     single, index = folder / WEIGHTS, folder / INDEX
     if not single.exists() and not index.exists():
         others = sorted(path.name for kind in PICKLED for path in folder.glob(kind))

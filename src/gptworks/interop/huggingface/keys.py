@@ -54,8 +54,8 @@ CONFIG_HARMLESS = _keys(
     "no_repeat_ngram_size num_return_sequences early_stopping num_beam_groups diversity_penalty typical_p "
     "encoder_no_repeat_ngram_size output_scores return_dict_in_generate remove_invalid_values",
 )
-"""Settings of any `config.json` that do not change logits. An import refuses any other setting that no clause reads: it
-may belong to a newer model class that computes something else."""
+"""Settings of any `config.json` that do not change logits. An import refuses any other setting that the architecture
+neither reads nor lists as harmless: it may belong to a newer model class that computes something else."""
 
 _MEDIA_TOKENS = _keys(
     "image_token audio_token video_token boi_token eoi_token soi_token boa_token eoa_token vision_start_token "

@@ -23,13 +23,14 @@ _KINDS = {
 }
 REASONS = {kind: reason for reason, names in _KINDS.items() for kind in names.split()}
 _ONE_LETTER = 0.85
-"""Minimum similarity, by difflib, at which an unknown name counts as a known name with one letter missing."""
+"""Minimum similarity, by difflib, at which an unknown name counts as a misspelt known name."""
 
 
 def about(kind: str, known: Iterable[str]) -> str:
     """Return the end of an error about an unknown model type: a reason, the known type that was probably meant, or "".
 
-    Only a missing letter counts as a typing error: a different number or an extra letter means another model.
+    Only a missing letter, or a wrong one in a long name, counts as a typing error: a different number or an extra
+    letter means another model.
     """
     if kind in REASONS:
         return f": {REASONS[kind]}"

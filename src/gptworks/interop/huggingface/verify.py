@@ -1,4 +1,4 @@
-"""Compare a Hugging Face folder with our model: logits, greedy tokens from a cache, and token ids.
+"""Compare a Hugging Face folder with our model: logits, greedy tokens from a cache, token ids and rendered chats.
 
 Stock transformers loads the folder in fp32, without remote code.
 """
@@ -147,7 +147,8 @@ def load_theirs(folder: Path) -> Any:
     """Load the model of a Hugging Face folder in transformers, in fp32, from safetensors and without remote code.
 
     Raises:
-        UserError: a link leads out of the folder, or the folder contains anything but regular files.
+        UserError: a link leads out of the folder, the folder contains anything but regular files, or transformers is
+            not installed.
     """
     check_tree(folder)
     return require("transformers").AutoModelForCausalLM.from_pretrained(

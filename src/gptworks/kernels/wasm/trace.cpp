@@ -142,9 +142,9 @@ extern "C" int gptworks_lens(const Model *model, const Tensor *stream, const Ten
 }
 
 // What each part adds to the logit of token `of` after `token` at `position`, the final norm's divisor held fixed.
-// stream: [2 n_layers + 1, d_model] and mixed: [n_layers, n_heads * d_head], as watched there. out: [4 + n_layers *
-// (n_heads + 2)]: the embedding, the pair of tokens, the position; of each layer the heads, the bias of their
-// projection, the MLP; the final norm's bias. NaN for what the model lacks.
+// stream: [2 n_layers + 1, d_model] and mixed: [n_layers, n_heads * d_head], as watched for this token. out: [4 +
+// n_layers * (n_heads + 2)]: the embedding, the pair of tokens, the position; of each layer the heads, the bias of
+// their projection, the MLP; the final norm's bias. NaN for what the model lacks.
 extern "C" int gptworks_parts(const Model *model, int64_t token, int64_t position, int64_t of, const Tensor *stream,
                               const Tensor *mixed, const Tensor *out) noexcept {
     return guarded([=] {

@@ -44,7 +44,8 @@ class BigramEmbedding(nn.Module):
 
 
 class Smear(nn.Module):
-    """Adds to each embedding the previous token's, times λ · sigmoid(w · embedding): modded-nanogpt's smear gate."""
+    """Adds to each embedding the previous token's, times λ · sigmoid(w · the embedding's first channels), as
+    modded-nanogpt's smear gate."""
 
     def __init__(self, n_channels: int) -> None:
         super().__init__()

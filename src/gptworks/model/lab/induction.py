@@ -4,7 +4,8 @@ A model repeats its context, A B … A → B, by two heads one layer apart (Elha
 induction heads). In the first layer, a head copies the previous token to each token. In the second, a head finds an
 earlier occurrence of the current token and copies its successor to the output. Training finds these two heads late, so
 the first heads of the first two layers start as such; mimetic initialization likewise imitates trained weights
-(Trockman & Kolter, 2023). All other weights start as with `init: normal`, and all are trained.
+(Trockman & Kolter, 2023). The embedding, an untied head and the two layers' QK-norms are set to fit them. All other
+weights start as with `init: normal`, and all are trained.
 
 Of the C channels of the residual stream, the first is the same for every token; the next m distinguish tokens; the last
 m receive the output of the first head.
@@ -26,10 +27,10 @@ CONSTANT = 0.5
 """Norm of the component that all embeddings share, relative to the norm of the rest of an embedding."""
 
 LENGTHS = (1.6, 1.3)
-"""Norms of the first and second head's queries, relative to the norm of the keys, √D for heads of D channels."""
+"""Norms of the first and second head's queries, relative to the norm of the keys, which is √D for D channels."""
 
 COPY_LOGIT = 4.0
-"""Approximate logit of a token that gets all of the second head's attention."""
+"""Approximate logit, from an untied head, of a token that gets all of the second induction head's attention."""
 
 TIED_FACTOR = 3.0
 """Factor of the second head's output with a tied embedding: a copied token's logit then exceeds the current token's."""
@@ -38,7 +39,8 @@ TIED_FACTOR = 3.0
 def begin_with_induction(
     config: ModelConfig, embedding: Tensor, head: Tensor, first: Attention, second: Attention
 ) -> None:
-    """Write the two copying heads into weights initialized by `init: normal`.
+    """Write the two copying heads into weights initialized by `init: normal`; also replace the embedding and an untied
+    head, and set QK-norms.
 
     Args:
         embedding, head: weights [V, C]; the same tensor if they are tied.

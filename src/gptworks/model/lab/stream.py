@@ -157,8 +157,9 @@ class Gating(nn.Module):
 
 
 class Values(nn.Module):
-    """A layer's values: its own, mixed with the first layer's (Zhou et al., 2024, `Value Residual Learning`), plus an
-    embedding of the token, gated for each head (nanochat's `ve_gate`, 2 · sigmoid)."""
+    """A layer's values: its own, mixed with the first layer's (Zhou et al., 2024, `Value Residual Learning`), plus the
+    token's vector from a table or a projection of the first block's input, gated for each head (nanochat's `ve_gate`,
+    2 · sigmoid)."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()

@@ -41,8 +41,8 @@ export function bytesOf(text, n) {
 
 export const BLOCK_BYTES = 7 * 2 ** 21;
 
-/** The bytes of a file next to the page. The browser asks the server whether its copy is still the file, since a later
- * export has the same names, and refuses other bytes than those of this sum. */
+/** The bytes of a file next to the page. The browser asks the server whether its own copy is still current, and refuses
+ * bytes with another SHA-256 than `sum`. */
 export async function fetched([file, sum]) {
   if (location.protocol === "file:")
     throw new Error(

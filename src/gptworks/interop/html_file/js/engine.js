@@ -30,7 +30,7 @@ class Pace {
 }
 
 export class Engine {
-  /** module: bytes. model: what html_file/image.py states. fill(memory, at): copies the image into memory. */
+  /** module: bytes. model: `_model` of html_file/exporting.py. fill(memory, at): copies the image into memory. */
   static async load(module, model, fill) {
     const { kernels, memory } = await instantiate(module);
     const engine = new Engine(kernels, memory, model);
@@ -98,7 +98,7 @@ export class Engine {
     return tensor.at;
   }
 
-  /** Forget what is cached beyond the tokens that these begin with; how many they are. At least one is computed. */
+  /** Forget all cached tokens except those with which `tokens` begins, without its last one; return how many remain. */
   keep(tokens) {
     let n = 0;
     while (n < this.held.length && n < tokens.length - 1 && this.held[n] === tokens[n]) n += 1;
@@ -131,8 +131,8 @@ export class Engine {
   }
 
   /**
-   * Read a text up to its last token: logits of that token, or from token `from` on, as `score(index, logits)` for each
-   * one before the last. `rest()` is awaited between steps.
+   * Read a text, and return the logits after its last token. With `from`, compute at least from token `from` on, and
+   * call `score(i, logits)` with the logits that predict token i. `rest()` is awaited between steps.
    */
   async read(tokens, { from = null, score = null, rest = () => {} } = {}) {
     if (from !== null) this.held.length = Math.min(this.held.length, from);

@@ -103,7 +103,7 @@ function textOf({ tokenizer }, { text = null, tokens = null }) {
   return { ids: all, pieces, bytes: bytesIn(text) - unseen };
 }
 
-/** The same where tokens for unknown text stand for what is between the others; null: decoding changes other texts. */
+/** The pieces, in which a token for unknown text has the text between its neighbours; null: other texts differ too. */
 function aligned(ids, pieces, text, unknown) {
   const made = [...pieces];
   let [rest, waiting] = [text, []];

@@ -69,7 +69,7 @@ export class Tokenizer {
   }
 }
 
-/** A function that divides a text at the added tokens in it: of those that begin first, the longest is one. */
+/** A function that divides a text at the added tokens in it: of those that begin first, it takes the longest. */
 function finder(added) {
   const tokens = new Map(added.map((one) => [one.matched, one]));
   const longest_first = [...tokens.keys()].sort((a, b) => b.length - a.length);

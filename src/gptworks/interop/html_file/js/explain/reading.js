@@ -43,7 +43,7 @@ export class Reading {
     return losses.length ? losses.reduce((a, b) => a + b, 0) / losses.length : null;
   }
 
-  /** Rows of a table of numbers: one for each token. */
+  /** The row of the token at place t in a table of numbers, which has one row for each token. */
   row(table, t) {
     const width = table.length / this.length;
     return table.subarray(t * width, (t + 1) * width);
