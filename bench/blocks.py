@@ -61,8 +61,8 @@ class Comparison:
     spread: float = math.inf
     """Standard deviation of a pair's difference; infinite: unknown."""
     multiple: float | None = None
-    """Half the width of the interval after `FEWEST_RUNS` pairs, in standard errors. None: the change was set apart, and
-    the interval has 95% by itself."""
+    """Half the width of the interval after `FEWEST_RUNS` pairs, in standard errors. None: the spread is unknown, or the
+    change was set apart, and its interval has 95% by itself."""
 
     @property
     def apart(self) -> bool:

@@ -30,7 +30,8 @@ PEERS = {
 
 
 def documents(files: list[Path], most_bytes: int = 4_000_000) -> list[str]:
-    """Return the beginning of each file, cut at line ends into parts of about 5 kB."""
+    """Return the first 60,000 characters of each file, cut at line ends into parts of about 5 kB, until they have more
+    than `most_bytes` characters together."""
     found: list[str] = []
     for file in files:
         text = file.read_text(encoding="utf-8", errors="replace")[:60_000]

@@ -11,7 +11,8 @@ pattern, is trained beforehand on the first 10 MB. Each way runs as its own proc
                    `litdata.optimize` does, which is measured too where it is installed
 
 The others read only the first `--peer-megabytes`. MB/s are UTF-8 text per wall time, and per CPU time of all processes,
-which depends less on other programs. Memory is the peak over all processes; shared pages count once.
+which depends less on other programs. Memory is that of all processes, measured every second, at its largest; shared
+pages count once.
 """
 
 import argparse
@@ -107,7 +108,7 @@ def web_documents() -> Iterator[str]:
 
 
 def write_texts(folder: Path, megabytes: int) -> None:
-    """Write JSONL and Parquet files alternately, and `texts.json`: each file's path and the bytes of its text."""
+    """Write JSONL and Parquet files alternately, a tokenizer, and `texts.json`: each file's path and bytes of text."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -78,7 +78,8 @@ class Laboratory:
         `factor` times the change's own learning rates.
 
         Raises:
-            UserError: the change is not valid on the regime, changes nothing, or makes losses incomparable.
+            UserError: the change is not valid on the regime, has no effect, sets the number of steps, makes losses
+                incomparable, or has batches that do not divide the tokens into an even number of steps.
         """
         return recipe_of(self.folder / f"{regime}.yaml", self._places(regime), change, seed, factor)
 
@@ -149,7 +150,8 @@ class Session:
     jobs: int = 1
     """Number of runs side by side."""
     hours: float | None = None
-    """Train only runs that decide an open verdict within so many hours; None: train `seeds` pairs of each change."""
+    """Train only runs that decide an open verdict within so many hours, and finish searches for learning rates; None:
+    train `seeds` pairs of each change."""
 
     @cached_property
     def recipes(self) -> dict[str, str]:
@@ -176,8 +178,8 @@ class Session:
         }  # fmt: skip
 
     def numerics(self, regime: str) -> str:
-        """Return a hash of the baseline's loss after a few steps. If the hash has changed, so have rounding or random
-        numbers, and runs from before and after the change are no pairs, even with the same seed."""
+        """Return a hash of the baseline's validation losses in `PROBE_STEPS` steps. If the hash has changed, so have
+        rounding or random numbers, and runs from before and after the change are no pairs, even with the same seed."""
         length = PROBE_STEPS / (self.laboratory.recipe(regime).train.max_steps or 1)
         recipe = self.laboratory.recipe(regime, Change("probe", (), "", length))
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"evaluate_sequences": 16})})

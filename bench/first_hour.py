@@ -10,9 +10,10 @@ records and a table, with a PDF and images next to them). For each:
     gptworks init FOLDER --minutes M,  gptworks train,  gptworks evaluate --compressors
 
 and two more runs with the same width, depth, context, tokenizer, text, split, batch and minutes of training: one with
-gptworks' old defaults, one with nanoGPT's recipe (settings below). Then `gptworks tune` fine-tunes one of the models on
---instructions, or on questions about the standard library, and asks it one. The exit code is 1 if --minutes is at least
-10 and a model's bits per byte are not below those of `xz -9e` on the same held-out text.
+gptworks' old defaults, one with nanoGPT's recipe (settings below). Then one of the models is fine-tuned, with a recipe
+from `gptworks tune`, on --instructions or on questions about the standard library, and asked one. The exit code is 1 if
+--minutes is at least 10 and a model of gptworks' recipe has no fewer bits per byte than `xz -9e` on the same held-out
+text.
 """
 
 import argparse

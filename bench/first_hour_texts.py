@@ -45,7 +45,8 @@ def documentation() -> Iterator[str]:
 
 
 def is_english(text: str) -> bool:
-    """Whether a text reads as English prose: many of the commonest words, and almost no characters beyond ASCII."""
+    """Whether a text reads as English prose: long enough, with many of the commonest words, and almost no characters
+    beyond ASCII."""
     words = re.findall(r"[a-z]+", text.lower())
     return (
         len(text) >= _LEAST_CHARACTERS
@@ -149,7 +150,8 @@ def programs(n_bytes: int) -> list[str]:
 
 def write_mixed(folder: Path, english: list[str], code: list[str]) -> int:
     """Write files of many kinds to a folder: texts, programs, records and a table with a column of text; and a table of
-    numbers, a PDF and images, from which no text is read. Return the bytes of text."""
+    numbers and images, from which no text is read, and a PDF, whose line is read only with the extra `sources`. Return
+    the bytes of text, without the PDF's."""
     parts = [english[n::4] for n in range(4)]
     n_bytes = write_texts(folder / "texts", parts[0], ".txt") + write_texts(folder / "notes", parts[1], ".md")
     n_bytes += write_texts(folder / "programs", code, ".py")

@@ -38,7 +38,8 @@ PARTS: dict[str, tuple[Callable[[Setup], None], float]] = {
     "layouts": (layouts, 120),
     "resuming": (resuming, 90),
 }
-"""The function of each part, in the order of measuring, and the seconds after which the part is ended."""
+"""The function of each part, in the order of measuring, and the seconds after which the part is ended; with --tiny,
+only --minutes ends it."""
 
 
 def main() -> None:

@@ -58,7 +58,7 @@ class OnDevice(infer.Ours):
 
 
 def prompt(model: ModelConfig, seed: int) -> list[int]:
-    """Return random tokens: 64, or half of the context."""
+    """Return random tokens: 64, or half of the context if that is less."""
     generator = torch.Generator().manual_seed(seed)
     tokens: list[int] = torch.randint(model.vocab_size, (prompt_tokens(model),), generator=generator).tolist()
     return tokens

@@ -6,7 +6,7 @@ RUN is a run that Hugging Face's formats can express; without one, two steps of 
 do not matter here. All decode the same prompt at temperature 0.8, one text at a time, and count the tokens after the
 first: the page as a person uses it, from the click to the drawn text, in Chromium, from a file (one thread) and from a
 local server with the headers that allow threads; transformers.js in the same browser, from the same server, with the
-same model through `export --format hf` and ONNX, in q8 and fp32; our engine in C++ as `gptworks generate` reports.
+same model through `export --format hf` and ONNX, in q8 and fp32; our engine in int8, timed like `gptworks generate`.
 The engines alternate, and figures are medians of the rounds.
 
 transformers.js is left out, and the reason printed, without a folder of node_modules and a Python for the conversion:

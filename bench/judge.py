@@ -92,7 +92,7 @@ def frugal(campaign: Simulated, true_gains: Sequence[float]) -> None:
 
 
 def adversary(campaign: Simulated, true_gains: Sequence[float]) -> None:
-    """Look for luck: begin many tries, go back to whichever has the most evidence, and stop each at its best."""
+    """Look for luck: begin many tries with three pairs each, then add pairs to the one with the most evidence."""
     for true_gain in true_gains:
         tried = campaign.begin(true_gain)
         for _ in range(3):
@@ -121,7 +121,8 @@ def false_share(
 
 
 def found(deviation: float, n_campaigns: int, planted: float = 0.02, seed: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield (number of the try, pairs needed, or 0 if not found) of 5 gains planted among 45 changes without effect."""
+    """Yield (number of the try, pairs needed, or 0 if not found) of each of 5 gains that every campaign has among 45
+    changes without effect."""
     draw = np.random.default_rng(seed)
     for _ in range(n_campaigns):
         campaign = Simulated(draw, NOISES["normal"], deviation, worth=planted / 4)

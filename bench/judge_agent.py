@@ -4,10 +4,10 @@
 
 The agent speaks the Model Context Protocol, as a language model's would, and sees nothing but the judge's answers. It
 plans each proposal and drops those that cost too much. Of the others it asks for three pairs of runs, and for three
-more as long as they look like a gain: the judge's evidence holds whenever it stops. It tries a rate again in the
-direction that helped, and ends the campaign. Two of its proposals change nothing that matters, so that the page shows
-what becomes of such changes. The folder must be new; a campaign that was interrupted is ended by `gptworks judge
---folder F --finish`.
+more as long as they look like a gain: the judge's evidence holds whenever it stops. If a change to a decimal number is
+accepted, it proposes half the number next. After its last proposal it ends the campaign. Two of its proposals change
+nothing that matters, so that the page shows what becomes of such changes. The folder must be new; a campaign that was
+interrupted is ended by `gptworks judge --folder F --finish`.
 """
 
 import argparse
@@ -73,7 +73,8 @@ class Agent:
         return status
 
     async def propose(self, name: str, changes: Changes) -> dict[str, Any] | None:
-        """Plan a change and try it; return the judge's answer about it, or None if it was dropped."""
+        """Plan a change and try it; return the judge's answer about it, or None if the judge refused the plan or the
+        change was dropped."""
         try:
             planned = await self.call("plan", changes=dict(changes))
         except RuntimeError as error:

@@ -193,7 +193,7 @@ def compete(league: League, name: str, seed: int, stop_asked: Callable[[], Any],
     """Train a contender and return its entry; None if a stop was asked for.
 
     Raises:
-        UserError: the recipe breaks a rule, or the source is not committed.
+        UserError: the recipe breaks a rule, not one of its steps fits in the time, or the source is not committed.
         RunError: a run failed, or all runs were too slow.
     """
     circumstances = here()
@@ -246,8 +246,8 @@ def _train_anew(recipe: Recipe, stop_asked: Callable[[], Any], report: Report) -
 def replay(
     league: League, entries: Sequence[Entry], name: str, stop_asked: Callable[[], Any], report: Report
 ) -> bool | None:
-    """Train a contender's last entry again, one of this processor if there is one; return whether loss and bits per
-    byte are equal to the last bit. None if a stop was asked for.
+    """Train a contender's last entry again, one of this processor if there is one; return whether loss, bits per byte,
+    data and sizes are equal to the last bit. None if a stop was asked for.
 
     Raises:
         UserError: there is no entry, or its recipe breaks a rule or is not valid in this version. RunError: its run

@@ -1,4 +1,4 @@
-"""Measure reward margins on held-out pairs before and after DPO, on real pairs.
+"""Measure reward margins on held-out pairs during DPO, on real pairs; before DPO, they are 0.
 
     python bench/preference.py pairs.json [--base-steps 150] [--steps 60]
 

@@ -84,7 +84,8 @@ def _parameters(arguments: ast.arguments) -> list[str]:
 
 def pairs(rows: Iterable[Record]) -> Iterator[Record]:
     """Yield a pair for each instruction: its own answer is chosen; the answer to the previous instruction of the same
-    kind, right in form but about another function, is rejected."""
+    kind, right in form but about another function, is rejected. An instruction without a previous one, or with the same
+    answer, has no pair."""
     before: dict[str, str] = {}
     for row in rows:
         rejected = before.get(row["instruction"], row["output"])

@@ -60,8 +60,8 @@ class Row:
     verdict: str
     """better, worse, same, no gain, open, withdrawn or failed."""
     further: Further | None
-    """The runs that would decide an open verdict; None: the verdict is not open, rates are not tuned, no change has
-    enough runs to show the noise, or this one has `MOST_RUNS`."""
+    """The runs that would decide an open verdict; None: the verdict is not open, rates are not tuned, there is no
+    comparison, no change has enough runs to show the noise, or this one has `MOST_RUNS`."""
     in_time: InTime | None = None
     """The comparison in equal time; None: a step takes as long or was not measured, it differs by more than the lengths
     allow, or a loss has no interval."""
@@ -242,7 +242,7 @@ def seeds_of(change: str, runs: Sequence[Result], here: Place) -> set[int]:
 
 
 def n_tried(change: str, runs: Sequence[Result]) -> int:
-    """Return the number of a change's pairs among the compared runs, and of its failed runs."""
+    """Return the number of a change's pairs among the compared runs, plus the number of its failed runs."""
     ended = {
         name: {(run["seed"], place_of(run)) for run in runs if run["change"] == name and "failed" not in run}
         for name in (change, BASELINE)

@@ -1,1 +1,1 @@
-"""The common parts of all pages: the layout, its templates (autoescaped), drawings, charts and the stylesheet."""
+"""Parts of HTML pages and notebook cells: layout, templates (autoescaped), tables, drawings, charts, stylesheet."""

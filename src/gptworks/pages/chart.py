@@ -17,7 +17,7 @@ NARROW_HEIGHT = 300.0
 """Maximum height of a wide chart where it is drawn narrow."""
 
 N_COLOURS = 8
-"""Number of colours, series-0 to series-7 in style.css; further series are dashed."""
+"""Number of colours, series-0 to series-7 in style.css; series 8 to 15 have the same colours, dashed."""
 
 TOP, BOTTOM, GAP, LINE = 30.0, 40.0, 8.0, 16.0
 """Space above and below the plot, between text and plot, and from one line of text to the next."""
@@ -69,11 +69,12 @@ class Chart:
     height: float = 250.0
     log_x: bool = False
     x_range: tuple[float, float] | None = None
-    """The ends of the x axis; None: the points' range. Two integers give integer ticks."""
+    """The range of the x axis, to which 4% is added at each end; None: the points' range, from 0 if that is near. Two
+    integers give integer ticks, unless the axis is logarithmic."""
     x_names: Sequence[str] | None = None
     """Labels of x = 0, 1, 2 …; None if x is a number."""
     from_zero: bool = False
-    """Whether the y axis begins at 0."""
+    """Whether the y axis begins at 0, or below if there are negative values."""
 
     def svg(self) -> Markup:
         """Return the chart as SVG, or a line of text if no point is finite."""
@@ -169,12 +170,13 @@ def picture(charts: Sequence[Chart], title: str) -> str:
 
 
 def colour(i: int) -> str:
-    """Return the stylesheet's class for series number i."""
+    """Return the stylesheet's classes for series i: a colour, and `dashed` for series 8 to 15, 24 to 31, and so on."""
     return f"series-{i % N_COLOURS}" + (" dashed" if i // N_COLOURS % 2 else "")
 
 
 MOST, LEAST = 1e150, 1e-150
-"""Largest and smallest magnitudes that are drawn: beyond them, differences and ratios would overflow or underflow."""
+"""Bounds of the magnitudes that are drawn, since differences and ratios would overflow or underflow. Larger values are
+left out; smaller ones count as 0, or are left out of a logarithmic x axis."""
 
 
 def _drawable(s: Series, log_x: bool) -> Series:

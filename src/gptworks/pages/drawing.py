@@ -28,7 +28,8 @@ _DIGIT, _LOWER, _OTHER = 0.64, 0.64, 0.84
 
 
 def text_width(text: str, size: float, bold: bool = False) -> float:
-    """Return an upper bound on the width of a text, from DejaVu Sans, the widest of the usual sans-serif fonts."""
+    """Return an upper bound on the width of an English text, from DejaVu Sans, the widest of the usual sans-serif
+    fonts. Letters of other languages may be wider."""
     ems = 0.0
     for letter in text:
         plain = _DIGIT if letter.isdigit() else _LOWER if letter.islower() else _OTHER

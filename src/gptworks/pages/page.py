@@ -1,4 +1,6 @@
-"""The layout of every HTML page: one file without scripts or network access, for light and dark screens and for A4."""
+"""The layout of reports and other HTML pages: one file without scripts or network access, for light and dark screens
+and for A4. Exported models and the studio have pages of their own.
+"""
 
 import base64
 import hashlib
@@ -20,6 +22,9 @@ def page(
 
     Text is escaped, markup comes only from templates and drawings, and the page's policy forbids a browser to load or
     run anything. Characters that cannot be shown are replaced by U+FFFD.
+
+    Args:
+        refresh_seconds: time after which a browser loads the page again; None: never.
     """
     template = environment().get_template("page.html")
     text = template.render(
@@ -39,7 +44,8 @@ def write_page(text: str, path: Path, option: str) -> None:
     """Write a page atomically, replacing an older one. Errors name `option`, the command's option for the path.
 
     Raises:
-        UserError: `path` is a folder, or its own folder does not exist.
+        UserError: `path` is a folder or a special file, or its own folder does not exist.
+        RunError: the file cannot be written.
     """
     if path.is_dir():
         raise UserError(f"{option} {path} is a folder: name a file, such as {path / 'page.html'}")

@@ -34,7 +34,7 @@ def environment() -> jinja2.Environment:
 
 
 def stylesheet() -> str:
-    """Return the stylesheet of every page and picture."""
+    """Return the stylesheet of the pages that `gptworks.pages.page` makes, and of pictures."""
     return environment().get_template("style.css").render()
 
 
@@ -98,7 +98,7 @@ def section(title: str, *parts: str | Markup) -> Markup:
 
 def image(svg: str, words: str) -> Markup:
     """Return an SVG file as an image with the alternative text `words`. The page's style does not affect the image."""
-    data = Markup(base64.b64encode(svg.encode("utf-8")).decode("ascii"))  # noqa: S704  base64 is safe, and not shortened
+    data = Markup(base64.b64encode(svg.encode("utf-8")).decode("ascii"))  # noqa: S704  base64 is safe, not shortened
     return _made("image", data, words)
 
 

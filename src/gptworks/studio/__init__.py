@@ -3,7 +3,7 @@
 browser ─► serve's guard ─► page (static files) · play (texts), read ─► loaded (engines) ─► library (run folders)
 
 library     finds run folders below the given ones      play        texts with the probabilities of their tokens
-loaded      loads engines on demand, in limited memory  page        the static files and their headers
+loaded      loads engines; limits memory of idle ones   page        the static files and their headers
 runs        the curves of many runs                     feed        reads runs' logs in one thread for all clients
 app         the server's app with the studio's routes   state       objects that the routes share
 start       a recipe's form and plan; starting runs     checking    checks a recipe's text in a limited process
@@ -13,5 +13,6 @@ data        documents, windows, the batch of a step     answers     JSON and eve
 model       a model's parts, costs and weights          tries       results of `gptworks try`
 recipes     reads runs' recipes in a limited process    resuming    what changes if a run resumes with a recipe
 home        the first screen: a recipe for a folder     drafting    drafts a recipe for a folder in a process
+folders     folders that the first screen lists         own_recipes finds recipe files that a person wrote
 static/     the page itself: no build step
 """

@@ -23,7 +23,7 @@ class Events(EventStream):
 
 
 class MessageEvents(Events):
-    """Like `Events`, but an error is sent as an event that holds only its message."""
+    """Like `Events`, but an error is sent as an event of the type `error` with the error's message."""
 
     @staticmethod
     def error_event(error: APIError) -> bytes:

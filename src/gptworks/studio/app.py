@@ -38,11 +38,12 @@ def create_studio(
 
     Without folders, the studio uses the folder `runs` in the working folder. The first run creates it if needed.
 
-    Every request needs an API key from `settings`, or a session, for which `app.state.service.sign_in` issues codes.
+    Requests need an API key from `settings`, or a session, for which `app.state.service.sign_in` issues codes. Static
+    files and the guard's other open paths need neither.
 
     Args:
         device, backend: the device and the backend that compute the models.
-        read_only: whether starting runs and writing files is forbidden.
+        read_only: whether starting and stopping runs and writing files is forbidden.
         runs_at_once: maximum number of runs that the page may train at the same time.
         max_idle_bytes: see `Engines`.
 

@@ -1,5 +1,5 @@
 """Check recipes that the page sends, in a process with limits, since their text and paths may be hostile.
-The checks are those of the recipe parser and of `gptworks plan`.
+The checks are those of the recipe parser and of `gptworks plan`, and those of `read_within` on paths and addresses.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _UNMEASURED = "the run shows this machine's speed once it trains"
 _LIMITS = Limits(seconds=8.0, n_bytes=3 << 30)
 _WAIT_SECONDS = 30.0
 _GRACE_SECONDS = 1.0
-"""Seconds that an abandoned question has to finish. If it does, its process is kept for the next question."""
+"""Seconds that a question has to finish after its client has left. If it does, its process is kept for the next one."""
 _Result = TypeVar("_Result")
 
 
@@ -99,9 +99,12 @@ def check(question: Tree) -> Tree:
     (folders) and `edits` (pairs of a setting's path and its value as typed, or None to remove the setting).
 
     Returns:
-        `text` after the edits; `given`, the settings in the text, as typed; `problems`, each with a `path` (None: the
-        whole recipe) and a `message`; and for a valid recipe `defaults`, the values of all its settings, and `fixed`,
-        the settings that a resumed run cannot change.
+        `text` after the edits, or unchanged if an edit fails; `given`, the settings in the text, as typed; `problems`,
+        each with a `path` (None: the whole recipe) and a `message`; and for a valid recipe `defaults`, the values of
+        all its settings, and `fixed`, the settings that a resumed run cannot change.
+
+    Raises:
+        UserError: `text` is None, and the origin cannot be read.
     """
     text = question["text"]
     if text is None:
@@ -125,7 +128,7 @@ def check(question: Tree) -> Tree:
 
 def plan(question: Tree) -> Tree:
     """Return the answer of `gptworks plan` to a recipe's text, as JSON and as tables, for the question's `device` (if
-    None, for this machine's CPU).
+    None, for this machine's CPU). `missing` is a sentence about missing data, or None.
 
     Raises:
         UserError: as for the command.
@@ -210,10 +213,11 @@ def _shortest(tree: Tree, section: str, whole: Recipe) -> Tree:
 
 
 def edited(text: str, tree: Tree, path: str, value: str | None) -> tuple[str, Tree]:
-    """Return text and tree after changing a setting, or removing it (None). Comments stay if no other line changes.
+    """Return text and tree after changing a setting, or removing it (None). The text keeps its comments if it is enough
+    to change, add or remove this setting in its place; otherwise it is written anew, without comments.
 
     Raises:
-        UserError: the setting is invalid.
+        UserError: the path leads into a plain value or past a list's end, or is not a path.
     """
     after = _removed(tree, path) if value is None else apply_overrides(tree, [f"{path}={value}"])
     after = _of_its_kind(after, path)
@@ -365,7 +369,8 @@ def _check_below(path: str, file: str, folders: Sequence[str]) -> None:
 
 
 def check_within(name: str, file: str, paths: Iterable[Path], folders: Sequence[str], instead: str) -> None:
-    """Raise a UserError if one of the paths is outside of the folders, once links are resolved.
+    """Raise a UserError if one of the paths is outside of the folders, once links are resolved, or contains `..`, or if
+    `file` is an address.
 
     Args:
         name, file: what the error names: a setting, and its value.

@@ -36,7 +36,8 @@ MOST_SHOWN = 4096
 """Maximum number of tokens that an answer shows, over all its rows."""
 MOST_ROWS = 32
 MOST_HELD = 1 << 22
-"""Maximum number of tokens in all rows of an answer, including parts of rows that are not shown."""
+"""Maximum number of tokens in the samples of an answer, shown or not: the context length for each sample. One sample is
+allowed in any case."""
 MOST_HITS = 100
 MOST_INDEXED = 1 << 25
 """Maximum bytes of text that a request indexes. This takes a few seconds."""
@@ -151,7 +152,8 @@ def document(of: Opened, body: DocumentRequest) -> Tree:
 
 @_answers("/window", WindowRequest)
 def window(of: Opened, body: WindowRequest) -> Tree:
-    """Return a window of the training data: the tokens that the model reads as one sequence."""
+    """Return a sample of the training data as rows that the model reads: a window, a row of conversations, a pair (two
+    rows) or a prompt."""
     return _of_rows(of, body, of.data.rows(body.window, body.epoch))
 
 
@@ -171,7 +173,8 @@ def step(of: Opened, body: StepRequest) -> Tree:
 
 @_answers("/search", SearchRequest)
 def search(of: Opened, body: SearchRequest) -> Tree:
-    """Find a phrase in a split. A small split is indexed first if needed; a large split must have an index already."""
+    """Find a phrase in a split. A small split is indexed first if needed, unless the studio is read-only; a large split
+    must have an index already."""
     with of.data.checked():
         index, size = of.data.index(body.split), of.data.prepared.manifest.splits[body.split].text_bytes
         index.spelling.of_phrase(body.phrase)

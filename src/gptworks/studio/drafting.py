@@ -54,7 +54,7 @@ class Drafting:
         return self._reader.is_alive()
 
     def describe(self) -> Tree:
-        """Return the folder, the state (working, ready, failed or cancelled) and what was found."""
+        """Return what was asked for, the state (working, ready, failed or cancelled) and what was found."""
         state = "working" if self.is_working else "cancelled" if self.asked else "failed"
         if "draft" in self.found:
             state = "ready"

@@ -67,7 +67,8 @@ class Feed:
         return {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
 
     def _fault(self, run: RunFolder) -> str | None:
-        """Return why a run is skipped (a link leads out of the given folder, or it is not readable), else None."""
+        """Return why a run is skipped (a link leads out of the given folder, or the run's folder is not readable),
+        else None."""
         try:
             changed = run.folder.stat().st_mtime_ns
             if self._inside.get(run.id) != changed:

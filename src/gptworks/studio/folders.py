@@ -1,4 +1,4 @@
-"""List folders and files that the studio may read, for the Home tab's picker. Links are not followed."""
+"""List folders and files that the studio may read, for the Home tab's picker. Links and hidden names are left out."""
 
 import os
 from collections.abc import Sequence
@@ -30,9 +30,10 @@ def entries(folder: str | None, words: str, allowed: Sequence[str]) -> Tree:
         words: return only entries whose names contain this, in any case.
 
     Returns:
-        `path`; `above`, the folder and those around it that are allowed, outermost first; `folders` and `files`, each
-        with its `name`, its `path` (None if the name is not UTF-8, so that a request cannot state it) and a file's
-        `n_bytes`; the numbers `n_folders` and `n_files` of all that were found; and `notes` on what is left out.
+        `path` (None for the list of allowed folders); `above`, the folder and those around it that are allowed,
+        outermost first; the first `MOST_SHOWN` of `folders` and of `files`, each with its `name`, its `path` (None if
+        the name is not UTF-8, so that a request cannot state it) and a file's `n_bytes`; the numbers `n_folders` and
+        `n_files` of all that were found; and `notes` on what is left out.
 
     Raises:
         UserError: the folder is not allowed, or cannot be read.

@@ -1,4 +1,4 @@
-"""Make the page's form for a recipe: every setting, by section, from the schema that `gptworks schema` prints."""
+"""Make the page's form for a recipe from the schema that `gptworks schema` prints: the settings, by section."""
 
 from functools import cache
 from typing import Any
@@ -42,8 +42,9 @@ _TOPICS = {
 
 @cache
 def form() -> list[Tree]:
-    """Return the form's groups in the schema's order: a section, or a part of a large one. Each has `path`, `title`,
-    `help`, `optional`, `fields` and `kinds`, which maps the values of the section's `type` to their help.
+    """Return the form's groups in the schema's order: a section, or a part of a large one. They have all settings but
+    those in GIVEN_BY_THE_START. Each group has `path`, `title`, `help`, `optional`, `fields` and `kinds`, which maps
+    the values of the section's `type` to their help; None for a section without kinds.
 
     A field has `path`, `name`, `help`, `bounds`, `input` (number, switch, choice, text or yaml), `choices`, `default`,
     `nullable`, `common` (whether it is often changed), and `kinds`: the section's kinds that have the field; None: all.
@@ -137,7 +138,7 @@ def _field(path: str, name: str, one: Tree) -> Tree:
 
 
 def _bounds(one: Tree) -> str:
-    """Return the bounds of a number as a sentence; empty if it has none."""
+    """Return the bounds of a number as a sentence; empty if it has none, or only bounds of ENDLESS or more."""
     least, most = one.get("minimum"), one.get("maximum", ENDLESS)
     if one.get("type") == "integer" and "exclusiveMinimum" in one:
         least = one["exclusiveMinimum"] + 1
@@ -153,7 +154,9 @@ def _words(words: str, bound: float | None) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Return a setting's value as typed in the form: as in an override, but mappings as lines of YAML."""
+    """Return a setting's value as typed in the form: as in an override, but mappings and lists of mappings as
+    lines of YAML.
+    """
     if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value)):
         return yaml.safe_dump(value, sort_keys=False, allow_unicode=True).strip()
     return as_typed(value)

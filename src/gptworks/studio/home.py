@@ -1,4 +1,6 @@
-"""Routes of the Home tab: drafting a recipe for a folder of texts, and a run's progress. Start's routes start runs."""
+"""Routes of the Home tab: choosing a folder of texts, drafting a recipe for it, and a run's progress. Start's routes
+start runs.
+"""
 
 import os
 from pathlib import Path
@@ -21,7 +23,7 @@ from gptworks.studio.state import Studio, studio_of
 
 router = APIRouter(include_in_schema=False)
 actions = APIRouter(include_in_schema=False, dependencies=[writable])
-"""Routes for drafting a recipe, which starts a process. A read-only studio rejects requests to these routes."""
+"""Routes for choosing a folder and for drafting a recipe in a process. A read-only studio rejects requests to them."""
 MOST_SAMPLES, MOST_CHARACTERS = 4, 4_000
 """Maximum number of samples of a run in an answer, and of characters of a prompt or a text."""
 _PATH = r"^[^\x00]+$"
@@ -87,8 +89,12 @@ async def progress(request: Request, run: RunName) -> Response:
 
 
 def _progress(one: Watched | None) -> dict[str, Any]:
-    """Return a run's last `step` of `steps` (None if unknown), the `share` done, the `seconds_left` at its pace so far,
-    its `first_loss` and newest `loss`, their `unit`, and the `samples` of the newest step that has some."""
+    """Return a run's last `step`, its `steps` (`train.max_steps`, if set), the `share` done, the `seconds_left` at its
+    pace so far, its `first_loss` and newest `loss`, their `unit`, and the `samples` of the newest step that has some.
+
+    `share` and `seconds_left` are None without `train.max_steps` and `train.max_minutes`. Until the log is read to its
+    end, `step` is 0, and all values except `steps` are empty.
+    """
     found: dict[str, Any] = dict.fromkeys(("steps", "share", "seconds_left", "first_loss", "loss", "unit"))
     found |= {"step": 0, "samples": []}
     if one is None or one.problem is not None:

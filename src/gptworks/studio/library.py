@@ -47,7 +47,7 @@ class RunFolder:
     """The run's path below the given folder, or its name if the run itself was given; changed if not unique."""
     folder: Path
     root: Path
-    """The given folder that contains the run. Nothing outside of it is read."""
+    """The given folder that contains the run. No link in the run's folder may lead out of it."""
     started: float = 0.0
     """Time at which recipe.yaml was written (at the run's start or last resumption), in seconds since the epoch."""
 
@@ -109,13 +109,13 @@ class Library:
         self._found: dict[str, RunFolder] = {}
         self._looked_at = -math.inf
         self.notice: str | None = None
-        """A notice that the list omits runs because there are too many; None if the list is complete."""
+        """A notice that the list omits runs because there are too many runs or folders; None if there are not."""
         self.recipes = Recipes()
         self._settings_of: dict[Path, tuple[Recipe, dict[str, Any]]] = {}
 
     @property
     def missing(self) -> Path | None:
-        """The folder into which new runs go, if it does not exist yet."""
+        """The folder into which new runs go, if it does not exist yet; else None."""
         return None if self.roots[0].is_dir() else self.roots[0]
 
     def runs(self) -> dict[str, RunFolder]:
@@ -224,7 +224,12 @@ class Library:
 
 
 def _run_folders(folder: Path, depth: int, left: list[int]) -> Iterator[Path]:
-    """Yield the runs in a folder and below it, without following links. left: number of folders left to search."""
+    """Yield the runs in a folder and below it, but none inside a run, a hidden folder or a linked one.
+
+    Args:
+        depth: number of levels to search below the folder.
+        left: number of folders left to search, which is counted down.
+    """
     left[0] -= 1
     if (folder / "recipe.yaml").is_file():
         yield folder
@@ -274,8 +279,12 @@ def _checkpoints(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def state_of(folder: Path) -> str:
-    """Return the state of a run: running, finished, stopped, killed (its log is newer than any recorded end, and no
-    process has it open), or quantized (`gptworks quantize` made it)."""
+    """Return the state of a run: quantized (`gptworks quantize` made it), running, finished, killed (its log goes
+    beyond its last recorded end, and no process has the run open), or stopped (all others: by a signal, or before the
+    first record).
+
+    On Windows, where it is unknown whether a process has a run open, stopped also stands for running and killed.
+    """
     if (folder / QUANTIZATION).is_file():
         return "quantized"
     if has_ended(folder):

@@ -17,7 +17,8 @@ from gptworks.studio.library import Library, RunFolder
 from gptworks.units import readable
 
 SHARE_OF_MEMORY = 0.25
-"""Fraction of the memory available at the start that idle engines may hold."""
+"""Default fraction of the memory that idle engines may hold: of all memory of a GPU, or of a host's memory that is
+available at the start."""
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Wanted:
 
     @property
     def name(self) -> str:
-        """The engine's name in /v1/models."""
+        """The engine's name in /v1/models, to which `Engines` adds `+` while an older engine has it."""
         return f"{self.run.id}@{self.checkpoint.step}"
 
     @property
@@ -81,7 +82,7 @@ class Engines:
         """
         Args:
             max_idle_bytes: maximum memory of the idle engines plus the engine to load; the least recently used idle
-                engines are removed first. None: a quarter of the memory that is available now.
+                engines are removed first. None: see SHARE_OF_MEMORY.
         """
         self._service, self._library, self._backend, self._device = service, library, backend, device
         chosen = choose_device(device)
@@ -117,7 +118,7 @@ class Engines:
             Whether the engine is loaded.
 
         Raises:
-            UserError: see `take`.
+            UserError, RunError: see `take`.
         """
         while wanted not in self._loaded:
             others = [one.model for one in self._loaded.values() if not one.model.done()]
@@ -132,7 +133,7 @@ class Engines:
         return True
 
     async def take(self, wanted: Wanted, caller: Caller) -> ServedModel:
-        """Return a checkpoint's served engine, which all callers share. It stays loaded until `caller` leaves.
+        """Return a checkpoint's served engine, which all callers share. It stays loaded at least until `caller` leaves.
 
         Raises:
             UserError: the model cannot be loaded, for example because it is damaged.

@@ -61,7 +61,7 @@ class Shown:
         """Return the named tensors as the checkpoint stores them.
 
         Raises:
-            UserError: the checkpoint is damaged, or does not match the recipe.
+            UserError: the model has no such tensor; or the checkpoint is damaged, or does not match the recipe.
         """
         _verify(self.wanted)
         return stored_weights(self.wanted.checkpoint, self.recipe, names)
@@ -69,7 +69,8 @@ class Shown:
 
 @lru_cache(maxsize=256)
 def _verify(wanted: Wanted) -> None:
-    """Verify a checkpoint's weights, but only once, because the checksum of a large file takes seconds."""
+    """Verify a checkpoint's weights, but not again once they are verified: the checksum of a large file takes
+    seconds."""
     wanted.checkpoint.verify("model.safetensors")
 
 
@@ -101,7 +102,8 @@ def _of_tensor(one: StoredWeights) -> Tree:
 
 @router.post("/weights")
 async def model_weights(request: Request) -> Response:
-    """Return a tensor's histogram and moments, and a short vector's elements, at one checkpoint or at two."""
+    """Return a tensor's histogram and moments, and a short vector's elements, at one checkpoint, or at two with the
+    relative change between them."""
     return await _of_checkpoints(request, _weights)
 
 

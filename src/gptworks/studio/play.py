@@ -38,7 +38,8 @@ _Tokens = Annotated[int, Field(ge=0, le=openai.MAX_TOKENS)]
 
 
 class PlaySettings(Wire):
-    """Sampling settings, with the ranges of `gptworks generate`."""
+    """Sampling settings. `sampling` checks the ranges of `gptworks generate`. Also, temperature and penalties are at
+    most 1000, and numbers of tokens at most `openai.MAX_TOKENS`."""
 
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
     top_k: _Tokens | None = None
@@ -112,7 +113,8 @@ async def state(request: Request) -> Response:
 
 @router.post("/studio/load")
 async def load(request: Request) -> Response:
-    """Load a model before a text is requested, if memory allows. Answer once the model is loaded."""
+    """Load a model before a text is requested, if memory allows. Answer once it is loaded, or that memory does not
+    allow it."""
     body, engines = await body_of(request, Chosen), _engines_of(request)
     if engines is None:
         service_of(request).get(body.model)

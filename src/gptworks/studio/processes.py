@@ -52,15 +52,15 @@ class Processes:
     """Starts and stops training runs. Thread-safe."""
 
     most: int = 1
-    """Maximum number of runs that may train at the same time."""
+    """Maximum number of runs that this studio may train at the same time."""
     started: dict[str, Training] = field(default_factory=dict)
-    """Processes that this studio has started, by the run's name, newest last."""
+    """Processes that this studio has started, by the run's name, newest last; the oldest ended ones are dropped."""
     asked: dict[str, int] = field(default_factory=dict)
     """Ids of the processes started elsewhere that were asked to stop, by the run's name."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def check_room(self) -> None:
-        """Raise a UserError if `most` runs are training."""
+        """Raise a UserError if `most` runs that were started here are training."""
         running = [one.name for one in self.started.values() if one.is_running]
         if len(running) >= self.most:
             raise UserError(
@@ -72,7 +72,8 @@ class Processes:
         """Start `gptworks train ARGUMENTS`. Its output goes to a file in the run folder.
 
         Raises:
-            UserError: the limit of training runs is reached.
+            UserError: the limit of training runs is reached, or the output's file is a link or not a regular file.
+            OSError: the output's file cannot be opened.
         """
         with self._lock:
             self.check_room()
@@ -95,7 +96,8 @@ class Processes:
             folder: the run's folder, to find a process that was started elsewhere; None: unknown.
 
         Raises:
-            UserError: no process trains the run, or it was asked already or cannot be found.
+            UserError: no process trains the run; the process was asked already; or it was started elsewhere, and
+                cannot be found or, on this system, not be signalled safely.
         """
         with self._lock:
             training = self.started.get(name)
@@ -118,12 +120,12 @@ class Processes:
             _ask_holder(found, folder)
 
     def is_stopping(self, name: str, folder: Path) -> bool:
-        """Return whether this studio asked the process that trains the run, started elsewhere, to stop."""
+        """Return whether a process that was started elsewhere trains the run, and this studio has asked it to stop."""
         return name in self.asked and _holder(folder) == self.asked[name]
 
 
 def console_lines(folder: Path) -> list[str]:
-    """Return the last lines that a run's process printed."""
+    """Return the last lines, except empty ones, that a run's process printed; none if no studio started the run."""
     try:
         with open_regular(folder / CONSOLE, inside=folder) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -138,7 +140,7 @@ def console_lines(folder: Path) -> list[str]:
 
 
 def _ask_holder(found: int, folder: Path) -> None:
-    """Ask the process `found` to stop if it still holds the run folder's lock; its id may belong to another by now."""
+    """Ask the process `found` to stop if it still holds the run folder's lock: another may have its id by now."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(found)
         try:

@@ -169,7 +169,8 @@ def _guess(reading: Reading, guess: Guess) -> Tree:
 
 @router.post("/ngrams")
 async def read_ngrams(request: Request) -> Response:
-    """Find in the training data the n-grams that end in the chosen token: their counts, next tokens and positions."""
+    """Count, in the training data, the n-grams that end in the chosen token; see `find_ngrams`. Return the counts, the
+    most frequent tokens after the same context, and the first places of the longest n-gram found."""
     body = await body_of(request, TokenRequest)
 
     def read(reading: Reading, check: Check) -> Tree:
@@ -210,7 +211,8 @@ def _of_ngrams(reading: Reading, training: TokenShards, found: NGrams) -> Tree:
 
 @router.post("/checkpoints")
 async def read_checkpoints(request: Request) -> Response:
-    """Send a text's loss at each checkpoint of a run, as events, and then the step at which each token was learned."""
+    """Send a text's loss at a run's checkpoints (see `chosen_steps`), as events, and then the step at which each token
+    was learned."""
     studio, body = studio_of(request), await body_of(request, StepsRequest)
     reading = await reading_of(studio, request, body)
     run = reading.wanted.run

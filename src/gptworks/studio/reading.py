@@ -22,7 +22,7 @@ from gptworks.studio.loaded import Wanted
 from gptworks.tokenizer import fingerprint
 
 MOST_KEPT = 64
-"""Maximum number of texts whose losses are cached."""
+"""Maximum number of cached results: the losses of one text under one checkpoint."""
 
 MOST_OPEN = 4
 """Maximum number of runs whose data is kept open."""
@@ -80,7 +80,8 @@ class OpenData:
         """Return the data of a checkpoint's run.
 
         Raises:
-            UserError: the data is missing or belongs to another run, or the checkpoint was deleted.
+            UserError: the run was imported, its data is missing or was made by another tokenizer, or the checkpoint was
+                deleted.
         """
         folder = wanted.run.folder
         try:
@@ -109,7 +110,8 @@ class Reading:
         """Tokenize what to read: the given text, a document of the run's validation split, or the given token ids.
 
         Raises:
-            UserError: the text has too many tokens or one that the model lacks, or the document does not exist.
+            UserError: the text has too many tokens, or the token ids have one that the model lacks; or there is no such
+                document, or no data (see `OpenData.of`).
         """
         if tokens is not None:
             check_ids(self.model.engine.model, np.array(tokens))
@@ -131,6 +133,6 @@ class Reading:
         """Return a split of the data that the run was trained on.
 
         Raises:
-            UserError: the data is missing, or belongs to another run.
+            UserError: see `OpenData.of`.
         """
         return self.data.of(self.wanted).shards(split)

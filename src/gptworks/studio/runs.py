@@ -35,11 +35,12 @@ MOST_SAMPLES = 100
 MOST_CHARACTERS = 20_000
 """Maximum number of characters of a sample's prompt, and of its text, in an answer; the rest is cut off."""
 MOST_BEGUN = 32
-"""Maximum number of curves in an answer for which unread logs are read; other unread logs wait for a later answer."""
+"""Number of curves in an answer for which an unread log is begun in any case. For later curves, it is begun only if the
+answer's time for reading is not over; otherwise these curves are empty until a later answer."""
 _AT_ONCE = 8
 """Number of curves that are computed before other requests may use the feed's thread."""
 _LIVE_SECONDS = 0.5
-"""Seconds between two events of the live feed."""
+"""Minimum seconds between two events of the live feed."""
 
 Names = Annotated[list[str], Query(alias="run", min_length=1, max_length=MOST_RUNS)]
 Axis = Literal["step", "tokens", "seconds"]
@@ -105,8 +106,9 @@ async def curves(
     log: bool = False,
     raw: bool = False,
 ) -> Response:
-    """Return curves of runs' figures in a window of an axis, with fewer points but all spikes. raw: also return the
-    curves without smoothing."""
+    """Return curves of runs' figures in a window of an axis, with fewer points but all spikes, and the bands of
+    `validation.loss`. raw: also return the curves without smoothing, if
+    `smooth` is above 0."""
     infinite = float("inf")
     view = View(x, -infinite if low is None else low, infinite if high is None else high, points, smooth, log)
     names, keys = list(dict.fromkeys(run)), list(dict.fromkeys(key))
@@ -152,7 +154,8 @@ def _curves_of(
 
 
 def _bands(watch: Watch, names: list[str], view: View, asked_at: float) -> list[dict[str, Any]]:
-    """Return each recipe's band: the interval in which a further run's validation loss lies with 95% probability."""
+    """Return each recipe's band: the interval in which a further run's validation loss lies with 95% probability. On
+    the axis `seconds`, there are no bands."""
     found: dict[str, tuple[Band, list[str]]] = {}
     for name, one in zip(names, _used(watch, names, asked_at, begins=False), strict=True):
         if one.band is not None and view.axis != "seconds":

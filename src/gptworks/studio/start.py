@@ -143,6 +143,7 @@ async def _checked(studio: Studio, body: _Recipe, *edits: tuple[str, str | None]
 
     Raises:
         UserError: the edited recipe is invalid.
+        APIError: the recipe's origin does not exist.
     """
     found = await _ask(studio, body, "check", edits=edits)
     if found["problems"]:
@@ -285,7 +286,7 @@ def new_folder(root: Path, name: str) -> Path:
     """Return the folder for a new run, which does not exist yet.
 
     Raises:
-        APIError: the name is not valid for a folder, or is taken.
+        APIError: the name is not valid, or a folder or a recipe in `root` has it; or `root` is itself a run.
     """
     if not _NAME.fullmatch(name) or name == "recipe":
         raise APIError(400, f"name={name[:128]!r}: letters, digits, '.', '_' and '-', at most 100, a letter or digit "

@@ -57,7 +57,7 @@ class Studio:
     processes: Processes
     parts: tuple[str, ...]
     read_only: bool
-    """Whether starting runs and writing files is forbidden."""
+    """Whether starting and stopping runs and writing files is forbidden."""
     checks: Checks = field(default_factory=Checks)
     reader: Reader = field(default_factory=Reader)
     data: OpenData = field(default_factory=OpenData)

@@ -5,7 +5,7 @@ const SESSION = "gptworks-session";
 const TYPED = "gptworks-key";
 
 export const serves = true; // other programs' requests too: a model in one file has no server
-export const hasRuns = true; // their checkpoints and their data: a model in one file has neither
+export const hasRuns = true; // runs with checkpoints and data: a model in one file has none
 
 export class ApiError extends Error {
   constructor(message, status) {
@@ -14,7 +14,7 @@ export class ApiError extends Error {
   }
 }
 
-/** Take the code off the address. Call it before the address is read for anything else. */
+/** Take the code off the address and return it; null if there is none. Call this before other uses of the address. */
 export function takeCode() {
   const fragment = location.hash.slice(1);
   if (!fragment.startsWith("code=")) return null;

@@ -109,7 +109,7 @@ export function ModelChoice({ name, of = name.toLowerCase(), ...props }) {
   return html`<${RunChoice} name=${name} ...${props} /><${CheckpointChoice} of=${of} ...${props} />`;
 }
 
-/** A name for a new run: `name`, with a number if a run has it. */
+/** A name for a new run: `name`, with hyphens for characters that it may not have, and a number if a run has it. */
 export function freeName(name, models) {
   const taken = new Set(models.map((model) => model.id));
   const clean =

@@ -1,4 +1,4 @@
-// The part Data: a run's training data by documents, by windows, and by steps.
+// The part Data: a run's data by documents, windows and steps, searched, in figures, and cut by two tokenizers.
 
 import { useAsked } from "./data/asked.js";
 import { Documents } from "./data/documents.js";

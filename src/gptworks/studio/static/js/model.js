@@ -63,10 +63,10 @@ export function Part({ state, shown }) {
   </div>`;
 }
 
-/** The name of a tensor in another layer. */
+/** A tensor's name without its layer: the same in all layers. */
 const shortName = (name) => name.replace(/^blocks\.\d+\./, "");
 
-/** The sheet, fetched again when another model, checkpoint or layer is chosen; the previous one is kept until then. */
+/** The sheet, fetched again when another model, checkpoint or layer is chosen; the previous stays until it comes. */
 function useSheet({ model, checkpoint }, layer) {
   const [found, setFound] = useState({ sheet: null, problem: null });
   useEffect(() => {

@@ -45,7 +45,7 @@ export async function start(element) {
   render(html`<${Shell} />`, element);
 }
 
-/** Sign in if the address has a code. If the server refuses it, the frame shows the reason. */
+/** Sign in if the address has a code; return whether it has one. If it is refused, the form for a key shows why. */
 async function signedIn() {
   const code = takeCode();
   if (code)
@@ -240,7 +240,7 @@ function AskForKey({ refresh, had }) {
     }
     setKey(key);
     if ((await refresh()) === 401) {
-      dropKey(key); // a session may begin in another tab
+      dropKey(key); // else it would hide a session that begins in another tab
       refuse("The server does not take this key: check it, or open the newest link.");
     }
   };

@@ -24,7 +24,7 @@ function store(storage, keyOf) {
         globalThis[storage].removeItem(keyOf(key));
         globalThis[storage].setItem(keyOf(key), text);
       } catch {
-        // only the page has it
+        // no storage, or no room in it: only the page has the text
       }
     },
   };

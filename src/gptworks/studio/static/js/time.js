@@ -103,7 +103,7 @@ function Found({ body, answer, model, say }) {
     }`;
 }
 
-/** The tokens that changed most, one of each spelling. */
+/** The tokens that changed most, each token id once. */
 function Changes({ parts, from, to, pick }) {
   const changed = parts
     .map((part, i) => ({ ...part, i, less: part.nats - part.other_nats }))

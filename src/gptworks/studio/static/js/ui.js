@@ -16,7 +16,7 @@ export {
   useState,
 } from "../vendor/preact-htm.js";
 
-/** The component, rendered again only when one of its props changes. */
+/** The component, which its parent renders again only when a prop other than `children` has changed. */
 export function memo(Inner) {
   return class extends Component {
     shouldComponentUpdate(next) {
@@ -76,7 +76,7 @@ export function Chips({ name, texts, use }) {
 
 const TAIL = 12;
 
-/** The beginning of a name, which is cut where the name is too long, and its end, which is not. */
+/** A long name as its beginning, which styles cut where room lacks, and its last TAIL characters; a short one whole. */
 export function cutName(text) {
   const at = text.length > 2 * TAIL ? text.length - TAIL : text.length;
   return [text.slice(0, at), text.slice(at)].filter(Boolean);
@@ -87,7 +87,7 @@ export function Name({ text }) {
   return html`<bdi class="cut-name" title=${text}>${cutName(text).map((part) => html`<span>${part}</span>`)}</bdi>`;
 }
 
-/** The element of a list that an arrow key, Home or End selects; undefined for other keys. */
+/** The element of a list that the left or right arrow, Home or End selects; undefined for other keys. */
 export function stepped(event, all, current) {
   if (event.ctrlKey || event.metaKey || event.altKey) return undefined;
   const at = all.indexOf(current);

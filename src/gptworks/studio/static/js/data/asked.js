@@ -1,4 +1,4 @@
-// The server's answer for the shown data, requested again when they change.
+// The server's answer for the shown data, requested again when other data is chosen; and controls that choose it.
 
 import { post } from "../api.js";
 import { count } from "../format.js";

@@ -7,7 +7,7 @@ import { html, useEffect, useRef, useState } from "../ui.js";
 import { time } from "./found.js";
 
 const EVERY_MS = 1500;
-const MOST_LOOKS = 20; // at the list of runs, until it has the run's checkpoint
+const MOST_LOOKS = 20; // at the list of runs, after the run's end, until the list has its checkpoint
 
 /** `one`: the process; `model`: the run in the list of runs, if there; `started`: the run of the last click. */
 export function Live({ one, model, act, readOnly, hide, refresh, shown, started }) {

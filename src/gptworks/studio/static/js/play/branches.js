@@ -28,7 +28,7 @@ export function Branches({ session }) {
   }
   const several = new Set([...tree.branches.values()].map((branch) => branch.model)).size > 1;
   const names = namesOf(tree, below);
-  /** A branch, and what follows it: what goes on from its end is at its level, other ways from it are indented. */
+  /** A branch and those below it: an only child that continues its whole text is at its level, others are indented. */
   const item = (branch) => {
     const next = below.get(branch.id) ?? [];
     const goesOn = next.length === 1 && continues(tree, branch, next[0]);

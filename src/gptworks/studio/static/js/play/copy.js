@@ -11,7 +11,7 @@ const OPENAI = [
   "logit_bias",
 ];
 
-/** The request's path and body. A branch sends token ids, so that it continues from exactly there. */
+/** The request's path and body. A branch that continues another sends token ids, to continue from exactly there. */
 export function request(tree, branch, model) {
   const root = tree.root(branch);
   const settings = { ...branch.settings, seed: branch.seed ?? branch.settings.seed };

@@ -110,7 +110,7 @@ export class Session {
     this.setColumn(0, {});
   }
 
-  /** Show a branch, in its own column if it has one, with the model that wrote it. */
+  /** Show a branch, in its own column or, if that is closed, in the last, with the model that wrote it. */
   show(id) {
     const branch = this.tree.get(id);
     const index = Math.min(branch.column, this.columns.length - 1);
@@ -148,7 +148,8 @@ export class Session {
     });
   }
 
-  /** Whether the prompt was made from this branch's text: then it belongs below it in the tree. */
+  /** Whether the prompt differs from this branch's but begins with its first 40 characters: then the new branch belongs
+   * below this one in the tree. */
   edited(id) {
     const branch = this.tree.get(id);
     const before = branch && this.tree.promptText(branch);
@@ -242,13 +243,13 @@ export class Session {
     }
   }
 
-  /** The model whose chat template another one takes that has none: the one next to it. */
+  /** The model whose chat template a model without one takes: the first in the columns that has one. Else null. */
   templateFor(model) {
     const chats = (id) => this.models.some((one) => one.id === id && one.chat);
     return chats(model) ? null : (this.columns.map((column) => column.model).find(chats) ?? null);
   }
 
-  /** Stream one branch into the tree. `like`: with that branch's model. */
+  /** Stream one branch into the tree. `like`: with that branch's model, checkpoint and chat template. */
   async run(index, made, { tokens = null, seed = this.settings.seed, like = null } = {}) {
     this.stop(index);
     const column = this.columns[index];

@@ -123,7 +123,7 @@ export function drawSeed() {
   return crypto.getRandomValues(new Uint32Array(1))[0] % LARGEST_SEED;
 }
 
-/** Stop texts are written one a line, with \n and \t for the characters that a line cannot hold. */
+/** Stop texts are written one a line, with \n for a new line, \t for a tab and \\ for a backslash. */
 export function readStops(text) {
   return text
     .split("\n")

@@ -76,7 +76,7 @@ export class Tree {
     return this.segments(branch).flatMap(({ tokens, n }) => tokens.slice(0, n));
   }
 
-  /** Tokens of the answer. */
+  /** Number of tokens of the answer. */
   length(branch) {
     return this.segments(branch).reduce((sum, { n }) => sum + n, 0);
   }
@@ -102,7 +102,8 @@ export class Tree {
 
   // -------------------------------------------------------------------------------------------------- keeping it
 
-  /** Write the tree and `more` to the tab's storage; if it is too large, drop the alternatives, then the oldest. */
+  /** Write the tree and `more` to the tab's storage; if it is too large, drop the alternatives, then the
+   * oldest branches with all below them. */
   save(more) {
     const kept = [...this.branches.values()];
     let written = JSON.stringify({ more, last: this.last, branches: kept });
@@ -123,7 +124,7 @@ export class Tree {
     inTab.set(STORED, written);
   }
 
-  /** Fill the tree with what `save` wrote, and return `more`. */
+  /** Fill the tree with what `save` wrote, and return `more`; null if there is nothing to read. */
   restore() {
     try {
       const { more, last, branches } = JSON.parse(inTab.get(STORED));

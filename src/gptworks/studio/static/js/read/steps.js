@@ -8,9 +8,9 @@ import { Writes } from "./writes.js";
 const WIDE = 600;
 const HIGH = 140;
 const MOST_KEPT = 8;
-const kept = new Map(); // the answers, as long as the page is open
+const kept = new Map(); // the latest answers, as long as the page is open
 
-/** A text's loss at each checkpoint: the previous answer, and `look` to request it again. */
+/** A text's loss at the run's checkpoints: `found`, an earlier answer or null, and `look`, which requests it. */
 export function useSteps(body, answer) {
   const key = [body.model, ...answer.tokens.map(({ id }) => id)].join();
   // { steps, points: [{ step, nats, loss }], learned, threshold }
@@ -46,8 +46,8 @@ export function useSteps(body, answer) {
 /** The step of a run's last checkpoint. */
 export const newestOf = (model) => Math.max(...(model?.checkpoints ?? []).map(({ step }) => step));
 
-/** `newest`: the run's last step, which may be beyond those that were read; `writing`: what a checkpoint writes is
-    shown without a click. */
+/** `newest`: the step of the run's last checkpoint, which may be beyond those that were read; `writing`: what a
+    checkpoint writes is shown without a click. */
 export function Steps({
   through: { found, problem, work, look },
   body,

@@ -58,7 +58,7 @@ const Chunk = memo(function Chunk({ items, from, to, index, first, weights }) {
 
 const place = (item, i) => (item.tokens ? item.tokens[1] - 1 : i);
 
-/** `pick(i)` is called with the chosen token's place. */
+/** `pick(i)` is called with the place of the chosen token, or of the last token of the chosen segment. */
 export function ReadText({ tokens, segments, index, pick, say, weights, second }) {
   const pane = useRef(null);
   const items = segments ?? tokens;

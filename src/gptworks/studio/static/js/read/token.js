@@ -49,7 +49,7 @@ export function Token({ body, answer, index, sought, weights, setWeights }) {
     }</section>`;
 }
 
-/** The model's prediction and the contributions of its parts, largest first. */
+/** The model's prediction, and the parts that raise and lower the token's logit most. `parts`: the largest first. */
 function InWords({ token, lens, parts, index, against }) {
   const { top, rank, probability } = lens.layers.at(-1)[lens.tokens.indexOf(index)];
   const others = top.filter(({ id }) => id !== token.id).slice(0, 3);

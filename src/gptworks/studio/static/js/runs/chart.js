@@ -14,12 +14,12 @@ const FAINT = 0.45;
 /** The style of a run that a fork comes from. */
 export const PARENT = { colour: "parent", dash: 0, faint: true };
 
-/** The colour and the line of the nth run: eight colours, then the same ones dashed. */
+/** The colour and the line of the nth run: eight colours, then the same ones with each kind of dashes. */
 export function styleOf(n) {
   return (STYLES[n] ??= { colour: n % 8, dash: Math.floor(n / 8) % DASHES.length });
 }
 
-const STYLES = []; // one object for each, by which rows see that theirs is the same
+const STYLES = []; // one object for each n, so that a row is drawn again only if its style changes
 
 /**
  * curves: [{ id, name, style, x, y, raw: { x, y } | undefined, forkedAt: where a fork begins | undefined }],
@@ -227,7 +227,7 @@ function paint(plot, { curves, bands }, style) {
   } of curves) {
     ctx.strokeStyle = ctx.fillStyle = colourOf({ colour });
     ctx.setLineDash(DASHES[dash].map((length) => length * ratio));
-    // The points that a fork has from another run.
+    // The points that are drawn faintly: those that a fork has from another run, and all of a parent.
     const before = faint ? x.length : forkedAt == null ? 0 : x.filter((one) => one <= forkedAt).length;
     ctx.globalAlpha = FAINT * full;
     line({ x, y }, 0, before);
@@ -273,7 +273,8 @@ function readSoon(plot, kept) {
   });
 }
 
-/** Write the values of the curves at the cursor; those that ended before it, or begin after it, have none. */
+/** Write the values of the curves at the cursor, or of the nearest if there are more than FEW. Curves that end before
+ * the cursor, or begin after it, have none. */
 function read(plot, { props, readout }) {
   const box = readout.current;
   if (!box) return;
@@ -302,7 +303,7 @@ function read(plot, { props, readout }) {
 
 const NEAR_PIXELS = 4;
 
-/** Whether a curve has points on both sides of the cursor, or next to it. */
+/** A function that says whether a curve has points on both sides of the cursor, or next to it. */
 function reaching(plot) {
   const x = (pixels) => plot.posToVal(plot.cursor.left + pixels, "x");
   const [low, high] = [x(-NEAR_PIXELS), x(NEAR_PIXELS)];

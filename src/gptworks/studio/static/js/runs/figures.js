@@ -87,7 +87,7 @@ function titleWithUnit(key, rows) {
   return `${titleOf(key)}, ${units.size === 1 ? [...units][0] : "the units differ: do not compare the curves"}`;
 }
 
-/** A figure of one run that has a value for each layer or part; of many layers, some evenly between. */
+/** A figure of one run that has a value for each layer or part; of many, MOST_PARTS at even distances. */
 function Parts({ run, of, names, ...props }) {
   const text = names.join("\n");
   const wanted = useMemo(() => {
@@ -189,7 +189,7 @@ function questionOf(list, view, smooth) {
   return `studio/runs/curves?${asked}`;
 }
 
-/** Whether an element is visible; null until it was visible once. */
+/** Whether an element is in the window or at most 200 pixels outside; null until it was once. */
 function useSeen(place) {
   const [seen, set] = useState(null);
   useEffect(() => {

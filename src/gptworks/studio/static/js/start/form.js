@@ -1,4 +1,5 @@
-// The recipe as a form: its settings and those that are changed most often; the others are folded, and searched.
+// The recipe as a form: settings that it states and those that are changed most often; the others are found by search
+// or unfolded.
 
 import { cx, html, useState } from "../ui.js";
 
