@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,11 @@ def train(recipe: Recipe, stop_asked: Callable[[], Any], report: Callable[[str],
     return True
 
 
+def in_turns(recipes: Sequence[Recipe]) -> list[float]:
+    """Stand for the measurement after a pair: smaller micro-batches take longer."""
+    return [4 * STEP_SECONDS / one.train.micro_batch_size for one in recipes]
+
+
 def sealed_loss(run_dir: Path, secret: Path) -> float:
     """Stand for the loss on sealed text: the run's last loss and 1."""
     return float(json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])["loss"]) + 1
@@ -54,5 +59,6 @@ def without_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tries train with `train`."""
     monkeypatch.setattr("gptworks.runs.try_run.train_to_end", train)
     monkeypatch.setattr("gptworks.runs.try_run.measured_step_seconds", lambda recipe: STEP_SECONDS)
+    monkeypatch.setattr("gptworks.runs.try_run.measured_in_turns", in_turns)
     monkeypatch.setattr("gptworks.judge.texts.sealed_loss", sealed_loss)
     monkeypatch.setattr("gptworks.judge.begin.secrets.token_bytes", lambda n: b"\x07" * n)  # the same seeds each time

@@ -55,7 +55,7 @@ def test_a_change_that_does_nothing_gets_a_verdict_in_at_most_5_percent_of_tries
     assert fmean(wrong) <= 0.05
     assert fmean(len(found.arms) == 3 for found in tries) <= 0.01
     if noise > 0.01:
-        assert fmean(abs(math.log(found.pairs[0].step_time)) > 0.05 for found in tries) > 0.3
+        assert fmean(abs(math.log(found.time_of(found.pairs[0]))) > 0.05 for found in tries) > 0.3
 
 
 @pytest.mark.parametrize("ratio", [0.8, 1.25])
@@ -117,7 +117,7 @@ def tried(differences: list[float], step_times: list[float], worth: float = 0.00
 def test_each_question_that_is_open_is_named_and_no_other() -> None:
     noisy, same = [1.02, 1.3, 1.02, 1.3, 1.16], [1.0, 1.001, 0.999, 1.0, 1.001]
     clear, unclear = [0.44, 0.45, 0.45, 0.44, 0.452], [0.4, -0.4, 0.3, -0.3, 0.1]
-    time, loss = "in equal time: whether a step takes another time", "at equal tokens: whether the loss differs"
+    time, loss = "in equal time: whether the same tokens take another time", "at equal tokens: whether the loss differs"
     for differences, times, questions in (
         (clear, same, ()), (clear, noisy, (time,)), (unclear, same, (loss,)), (unclear, noisy, (loss, time)),
     ):  # fmt: skip

@@ -2,14 +2,16 @@
 
 import json
 import os
+import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -17,9 +19,11 @@ import tiny
 from gptworks.cli import app
 from gptworks.config import Recipe
 from gptworks.errors import RunError, UserError
+from gptworks.recipe import parse_recipe
+from gptworks.runs.history import read_history
 from gptworks.runs.try_page import to_html, try_lines
 from gptworks.runs.try_results import Design, Pair, Try, read_try, write_try
-from gptworks.runs.try_run import plan_try, run_try
+from gptworks.runs.try_run import measured_in_turns, plan_try, run_try
 from test_html import Reader
 
 TRAINER = '''
@@ -42,6 +46,8 @@ if rate > 0.9:
 own = random.Random(f"{seed} {rate} {steps} {micro}")
 end = 2 + random.Random(seed).gauss(0, 0.1) + rate + own.gauss(0, 1e-3) + 10 / steps
 step_seconds, seconds = 0.4 / micro * (1 + own.gauss(0, 0.01)), 0
+if (Path(sys.argv[0]).parent / "load").exists() and folder.name.endswith("before"):
+    step_seconds *= 1.7
 with (folder / "metrics.jsonl").open("w") as file:
     for step in range(1, steps + 1):
         seconds += step_seconds * (own.uniform(2, 5) if own.random() < 0.1 else own.uniform(0.95, 1.05))
@@ -52,6 +58,12 @@ with (folder / "metrics.jsonl").open("w") as file:
 '''
 
 
+def in_turns(recipes: Sequence[Recipe]) -> list[float]:
+    """Stand for the measurement after a pair: smaller micro-batches take longer, and the times are not exact."""
+    noise = random.Random(f"{recipes[0].seed}")
+    return [0.4 / one.train.micro_batch_size * (1 + noise.gauss(0, 0.01)) for one in recipes]
+
+
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe whose runs are fake and take no time; each step counts as a tenth of a second."""
@@ -59,6 +71,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     trainer.write_text(TRAINER, encoding="utf-8")
     monkeypatch.setattr("gptworks.runs.trials.TRAIN", (sys.executable, str(trainer)))
     monkeypatch.setattr("gptworks.runs.try_run.measured_step_seconds", lambda recipe: 0.1)
+    monkeypatch.setattr("gptworks.runs.try_run.measured_in_turns", in_turns)
     path = tmp_path / "tiny.yaml"
     tree = tiny.recipe_tree(tmp_path, max_steps=100, learning_rate=0.1)
     path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
@@ -110,11 +123,47 @@ def test_where_a_step_takes_longer_a_third_run_of_each_pair_has_fewer_steps(reci
     assert verdict.answer == "higher" and verdict.low < 10 / 50 - 10 / 100 < verdict.high
     order = (found.folder / "pairs" / "order").read_text().split()
     assert order[6:9] == ["00-in-time", "01-in-time", "02-in-time"]
-    assert any("a step takes 2.0" in line and "each pair gets a third run" in line for line in reports)
+    assert any("the same tokens take 2.0" in line and "each pair gets a third run" in line for line in reports)
     lines = list(try_lines(found))
     assert lines[0].startswith("at equal tokens: makes no difference")
     assert lines[1].startswith("in equal time: hurts") and f"runs of {found.steps_in_time} steps" in lines[2]
     Reader(to_html(found))
+
+
+def test_other_work_during_one_kind_of_run_changes_no_verdict(recipe: Path) -> None:
+    """Whoever shares the machine could slow down only the runs without the change, so that it seems faster."""
+    (recipe.parent / "load").touch()
+    found = tried(recipe, "train.learning_rate=0.1000001", minutes=10)
+    assert found.pairs[0].seconds["before"] > 1.5 * found.pairs[0].seconds["after"]
+    assert found.step_time is not None and abs(found.step_time.ratio - 1) < 0.02
+    assert found.arms == ("before", "after") and not found.is_time_open
+
+
+def test_all_runs_of_a_try_have_as_many_threads(recipe: Path) -> None:
+    found = tried(recipe, "train.learning_rate=0.05")
+    trees = [yaml.safe_load(file.read_text()) for file in (found.folder / "pairs").glob("*.yaml")]
+    assert {tree["train"]["threads"] for tree in trees} == {found.design.threads} and (found.design.threads or 0) >= 1
+    faster = plan_try(recipe, ["train.threads=1"], recipe.parent / "threads", 5, 0.005)
+    assert faster.changed.train.threads == 1, "the number may be the change"
+
+
+def test_another_batch_reads_as_many_tokens(recipe: Path) -> None:
+    """A step of twice as many samples takes as long here, so the same tokens take half the time."""
+    found = tried(recipe, "train.batch_size=16", minutes=20)
+    assert (found.design.steps, found.steps_after) == (100, 50)
+    last = {run: read_history(found.folder / "pairs" / f"00-{run}").recipe.train for run in found.arms}
+    assert {run: one.max_steps for run, one in last.items() if run != "in-time"} == {"before": 100, "after": 50}
+    assert found.step_time is not None and found.step_time.ratio == pytest.approx(0.5, rel=0.02)
+    assert found.steps_in_time is not None and 98 <= found.steps_in_time <= 102
+    growing = plan_try(recipe, ["train.smaller_batches=[[40,4]]"], recipe.parent / "growing", 20, 0.005)
+    assert growing.steps_after == 120, "40 steps of 4 samples, then 80 of 8"
+
+
+def test_steps_are_measured_in_turns_with_the_threads_of_the_runs(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    trees = [tiny.recipe_tree(tmp_path, threads=1, micro_batch_size=micro) for micro in (4, 8)]
+    found = measured_in_turns([parse_recipe(tree) for tree in trees])
+    assert len(found) == 2 and all(0 < seconds < 60 for seconds in found) and torch.get_num_threads() == before
 
 
 def test_a_try_killed_before_its_third_runs_decides_the_same(recipe: Path) -> None:
@@ -152,6 +201,11 @@ def test_runs_are_shorter_where_too_few_of_the_recipes_length_fit(recipe: Path) 
         (["data.validation.fraction=0.3"], {}, "`data.validation.fraction` is the same in all trials"),
         (["tokenizer.type=word"], {}, "`tokenizer.type` is the same in all trials"),
         (["train.evaluate_sequences=2"], {}, "decides what the validation loss measures"),
+        (
+            ["model.context_length=64"],
+            {},
+            "with train.evaluate_sequences=8, each length may be evaluated on",
+        ),
         (["train.learning_rate=0.2"], {"minutes": 0.2}, "0.2 minutes are too short: 3 pairs of runs of 20 steps take"),
         (["train.learning_rate=0.2"], {"steps": 9000}, "or fewer --steps"),
         (["train.learning_rate=0.2"], {"steps": 19}, "runs of 19 steps are too short to compare: give --steps 20"),
@@ -164,6 +218,20 @@ def test_what_cannot_be_tried_is_refused_before_work(
         tried(recipe, *changes, **settings)
     assert message in str(refused.value)
     assert not (recipe.parent / "try").exists()
+
+
+def test_another_context_is_refused_unless_all_held_out_text_is_evaluated(recipe: Path) -> None:
+    """null, the default, evaluates windows of 131,072 tokens in all: with another length, other ones."""
+    tree, change = yaml.safe_load(recipe.read_text()), ["model.context_length=64"]
+    for value, allowed in ((None, False), (0, True)):
+        tree["train"]["evaluate_sequences"] = value
+        recipe.write_text(yaml.safe_dump(tree))
+        if allowed:
+            begun = plan_try(recipe, change, recipe.parent / "try", 5, 0.005)
+            assert begun.design.steps == 2 * begun.steps_after
+        else:
+            with pytest.raises(UserError, match="evaluate_sequences=null, each length may be evaluated on"):
+                plan_try(recipe, change, recipe.parent / "try", 5, 0.005)
 
 
 def test_a_run_that_fails_is_named_with_its_reason(recipe: Path) -> None:
@@ -274,6 +342,6 @@ def test_ten_tries_of_another_seed_find_nothing(tmp_path: Path) -> None:
         found = run_try(replace(begun, design=replace(begun.design, most_pairs=5)), path)
         print(f"{begun.design.estimated_step_time:.2f} before, then {found.step_time}", end="; ")
         print(*(f"{arm}: {found.verdict(arm)}" for arm in found.arms[1:]))
-        print("step times by pair:", *(f"{pair.step_time:.3f}" for pair in found.pairs))
+        print("step times by pair:", *(f"{found.time_of(pair):.3f}" for pair in found.pairs))
         wrong.append({found.verdict(arm).answer for arm in found.arms[1:]} & {"lower", "higher"})
     assert sum(map(bool, wrong)) <= 2

@@ -140,7 +140,8 @@ def try_(
     design = begun.design
     notice(
         f"up to {design.most_pairs} pairs of runs of {design.steps:,} steps, in {design.minutes:g} minutes. A short "
-        f"measurement estimates that a step takes {design.estimated_step_time:.2f} times as long with the change; "
+        f"measurement estimates that the same tokens take {design.estimated_step_time:.2f} times as long with the "
+        f"change; "
         f"the runs decide whether that is so, and whether each pair has a third run, in equal time."
     )
     done = run_try(begun, recipe, notice, write_try_page)

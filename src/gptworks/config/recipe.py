@@ -147,6 +147,11 @@ class Recipe(Section):
         return self.train.row_length(self.model.context_length)
 
     @property
+    def tokens_per_step(self) -> int:
+        """Number of tokens that a step of `train.batch_size` samples reads, padding included."""
+        return self.train.batch_size * self.row_length
+
+    @property
     def anneal_from(self) -> int | None:
         """Index of the first sample drawn with the weights of `data.anneal`; None without `data.anneal`."""
         anneal, train = self.data.anneal, self.train

@@ -1,8 +1,9 @@
-"""Measure how much longer a training step takes with a change than without it, from the logs of pairs of runs.
+"""Measure how much longer the same tokens take with a change than without it, pair of runs by pair of runs.
 
-Other work on the machine slows down single steps, whole runs or all runs for hours. So a run's step time is the median
-over parts of the run, and the spread between pairs measures the noise of the ratio, since the runs of a pair follow one
-another. `sequential` tests the logarithms of the ratios.
+Other work on the machine slows down single steps, whole runs or all runs for hours, and whoever shares the machine
+could slow down only one kind of run. So on a CPU, after each pair of runs, steps of both models take turns; other work
+then slows down both. Elsewhere a step's time is the median over parts of the run. The spread between pairs measures the
+noise of the ratio; `sequential` tests the logarithms of the ratios.
 """
 
 import math
@@ -14,7 +15,7 @@ from gptworks.runs.history import History
 from gptworks.runs.sequential import verdict
 
 SAME_SPEED = 0.05
-"""Step times closer than this fraction count as equal. A verdict at equal tokens then also holds in equal time."""
+"""Times closer than this fraction count as equal. A verdict at equal tokens then also holds in equal time."""
 
 CHUNKS = 50
 """Maximum number of parts into which a run is divided. Its step time is the median over the parts."""
@@ -36,7 +37,7 @@ def step_seconds(run: History) -> float:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Ratio of the step time with a change to the step time without it."""
+    """Ratio of the time of the same tokens with a change to that without it."""
 
     ratio: float
     low: float
@@ -45,7 +46,7 @@ class StepTime:
 
     def __str__(self) -> str:
         interval = f" ({self.interval})" if self.interval else ""
-        return f"a step takes {self.ratio:.2f} times as long with the change{interval}"
+        return f"the same tokens take {self.ratio:.2f} times as long with the change{interval}"
 
     @property
     def interval(self) -> str:

@@ -124,10 +124,11 @@ def check_comparable(recipe: Recipe, key: str, named: str) -> None:
             f"{named}: `{key}` is the same in all trials. It decides what the validation loss measures, or is the "
             f"seed, so that the losses of other values would not say which is better."
         )
-    if key in ("model.context_length", "train.row_tokens") and recipe.train.evaluate_sequences:
+    if key in ("model", "model.context_length", "train", "train.row_tokens") and recipe.train.evaluate_sequences != 0:
+        shown = "null" if recipe.train.evaluate_sequences is None else recipe.train.evaluate_sequences
         raise UserError(
-            f"{named}: with train.evaluate_sequences={recipe.train.evaluate_sequences}, each length is evaluated on "
-            f"other text: set it to 0, which evaluates all of the held-out text."
+            f"{named}: with train.evaluate_sequences={shown}, each length may be evaluated on other text: set it to 0, "
+            f"which evaluates all of the held-out text."
         )
 
 

@@ -29,7 +29,7 @@ def try_lines(found: Try) -> Iterator[str]:
     for arm in found.arms[1:]:
         place = PLACES[arm]
         if step is not None and step.is_same and len(found.arms) == 2:
-            place = "at equal tokens, and in equal time (a step takes as long)"
+            place = "at equal tokens, and in equal time (they take as long)"
         yield f"{place}: {words(found, arm)}"
     if step is not None:
         yield f"{step}{_third_runs(found)}"
@@ -100,7 +100,9 @@ def to_html(found: Try) -> str:
         ("pairs", html.number(len(found.pairs)), f"of {design.most_pairs} at most, {design.steps:,} steps each")
     )
     if (step := found.step_time) is not None:
-        tiles.append(("time of a step", html.rounded(step.ratio, ".2f", "×"), step.interval or "with the change"))
+        tiles.append(
+            ("time of the same tokens", html.rounded(step.ratio, ".2f", "×"), step.interval or "with the change")
+        )
     parts = [
         html.key_figures(tiles),
         html.section("Verdict", *(html.paragraph(line) for line in try_lines(found))),
@@ -157,13 +159,13 @@ def _pairs(found: Try) -> Markup:
                 for arm in arms[1:]
             ),
             *(html.number(pair.seconds[arm], clock(pair.seconds[arm])) if arm in pair.loss else "" for arm in arms),
-            html.rounded(pair.step_time, ".2f", "×"),
+            html.rounded(found.time_of(pair), ".2f", "×"),
         ]
         for pair in found.pairs
     ]
     names = {"before": "without", "after": "with", "in-time": "with, in equal time"}
     header = ["pair", "seed", *(names[arm] for arm in arms), *(f"difference {PLACES[arm]}" for arm in arms[1:])]
-    header += [*(f"time {names[arm]}" for arm in arms), "time of a step"]
+    header += [*(f"time {names[arm]}" for arm in arms), "time of the same tokens"]
     return html.table(tuple(header), "ll" + "r" * (len(header) - 2), rows)
 
 
@@ -172,7 +174,8 @@ def _conventions(found: Try) -> str:
         f"All runs of a pair have one seed: the same first weights and the same samples in the same order. The loss "
         f"is the last validation loss, in {found.loss_unit}; a difference below 0 is a gain. The interval holds the "
         f"true mean difference with {1 - LOSS_ERROR:.0%} probability at all looks together (Pocock's levels for "
-        f"Student's t, by simulation). The time of a step is the median over parts of a run; its ratio has such an "
+        f"Student's t, by simulation). The time of the same tokens is measured on a CPU by steps "
+        f"that take turns after each pair, elsewhere as the median over parts of a run; its ratio has such an "
         f"interval of {1 - SPEED_ERROR:.0%}. Where that leaves out 1, and the ratio is {SAME_SPEED:.0%} from 1 or "
         f"more, runs in equal time are added. A change that does nothing is called effective in at most "
         f"{LOSS_ERROR + SPEED_ERROR:.0%} of tries. Runs shorter than the recipe's say what helps short runs. Written "

@@ -39,9 +39,14 @@ class Design:
     """The smallest difference in loss that matters."""
     most_pairs: Annotated[int, Field(ge=FEWEST_PAIRS, le=MOST_PAIRS)]
     steps: PositiveInt
-    """Number of steps of each run, except runs in equal time."""
+    """Number of steps of each run without the change."""
     estimated_step_time: float
-    """Step time with the change divided by that without it, measured briefly only to choose the length of the runs."""
+    """Time of the same tokens with the change divided by that without it, measured briefly only to choose the length of
+    the runs."""
+    steps_after: PositiveInt | None = None
+    """Number of steps in which a run with the change reads as many tokens; None: `steps`."""
+    threads: PositiveInt | None = None
+    """CPU threads of each run; None: as the recipe says."""
     format_version: Literal[1] = 1
 
 
@@ -59,11 +64,6 @@ class Pair:
     """Median seconds per step, by arm. Other work on the machine hardly changes a median."""
     share_to_same_loss: float | None
     """Fraction of its steps that the changed run took to reach the other run's final loss; None if it did not."""
-
-    @property
-    def step_time(self) -> float:
-        """Step time with the change divided by the step time without it."""
-        return self.step_seconds["after"] / self.step_seconds["before"]
 
 
 @dataclass(frozen=True)
@@ -91,22 +91,32 @@ class Try:
 
     @property
     def step_time(self) -> StepTime | None:
-        """Step time with the change divided by the step time without it; None before the first pair."""
+        """Time of the same tokens with the change divided by that without it; None before the first pair."""
         return self._step_time(len(self.pairs)) if self.pairs else None
 
     def _step_time(self, n: int) -> StepTime:
-        return step_time([pair.step_time for pair in self.pairs[:n]], self.design.most_pairs, SPEED_ERROR)
+        return step_time([self.time_of(pair) for pair in self.pairs[:n]], self.design.most_pairs, SPEED_ERROR)
+
+    def time_of(self, pair: Pair) -> float:
+        """Return the time of the same tokens with the change divided by that without it, from one pair."""
+        tokens = self.recipe.tokens_per_step / self.changed.tokens_per_step
+        return tokens * pair.step_seconds["after"] / pair.step_seconds["before"]
 
     @cached_property
     def steps_in_time(self) -> int | None:
         """Number of steps that the changed model can train in the time of a run without the change; None until a
-        difference of the step times is found.
+        difference of the times is found.
 
         The first test that finds a difference decides, so the number is the same in all pairs and after a restart.
         """
         looks = (self._step_time(n) for n in range(FEWEST_PAIRS, len(self.pairs) + 1))
         ratio = next((look.ratio for look in looks if look.differs), None)
-        return None if ratio is None else max(1, round(self.design.steps / ratio))
+        return None if ratio is None else max(1, round(self.steps_after / ratio))
+
+    @property
+    def steps_after(self) -> int:
+        """Number of steps in which a run with the change reads as many tokens as a run without it."""
+        return self.design.steps_after or self.design.steps
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -115,15 +125,18 @@ class Try:
 
     @property
     def is_time_open(self) -> bool:
-        """Whether step times seem to differ, but more pairs are needed to exclude noise as the reason."""
+        """Whether the times seem to differ, but more pairs are needed to exclude noise as the reason."""
         return self.steps_in_time is None and self.step_time is not None and self.step_time.is_distinct
 
     @property
     def open_questions(self) -> tuple[str, ...]:
-        """Questions that more pairs may answer: whether each changed run's loss differs; whether step times differ."""
-        losses = (f"{PLACES[arm]}: whether the loss differs" for arm in self.arms[1:]
-                  if self.verdict(arm).answer == "open")  # fmt: skip
-        return (*losses, *([f"{PLACES['in-time']}: whether a step takes another time"] if self.is_time_open else []))
+        """Questions that more pairs may answer: whether each changed run's loss differs; whether the times differ."""
+        asked = [
+            f"{PLACES[arm]}: whether the loss differs" for arm in self.arms[1:] if self.verdict(arm).answer == "open"
+        ]
+        if self.is_time_open:
+            asked.append(f"{PLACES['in-time']}: whether the same tokens take another time")
+        return tuple(asked)
 
     @property
     def decided(self) -> bool:

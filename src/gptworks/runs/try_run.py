@@ -3,8 +3,8 @@ same seed and on the same samples, until the answer is clear or the time is over
 
 A try's folder holds `try.json` (design and results), `before.yaml` and `after.yaml` (the recipe without and with the
 change), `pairs/00-before` and `pairs/00-after` (run folders, each next to its recipe and its log), and `try.html`. If
-the pairs show that the change makes a step slower or faster, each pair gets a third run, `00-in-time`: the changed
-model trained for as long as the first run took. A try that was killed continues from these files.
+the pairs show that the same tokens take another time with the change, each pair gets a third run, `00-in-time`: the
+changed model trained for as long as the first run took. A try that was killed continues from these files.
 """
 
 import time
@@ -12,12 +12,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+import torch
 
 from gptworks.config import Recipe
 from gptworks.data.prepare import prepare
-from gptworks.device import choose_device, choose_precision, keep_freed_memory
-from gptworks.errors import UserError
+from gptworks.device import (
+    BusyCores,
+    choose_device,
+    choose_precision,
+    cpu_threads,
+    free_threads,
+    keep_freed_memory,
+)
+from gptworks.errors import RunError, UserError
 from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
 from gptworks.runs.history import History, read_history
 from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
@@ -40,6 +50,9 @@ RUN_SECONDS = 10.0
 
 MEASUREMENTS = 2
 """Number of times that the step of each model is measured, in alternation. The shortest time counts."""
+
+LEAST_TURNS, MOST_TURNS, TURN_SECONDS = 5, 100, 4.0
+"""Bounds on the turns of steps after a pair of runs: in number, and in seconds of all steps."""
 
 _SEED_STRIDE = 10_007
 
@@ -91,14 +104,15 @@ def plan_try(
         raise UserError(f"{path} sets no train.max_steps: give --steps, the length of each run.")
     if wanted < LEAST_STEPS:
         raise UserError(f"runs of {wanted} steps are too short to compare: give --steps {LEAST_STEPS} or more.")
+    cores, device = BusyCores(), choose_device(recipe.train.device)
     prepare_text(recipe)
     report("measuring a step without and with the change")
     times = [[measured_step_seconds(one) for one in (recipe, changed)] for _ in range(MEASUREMENTS)]
     seconds, seconds_changed = map(min, zip(*times, strict=True))  # other work on the machine only adds time
-    ratio = seconds_changed / seconds
-    # Plan a third run, in equal time, for each pair if step times seem to differ. The times of the pairs decide later.
+    ratio = seconds_changed / seconds * recipe.tokens_per_step / changed.tokens_per_step
+    # Plan a third run, in equal time, for each pair if the times seem to differ. The times of the pairs decide later.
     third = StepTime(ratio, ratio, ratio).is_distinct
-    n_arms, per_step = (3, 2 * seconds + seconds_changed) if third else (2, seconds + seconds_changed)
+    n_arms, per_step = (3, seconds * (2 + ratio)) if third else (2, seconds * (1 + ratio))
     budget = 60 * minutes
     if steps is None:
         fitting = int((budget / USUAL_PAIRS - n_arms * RUN_SECONDS) / per_step)
@@ -110,11 +124,24 @@ def plan_try(
             f"{minutes:.3g} minutes are too short: {FEWEST_PAIRS} pairs of runs of {wanted} steps take "
             f"about {least:.1f} minutes here. Give more minutes{', or fewer --steps' if steps else ''}."
         )
-    design = Design(tuple(changes), minutes, worth, pairs, wanted, ratio)
-    for arm, length in {"before": wanted, "after": wanted, "in-time": max(1, round(wanted / ratio))}.items():
+    before, after = (load_recipe(path, [*given, f"train.max_steps={wanted}"]) for given in ((), changes))
+    tokens = before.train.samples_before(wanted) * before.row_length
+    steps_after = max(1, after.train.steps_with(round(tokens / after.row_length)))
+    threads = _threads(recipe, device, cores)
+    design = Design(tuple(changes), minutes, worth, pairs, wanted, ratio, steps_after, threads)
+    for arm, length in {"before": wanted, "after": steps_after, "in-time": max(1, round(steps_after / ratio))}.items():
         if arm != "in-time" or third:  # fail here, not later, if a recipe is invalid
             _arm_recipe(path, design, folder, 0, arm, length, None)
     return Try(folder, recipe, changed, design, ())
+
+
+def _threads(recipe: Recipe, device: torch.device, cores: BusyCores) -> int | None:
+    """Return the number of CPU threads for all runs: were it chosen when a run starts, other work could slow down only
+    some of them. None if the device is not a CPU."""
+    if device.type != "cpu" or recipe.train.threads is not None:
+        return recipe.train.threads
+    fewer = free_threads(cores, device)
+    return fewer[0] if fewer else torch.get_num_threads()
 
 
 def _found(folder: Path, recipe: Recipe, changed: Recipe, changes: tuple[str, ...], resume: bool) -> Try:
@@ -161,6 +188,24 @@ def steps_in_turns(
     yield from zip(*(step_times(_rehearsal(recipe), clock) for recipe in recipes), strict=True)
 
 
+def measured_in_turns(recipes: Sequence[Recipe]) -> list[float]:
+    """Return the median seconds of a training step of each recipe, from steps that take turns.
+
+    Raises:
+        RunError: a step failed.
+    """
+    turns = list[tuple[float, ...]]()
+    try:
+        with cpu_threads(recipes[0].train.threads):
+            for turn in steps_in_turns(recipes):
+                turns.append(turn)
+                if len(turns) == MOST_TURNS or (len(turns) >= LEAST_TURNS and sum(map(sum, turns)) > TURN_SECONDS):
+                    break
+    except RuntimeError as error:
+        raise RunError(f"the measured step failed: {error}. Perhaps memory did not suffice.") from error
+    return [median(taken) for taken in zip(*turns, strict=True)]
+
+
 def _rehearsal(recipe: Recipe) -> Rehearsal:
     recipe = with_vocab_size(recipe, prepare(recipe).manifest.vocab_size)
     device = choose_device(recipe.train.device)
@@ -182,7 +227,8 @@ def _arm_recipe(
         f"train.evaluate_every={max(1, steps // EVALUATIONS)}", "train.sample_every=0", "train.keep_every=0",
         f"train.checkpoint_every={steps}", f"train.log_every={log_every}", "sweep=null",
     ]  # fmt: skip
-    recipe = load_recipe(path, [*changes, *length])
+    threads = [] if design.threads is None else [f"train.threads={design.threads}"]
+    recipe = load_recipe(path, [*threads, *changes, *length])
     seed = (recipe.seed + number * _SEED_STRIDE) % 2**32 if seed_of is None else seed_of(number)
     name = f"{number:02d}-{arm}"
     return recipe.model_copy(update={"seed": seed, "run_dir": folder / "pairs" / name, "name": name})
@@ -239,21 +285,26 @@ def _train(
     """Train the runs `arms` of a pair one by one. Return the pair with all its runs; None if a stop was requested."""
     had = tuple(found.pairs[number].loss) if number < len(found.pairs) else ()
     (found.folder / "pairs").mkdir(exist_ok=True)
-    runs: dict[str, History] = {}
+    recipes, runs = dict[str, Recipe](), dict[str, History]()
     for arm in (*had, *arms):
-        steps = (found.steps_in_time if arm == "in-time" else None) or found.design.steps
+        steps = {"before": found.design.steps, "after": found.steps_after, "in-time": found.steps_in_time or 0}[arm]
         recipe = _arm_recipe(path, found.design, found.folder, number, arm, steps, seed_of)
         if arm in arms and not train_to_end(recipe, stop_asked, report):
             return None
-        runs[arm] = read_history(recipe.run_dir)
+        recipes[arm], runs[arm] = recipe, read_history(recipe.run_dir)
     runs = {arm: runs[arm] for arm in found.arms if arm in runs}
+    times = {arm: step_seconds(run) for arm, run in runs.items()}
+    if had:
+        times |= found.pairs[number].step_seconds
+    elif choose_device(found.recipe.train.device).type == "cpu":
+        times["before"], times["after"] = measured_in_turns([recipes["before"], recipes["after"]])
     ends = {arm: float(run.validation[-1]["loss"]) for arm, run in runs.items()}
     return Pair(
         number,
         runs["before"].recipe.seed,
         ends,
         {arm: run.seconds for arm, run in runs.items()},
-        {arm: step_seconds(run) for arm, run in runs.items()},
+        times,
         _share_to_reach(runs["after"], ends["before"]),
     )
 
