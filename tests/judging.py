@@ -32,6 +32,8 @@ def train(recipe: Recipe, stop_asked: Callable[[], Any], report: Callable[[str],
     if rate > 0.9:
         raise RunError("the run failed: no space left on device.")
     place = recipe.run_dir
+    if place.exists():  # it ended before the judge was killed
+        return True
     place.mkdir(parents=True)
     save_recipe(with_vocab_size(recipe, 43), place / "recipe.yaml")
     own = random.Random(f"{recipe.seed} {rate} {steps} {recipe.train.micro_batch_size}")

@@ -2,7 +2,7 @@
 
 import json
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from gptworks.errors import RunError, UserError
 from gptworks.judge import Campaign
 from gptworks.judge.page import to_html
 from gptworks.judge.records import Tried
+from gptworks.recipe import load_recipe
+from gptworks.runs.try_results import Try, write_try
 from test_html import Reader
 
 GOOD, BAD, SAME = {"train.learning_rate": 0.05}, {"train.learning_rate": 0.2}, {"train.learning_rate": 0.1001}
@@ -47,7 +49,9 @@ def test_a_gain_becomes_the_champion_that_later_tries_change(campaign: Campaign)
     assert worse.words(0.005, "nats").startswith("harm: -0.1") and campaign.records.champion == 2
     tie = campaign.try_change({"train.learning_rate": 0.0099})
     assert tie.words(0.005, "nats").startswith("tie: any gain is below the 0.005 that matters")
-    assert kinds(campaign) == ["created", *["begun", "ended"] * 4, "head"]
+    entries = [kind for kind in kinds(campaign) if kind != "pair"]
+    assert entries == ["created", *["begun", "ended"] * 4, "head"]
+    assert kinds(campaign).count("pair") == sum(len(one.gains) for one in campaign.records.tries)
     Reader(to_html(campaign.records))
 
 
@@ -131,7 +135,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"patch": "x" * 30_000}, "30,000 characters: give at most 20,000"),
     ({"changes": {f"model.x{i}": 1 for i in range(40)}}, "40 settings at once"),
     ({"changes": {"train.optimizer": "a" * 2000}}, "has 2,000 characters"),
-    ({"changes": {"model.d_model": 2048}}, "times the FLOPs"),
+    ({"changes": {"model.d_model": 2048}}, "times the FLOPs of the base recipe's"),
+    ({"changes": {"model.n_layers": 40, "train.batch_size": 1, "train.micro_batch_size": 1}}, "times the FLOPs"),
+    ({"changes": {"train.max_rollbacks": 9}}, "`train.max_rollbacks` may not be changed"),
+    ({"changes": {"model.context_length": 64}}, "train.evaluate_sequences=8, each length may be evaluated on other"),
     ({"changes": {"model.n_layers": 10**9}}, "less than or equal to 1000"),
     ({"changes": GOOD, "pairs": 50}, "pairs=50: give 3 to 20"),
 ]
@@ -180,17 +187,22 @@ def test_a_killed_campaign_continues_and_its_abandoned_try_counts(
 def test_changed_files_and_tries_without_an_entry_are_noticed(campaign: Campaign) -> None:
     ledger = campaign.folder / "ledger.jsonl"
     old = ledger.read_text()
-    campaign.try_change(GOOD)
-    assert campaign.verify() == 3
+    one = campaign.try_change(GOOD)
+    assert campaign.verify() == 3 + len(one.gains)
     new = ledger.read_text()
     campaign.close()
     ledger.write_text(old)
-    with pytest.raises(UserError, match="tries/001 has no entry"):
+    with pytest.raises(UserError, match=f"line 2: it has 1 entries, and this judge wrote {3 + len(one.gains)}"):
         Campaign(campaign.folder)
     ledger.write_text(new.replace('"is_open": false', '"is_open": true'))
-    with pytest.raises(UserError, match="line 3: it was changed"):
+    with pytest.raises(UserError, match=f"line {3 + len(one.gains)}: it was changed"):
         Campaign(campaign.folder)
     ledger.write_text(new)
+    for folder in ("tries/002", "final"):
+        (campaign.folder / folder).mkdir()
+        with pytest.raises(UserError, match=f"{folder} has no entry"):
+            Campaign(campaign.folder)
+        (campaign.folder / folder).rmdir()
     for name in ("texts/0000.txt", "champion-001.yaml", "base.yaml", "secret/sealed.jsonl"):
         path = campaign.folder / name
         text = path.read_bytes()
@@ -199,6 +211,120 @@ def test_changed_files_and_tries_without_an_entry_are_noticed(campaign: Campaign
             Campaign(campaign.folder)
         path.write_bytes(text)
     Campaign(campaign.folder).close()
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda pairs: [pair | {"loss": pair["loss"] | {"after": 1.0}} for pair in pairs],
+        lambda pairs: [*pairs, pairs[-1] | {"number": 3}],
+        lambda pairs: pairs[:1],
+        lambda pairs: [],
+    ],
+)
+def test_pairs_that_the_judge_did_not_train_are_noticed(campaign: Campaign, forge: Callable[[Any], Any]) -> None:
+    campaign.try_change(SAME, pairs=3)
+    campaign.close()
+    file = campaign.folder / "tries" / "001" / "try.json"
+    state = json.loads(file.read_text())
+    file.write_text(json.dumps(state | {"pairs": forge(state["pairs"])}))
+    with pytest.raises(UserError, match=r"try\.json: pair \d is not as the judge entered it"):
+        Campaign(campaign.folder)
+
+
+@pytest.mark.parametrize("change", [SAME, {"train.micro_batch_size": 2}], ids=["pairs", "third runs"])
+def test_a_crash_between_the_ledger_and_the_try_loses_nothing(
+    campaign: Campaign, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    """The pair is in the ledger, and `try.json` lacks it. Its runs are there, so it is entered again, and other tries
+    may come first."""
+
+    def crashed(found: Try) -> None:
+        if len(found.pairs) == 3 and found.arms[-1] in found.pairs[2].loss:
+            raise KeyboardInterrupt
+        write_try(found)
+
+    monkeypatch.setattr("gptworks.runs.try_run.write_try", crashed)
+    with pytest.raises(KeyboardInterrupt):
+        campaign.try_change(change, pairs=4)
+    campaign.close()
+    monkeypatch.setattr("gptworks.runs.try_run.write_try", write_try)
+    again = Campaign(campaign.folder)
+    again.try_change(BAD, pairs=3)
+    one = again.try_change(change, pairs=4)
+    assert one.number == 1 and len(one.gains) >= 3 and again.verify() > 0
+    again.close()
+    Campaign(campaign.folder).close()
+
+
+def test_time_before_a_kill_stays_used(campaign: Campaign, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(recipe: Any, *rest: Any) -> bool:
+        if recipe.run_dir.name == "03-after":
+            raise KeyboardInterrupt
+        return judging.train(recipe, *rest)
+
+    monkeypatch.setattr("gptworks.runs.try_run.train_to_end", killed)
+    with pytest.raises(KeyboardInterrupt):
+        campaign.try_change(SAME, pairs=20)
+    campaign.close()
+    monkeypatch.setattr("gptworks.runs.try_run.train_to_end", judging.train)
+    again = Campaign(campaign.folder)
+    used, per_pair = again.records.used_seconds, again.pair_seconds(again.records)
+    one = again.try_change(SAME, pairs=20)
+    assert used >= 12 and again.records.used_seconds >= 4 * len(one.gains)
+    assert again.pair_seconds(again.records) == pytest.approx(per_pair, rel=0.1) == 4
+    again.close()
+
+
+def test_the_final_comparison_trains_the_champion(campaign: Campaign) -> None:
+    """Changes of a section and of its settings follow one another, in each order."""
+    changes: list[dict[str, Any]] = [
+        {"train.rate_factors.matrices": 2.0, "train.learning_rate": 0.05},
+        {"train.rate_factors": {"embeddings": 2.0}, "train.learning_rate": 0.03},
+        {"train.rate_factors.matrices": 3.0, "train.learning_rate": 0.01},
+    ]
+    for change in changes:
+        assert campaign.try_change(change).accepted
+    champion = campaign.champion().train
+    assert (champion.rate_factors.matrices, champion.rate_factors.embeddings) == (3.0, 2.0)
+    campaign.finish()
+    assert load_recipe(campaign.folder / "final" / "after.yaml").train == champion
+
+
+def test_a_change_to_a_section_of_an_earlier_try_replaces_what_is_inside_it(campaign: Campaign) -> None:
+    campaign.try_change({"train.rate_factors.matrices": 2.0, "train.learning_rate": 0.1001}, pairs=3)
+    forked = campaign.try_change({"train.rate_factors": {"embeddings": 2.0}}, of_try=1, pairs=3)
+    changed = load_recipe(campaign.folder / "tries" / "002" / "after.yaml").train
+    assert changed.rate_factors.matrices == 1.0 and changed.rate_factors.embeddings == 2.0
+    assert changed.learning_rate == 0.1001 and len(forked.changes) == 2
+
+
+def test_the_last_line_says_what_is_not_known_about_the_time(
+    campaign: Campaign, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    campaign.try_change(GOOD)
+    ratios = iter([1.5, 1.9, 2.2, 1.6, 2.4])
+    monkeypatch.setattr("gptworks.runs.try_run.measured_in_turns", lambda _: [0.1, 0.1 * next(ratios)])
+    monkeypatch.setattr("gptworks.runs.try_results.SPEED_ERROR", 1e-6)
+    line = campaign.finish()["line"]
+    assert "at equal tokens (the same tokens take 1.89 times as long with the change" in line
+
+
+def test_a_run_is_stopped_when_the_time_for_tries_is_over(campaign: Campaign, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change may make one run very slow; the time for the final comparison is not touched."""
+    asked = list[object]()
+
+    def slow(recipe: Any, stop_asked: Callable[[], object], report: Any) -> bool:
+        asked.append(stop_asked())
+        clock[0] += 4000.0
+        asked.append(stop_asked())
+        return False
+
+    clock = [0.0]
+    monkeypatch.setattr("gptworks.judge.campaign.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("gptworks.runs.try_run.train_to_end", slow)
+    one = campaign.try_change(GOOD, pairs=3)
+    assert asked == [False, True] and not one.gains and one.is_open and one.seconds == 4000
 
 
 def test_the_end_compares_on_sealed_text_with_fresh_seeds_and_ends_the_campaign(campaign: Campaign) -> None:

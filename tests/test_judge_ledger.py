@@ -12,19 +12,23 @@ from gptworks.judge.ledger import Ledger
 KEY = b"k" * 32
 
 
+def opened(path: Path, key: bytes = KEY) -> Ledger:
+    return Ledger(path, key, path.with_name("entries"))
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    ledger = Ledger(tmp_path / "ledger.jsonl", KEY)
+    ledger = opened(tmp_path / "ledger.jsonl")
     for number in range(4):
         ledger.append("ended", tried=number, gain=0.01 * number)
     return ledger.path
 
 
 def test_entries_are_read_back_and_continued(path: Path) -> None:
-    again = Ledger(path, KEY)
+    again = opened(path)
     assert [entry["gain"] for entry in again.entries] == [0, 0.01, 0.02, 0.03]
     again.append("finished")
-    assert [entry["kind"] for entry in Ledger(path, KEY).entries] == ["ended"] * 4 + ["finished"]
+    assert [entry["kind"] for entry in opened(path).entries] == ["ended"] * 4 + ["finished"]
 
 
 def _swapped(lines: list[str]) -> list[str]:
@@ -52,10 +56,22 @@ def test_an_edited_ledger_is_refused_with_the_line(
     lines = path.read_text().splitlines()
     path.write_text("".join(f"{line}\n" for line in edit(lines)))
     with pytest.raises(UserError, match=message):
-        Ledger(path, KEY)
+        opened(path)
+
+
+def test_an_old_copy_is_refused_and_a_crash_before_the_count_is_not(path: Path) -> None:
+    old, count = path.read_text(), path.with_name("entries")
+    opened(path).append("finished")
+    new = path.read_text()
+    path.write_text(old)
+    with pytest.raises(UserError, match="line 5: it has 4 entries, and this judge wrote 5"):
+        opened(path)
+    path.write_text(new)
+    count.write_text("4")
+    assert len(opened(path).entries) == 5
 
 
 def test_another_key_does_not_fit_and_lines_are_plain_json(path: Path) -> None:
     with pytest.raises(UserError, match="its signature"):
-        Ledger(path, b"x" * 32)
+        opened(path, b"x" * 32)
     assert [json.loads(line)["kind"] for line in path.read_text().splitlines()] == ["ended"] * 4 + ["head"]

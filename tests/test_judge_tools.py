@@ -162,7 +162,7 @@ def test_the_command_verifies_and_ends_a_campaign(
     campaign.try_change(GOOD)
     campaign.close()
     for option, text in (
-        ("--verify", "nothing was changed: entries 3, tries 1"),
+        ("--verify", f"nothing was changed: entries {campaign.verify()}, tries 1"),
         ("--finish", "over 5 fresh seeds on text that no try has seen"),
     ):
         monkeypatch.setattr(sys, "argv", ["gptworks", "judge", "--folder", str(campaign.folder), option])

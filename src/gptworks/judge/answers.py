@@ -37,7 +37,7 @@ class TryAnswer:
     place: str
     """Whether losses are compared at equal tokens or in equal time."""
     step_time: float | None
-    """Time of a step with the change, divided by the time without it."""
+    """Time of the same tokens with the change, divided by the time without it."""
     parameters: int | None
     champion: int
     """Number of the try that made the champion to which the change is applied; 0: the base recipe."""
@@ -118,7 +118,8 @@ def start(campaign: Campaign) -> Start:
     kind = "the probability of any false gain" if rules.control == "family" else "the expected share of false gains"
     words = (
         f"{rules.budget_seconds:g} s of machine time; {kind} is at most {rules.error:g}; {rules.steps:,} steps each; "
-        f"the smallest gain that counts is {rules.worth:g} {rules.loss_unit}, in equal time where step times differ"
+        f"the smallest gain that counts is {rules.worth:g} {rules.loss_unit}, in equal time where the same tokens take "
+        f"longer or shorter"
     )
     fixed = {
         "vocab_size": recipe.model.vocab_size, "objective": recipe.objective.type, "tokenizer": recipe.tokenizer.type,
@@ -137,7 +138,7 @@ class Planned:
     parameters_before: int
     parameters: int
     work: float
-    """FLOPs of a step with the change, divided by those without it."""
+    """FLOPs of a token with the change, divided by those without it."""
     pair_seconds: float
     """Estimated time of a pair of runs."""
     affordable_pairs: int

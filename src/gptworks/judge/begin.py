@@ -28,7 +28,7 @@ USUAL_RUNS = 80
 FINAL_PAIRS = 5
 """Number of fresh seeds of the final comparison. Time for it is set aside."""
 
-LEDGER, BASE, SECRET, KEY, TRIES = "ledger.jsonl", "base.yaml", "secret", "key", "tries"
+LEDGER, BASE, SECRET, KEY, COUNT, TRIES = "ledger.jsonl", "base.yaml", "secret", "key", "entries", "tries"
 
 
 def begin(
@@ -78,5 +78,6 @@ def begin(
     (folder / TRIES).mkdir()
     files = [folder / BASE, secret / SEALED, *sorted((folder / TEXTS).iterdir())]
     sums = {one.relative_to(folder).as_posix(): sha256_file(one, inside=folder) for one in files}
-    Ledger(folder / LEDGER, key).append("created", rules=asdict(rules), files=sums, seconds=time.monotonic() - started)
+    ledger = Ledger(folder / LEDGER, key, secret / COUNT)
+    ledger.append("created", rules=asdict(rules), files=sums, seconds=time.monotonic() - started)
     write_whole(secret / KEY, key, private=True, new=True)  # last: now the campaign is complete

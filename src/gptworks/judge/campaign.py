@@ -22,12 +22,13 @@ from gptworks.config import Recipe
 from gptworks.data.prepare import prepare
 from gptworks.errors import RunError, UserError
 from gptworks.files import check_links, file_lock, read_regular, sha256_file, write_whole
-from gptworks.judge.begin import BASE, FINAL_PAIRS, KEY, LEDGER, SECRET, TRIES, begin
-from gptworks.judge.changes import changed_recipe, check_work, overrides_from
+from gptworks.judge.begin import BASE, COUNT, FINAL_PAIRS, KEY, LEDGER, SECRET, TRIES, begin
+from gptworks.judge.changes import changed_recipe, check_work, overrides_from, together, work_of_token
 from gptworks.judge.evidence import Control, level, spread_floor
-from gptworks.judge.final import final_facts, final_gains
+from gptworks.judge.final import FINAL, final_facts, final_gains
 from gptworks.judge.ledger import Ledger
 from gptworks.judge.page import write_judge_page
+from gptworks.judge.pairs import check_pairs, entered_pairs, new_pairs, signature
 from gptworks.judge.records import Records, Tried, facts_of, read_records
 from gptworks.overrides import apply_overrides
 from gptworks.planning.params import count_parameters
@@ -65,9 +66,10 @@ class Campaign:
             raise UserError(f"{folder} is in use by another judge: wait for it, or give another --folder.") from None
         self._training, self._stop = threading.Lock(), threading.Event()
         self._now: tuple[int, int] | None = None
+        self._since = time.monotonic()
         try:
             self._key = read_regular(key, 1 << 10, inside=key.parent)
-            self._ledger = Ledger(self.folder / LEDGER, self._key)
+            self._ledger = self._read_ledger()
             self.verify()
         except BaseException:
             self._lock.release()
@@ -108,14 +110,16 @@ class Campaign:
         with self._training:
             self._lock.release()
 
+    def _read_ledger(self) -> Ledger:
+        return Ledger(self.folder / LEDGER, self._key, self.folder / SECRET / COUNT)
+
     def verify(self) -> int:
-        """Check the ledger, the recipes, the texts, and that each try's folder has its entry; return the number of
-        entries.
+        """Check the ledger, the recipes, the texts, and each try's folder and pairs; return the number of entries.
 
         Raises:
             UserError: something was changed, added or removed.
         """
-        ledger = Ledger(self.folder / LEDGER, self._key)
+        ledger = self._read_ledger()
         if not ledger.entries or ledger.entries != self._ledger.entries:
             raise UserError(f"{ledger.path} is not what this judge has written: restore it from a copy.")
         for entry in ledger.entries:
@@ -123,31 +127,50 @@ class Campaign:
                 path = self.folder / name
                 if not path.is_file() or sha256_file(path, inside=self.folder) != sha256:
                     raise UserError(f"{path} is not the file that the campaign wrote: restore it from a copy.")
-        begun = {f"{entry['tried']:03d}" for entry in ledger.of_kind("begun")}
-        if unknown := sorted({one.name for one in (self.folder / TRIES).iterdir()} - begun):
+        folders = {f"{entry['tried']:03d}" for entry in ledger.of_kind("begun")}
+        if unknown := sorted({one.name for one in (self.folder / TRIES).iterdir()} - folders):
             raise UserError(
-                f"{self.folder / TRIES / unknown[0]} has no entry in {ledger.path}, so the ledger was replaced by an "
-                f"older copy, or the folder was added: restore the ledger, or remove the folder."
+                f"{self.folder / TRIES / unknown[0]} has no entry in {ledger.path}: it was added. Remove the folder."
             )
-        return len(ledger.entries)
+        if (self.folder / FINAL).exists() and not any(ledger.of_kind("closing")):
+            raise UserError(f"{self.folder / FINAL} has no entry in {ledger.path}: it was added. Remove the folder.")
+        newest = ledger.entries[-1]
+        for number, pairs in entered_pairs(ledger).items():
+            if check_pairs(self._folder(number), pairs, newest if newest.get("tried") == number else {}, self._key):
+                self._ledger.append("lost", tried=number, pair=newest["pair"])
+        return len(self._ledger.entries)
+
+    def _folder(self, number: int) -> Path:
+        """Return the folder of a try; of the final comparison for 0."""
+        return self.folder / TRIES / f"{number:03d}" if number else self.folder / FINAL
+
+    def _enter_pairs(self, number: int, so_far: Try) -> None:
+        """Enter a try's new pairs into the ledger, each with the time since the last entry; with that of its runs if it
+        is longer, because a killed judge left them running."""
+        for pair, trained in new_pairs(so_far, entered_pairs(self._ledger).get(number, {}), self._key):
+            self._ledger.append(
+                "pair", tried=number, pair=pair.number, signature=signature(pair, self._key),
+                trained=sum(pair.seconds.values()), seconds=max(self._spent(), trained),
+            )  # fmt: skip
+
+    def _spent(self) -> float:
+        """Return the seconds since the last call, or since the present work began."""
+        since, self._since = self._since, time.monotonic()
+        return self._since - since
 
     # -------------------------------------------------------------------------------------------- state
 
     @property
     def records(self) -> Records:
         """The rules and all tries so far. A try that is not training and has no end in the ledger is `abandoned`;
-        the pairs and the time of its finished runs count."""
+        its pairs count."""
         found = read_records(self._ledger)
         for one in found.tries:
-            folder = self.folder / TRIES / f"{one.number:03d}"
+            folder = self._folder(one.number)
             if one.is_open and (self._now is None or self._now[0] != one.number):
                 one.state = "abandoned" if one.state == "running" else one.state
                 if (folder / TRY_FILE).is_file():
-                    ended = read_try(folder)
-                    one.take(facts_of(ended))
-                    trained = sum(sum(pair.seconds.values()) for pair in ended.pairs)
-                    found.used_seconds += max(0.0, trained - one.seconds)
-                    one.seconds = max(trained, one.seconds)
+                    one.take(facts_of(read_try(folder)))
         return found
 
     @property
@@ -197,7 +220,7 @@ class Campaign:
     # -------------------------------------------------------------------------------------------- tries
 
     def plan(self, changes: Changes = None, patch: str | None = None) -> tuple[Recipe, Recipe, float]:
-        """Return the champion's recipe, the changed recipe, and the FLOPs of a step with the change divided by those
+        """Return the champion's recipe, the changed recipe, and the FLOPs of a token with the change divided by those
         without. Nothing is trained or written to the ledger.
 
         Raises:
@@ -211,7 +234,8 @@ class Campaign:
         changed = with_vocab_size(changed, recipe.model.vocab_size)
         if changed == recipe:
             raise UserError(f"{' '.join(overrides)}: the champion says that already. Give a value that differs.")
-        return recipe, changed, check_work(recipe, changed)
+        check_work(with_vocab_size(load_recipe(self.folder / BASE), recipe.model.vocab_size), changed)
+        return recipe, changed, work_of_token(changed) / work_of_token(recipe)
 
     def try_change(
         self, changes: Changes = None, patch: str | None = None, *, pairs: int = USUAL_PAIRS, of_try: int | None = None
@@ -231,8 +255,7 @@ class Campaign:
             RunError: a run failed.
         """
         earlier = () if of_try is None else self.tried(of_try).changes
-        given = [*earlier, *overrides_from(changes, patch)]
-        overrides = sorted({one.partition("=")[0]: one for one in given}.values())
+        overrides = together(earlier, overrides_from(changes, patch))
         if not FEWEST_PAIRS <= pairs <= MOST_PAIRS:
             raise UserError(f"pairs={pairs}: give {FEWEST_PAIRS} to {MOST_PAIRS}.")
         with self._alone():
@@ -251,7 +274,7 @@ class Campaign:
     def _try(
         self, overrides: list[str], pairs: int, found: Records, known: Tried | None, identity: str, parameters: int
     ) -> Tried:
-        started, left, worth = time.monotonic(), self.left_seconds(found), found.rules.worth
+        started, left, worth = self._since, self.left_seconds(found), found.rules.worth
         per_pair = self.pair_seconds(found)
         if left < FEWEST_PAIRS * per_pair:
             raise UserError(
@@ -259,14 +282,14 @@ class Campaign:
                 f"{FEWEST_PAIRS * per_pair:.0f} s. `finish` compares the champion with the base recipe."
             )
         number = len(found.tries) + 1 if known is None else known.number
-        folder, path = self.folder / TRIES / f"{number:03d}", self.champion_path
+        folder, path = self._folder(number), self.champion_path
         try:
             begun = plan_try(
                 path, overrides, folder, left / 60, worth, found.rules.steps, resume=(folder / TRY_FILE).is_file(),
                 report=self._report,
             )  # fmt: skip
         except (UserError, RunError) as error:
-            if (spent := time.monotonic() - started) > 1:  # it has measured steps
+            if (spent := self._spent()) > 1:  # it has measured steps
                 self._ledger.append("refused", changes=overrides, why=str(error)[:500], seconds=spent)
             raise
         if known is None:
@@ -289,10 +312,14 @@ class Campaign:
         def note(so_far: Try) -> None:
             nonlocal ended
             ended, self._now = so_far, (number, len(so_far.pairs))
+            self._enter_pairs(number, so_far)
+
+        def is_over() -> bool:
+            return self._stop.is_set() or time.monotonic() - started > left
 
         problem, files = "", dict[str, str]()
         try:
-            run_try(begun, path, self._report, note, Rules(self._seeds(f"try {number}"), is_ended, self._stop.is_set))
+            run_try(begun, path, self._report, note, Rules(self._seeds(f"try {number}"), is_ended, is_over))
         except RunError as error:
             problem = str(error)
         if ended.pairs:
@@ -307,7 +334,7 @@ class Campaign:
         self._ledger.append(
             "ended", tried=number, answer=answer, problem=problem[:500], files=files,
             is_open=answer == "open" and len(ended.pairs) < ended.design.most_pairs,
-            seconds=time.monotonic() - started, least_deviation=one.least_deviation, **facts,
+            seconds=self._spent(), least_deviation=one.least_deviation, **facts,
         )  # fmt: skip
         self._now = None
         write_judge_page(self.folder, self.records)
@@ -324,7 +351,7 @@ class Campaign:
             UserError: a try is running. RunError: a run failed or was stopped; call again to continue.
         """
         with self._alone():
-            found, started = self.records, time.monotonic()
+            found = self.records
             if found.final is not None:
                 return found.final
             if not found.closing:
@@ -333,16 +360,18 @@ class Campaign:
 
             def note(so_far: Try) -> None:
                 self._now = 0, len(so_far.pairs)
+                self._enter_pairs(0, so_far)
 
             gains, place = list[float](), ""
             if found.champion:
-                planned = 2 * (found.rules.steps * found.rules.step_seconds + RUN_SECONDS)
-                longest = max(planned, self.pair_seconds(found))
-                minutes = 10 * FINAL_PAIRS * longest / 60  # the number of pairs ends it, not the time
-                rules = Rules(self._seeds("final"), lambda one: len(one.pairs) >= FINAL_PAIRS, self._stop.is_set)
-                gains, place = final_gains(self.folder, found, minutes, rules, self._report, note)
+                rules = Rules(self._seeds("final"), lambda _: False, self._stop.is_set)
+                try:
+                    gains, place = final_gains(self.folder, found, rules, self._report, note)
+                except (RunError, UserError):
+                    self._ledger.append("stopped", seconds=self._spent())
+                    raise
             final = final_facts(gains, place, found)
-            self._ledger.append("finished", final=final, seconds=time.monotonic() - started)
+            self._ledger.append("finished", final=final, seconds=self._spent())
             self._now = None
             write_judge_page(self.folder, self.records)
             return final
@@ -357,6 +386,7 @@ class Campaign:
     def _alone(self) -> Iterator[None]:
         if not self._training.acquire(blocking=False):
             raise self.busy()
+        self._since = time.monotonic()
         try:
             yield
         finally:

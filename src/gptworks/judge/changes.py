@@ -2,14 +2,14 @@
 paths nor the length of runs. Nothing that an agent gives names a file or runs code."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gptworks.config import Recipe, Role, settings
 from gptworks.device import choose_device, choose_precision
 from gptworks.errors import UserError, did_you_mean, shortened
 from gptworks.overrides import as_typed, overrides_of
-from gptworks.planning.flops import TRAINING_PER_FORWARD, forward_flops
+from gptworks.planning.flops import forward_flops
 from gptworks.recipe import load_recipe
 from gptworks.training.setup import check_memory
 from gptworks.yaml_files import parse_yaml
@@ -20,10 +20,12 @@ MOST_VALUE_CHARACTERS = 1_000
 MOST_PATCH_CHARACTERS = 20_000
 
 MOST_WORK = 8.0
-"""A change may multiply the FLOPs of a step by at most this, so that one pair of runs cannot use up a campaign. Runs
-are compared in equal time, in which such a model trains for an eighth of the steps."""
+"""A champion may need at most this many times the base recipe's FLOPs for a token, so that one pair of runs, or its
+evaluations, cannot use up a campaign. In equal time, such a model reads an eighth of the tokens."""
 
 _LENGTH = ("train.max_steps", "train.epochs", "train.max_minutes")
+_ENDLESS = ("train.max_rollbacks",)
+"""Settings with which a run may take any time."""
 _SPEED = ("train.micro_batch_size", "train.activation_checkpointing")
 """Settings without an effect on what is learned that an agent may change, because they decide the time of a step."""
 
@@ -35,7 +37,7 @@ def allowed_settings(recipe: Recipe) -> dict[str, Any]:
         for one in settings(recipe)
         if one.path.startswith(("model.", "train."))
         and one.place is None
-        and one.path not in _LENGTH
+        and one.path not in (*_LENGTH, *_ENDLESS)
         and (one.role in (Role.FIXED, Role.STEERING) or one.path in _SPEED)
     }
 
@@ -79,7 +81,7 @@ def overrides_from(changes: Mapping[str, Any] | None, patch: str | None) -> list
             raise UserError(f"`{shortened(key)}` is no path of a setting: give one such as train.learning_rate.")
         if len(value) > MOST_VALUE_CHARACTERS:
             raise UserError(f"{key} has {len(value):,} characters: give at most {MOST_VALUE_CHARACTERS:,}.")
-    return sorted(found)
+    return sorted(found, key=key_of)
 
 
 def check_allowed(recipe: Recipe, overrides: list[str]) -> None:
@@ -103,27 +105,38 @@ def check_allowed(recipe: Recipe, overrides: list[str]) -> None:
         raise UserError(f"`{key}` is not a setting{did_you_mean(key, allowed)} `init` lists the settings.")
 
 
-def work_of_step(recipe: Recipe) -> float:
-    """Return the FLOPs of a training step."""
-    length = recipe.row_length
-    return TRAINING_PER_FORWARD * forward_flops(recipe.model, length).total_causal * recipe.train.batch_size
+def work_of_token(recipe: Recipe) -> float:
+    """Return the forward FLOPs of a token. Training and evaluating a token both take a multiple of it."""
+    return forward_flops(recipe.model, recipe.row_length).total_causal / recipe.row_length
 
 
-def check_work(recipe: Recipe, changed: Recipe) -> float:
-    """Return the FLOPs of a step with the change divided by those without it. Both recipes must have a vocabulary size.
+def check_work(base: Recipe, changed: Recipe) -> None:
+    """Refuse a change whose model needs too much time or memory. Both recipes must have a vocabulary size.
 
     Raises:
-        UserError: the result exceeds MOST_WORK, or the changed run does not fit into memory.
+        UserError: a token takes more than MOST_WORK times the FLOPs of the base recipe's, or memory does not suffice.
     """
-    ratio = work_of_step(changed) / work_of_step(recipe)
+    ratio = work_of_token(changed) / work_of_token(base)
     if ratio > MOST_WORK:
         raise UserError(
-            f"a step with this change has {ratio:.3g} times the FLOPs: runs are compared in equal time, so at most "
-            f"{MOST_WORK:g} times are allowed. Make the change smaller."
+            f"a token takes {ratio:.3g} times the FLOPs of the base recipe's with this change: at most {MOST_WORK:g} "
+            f"times are allowed, since runs are compared in equal time. Make the change smaller."
         )
     device = choose_device(changed.train.device)
     check_memory(changed, device, choose_precision(changed.train.precision, device))
-    return ratio
+
+
+def key_of(override: str) -> str:
+    return override.partition("=")[0]
+
+
+def together(earlier: Iterable[str], later: Iterable[str]) -> list[str]:
+    """Return overrides that apply `earlier` and then `later`: a later one replaces the same setting, and those inside
+    it. A setting comes before those inside it."""
+    later = list(later)
+    replaced = tuple(f"{key_of(one)}." for one in later)
+    kept = [one for one in earlier if not f"{key_of(one)}.".startswith(replaced)]
+    return sorted([*kept, *later], key=key_of)
 
 
 def changed_recipe(path: Any, recipe: Recipe, overrides: list[str]) -> Recipe:

@@ -1,6 +1,7 @@
 """The end of a campaign: compare the champion with the base recipe, with fresh seeds, on text that no try has seen."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -8,18 +9,20 @@ from typing import Any
 from gptworks.errors import RunError
 from gptworks.judge import texts
 from gptworks.judge.begin import BASE, FINAL_PAIRS, SECRET
-from gptworks.judge.records import Records, facts_of
+from gptworks.judge.records import Records
 from gptworks.runs.statistics import t_quantile
 from gptworks.runs.trials import Report
 from gptworks.runs.try_page import write_try_page
-from gptworks.runs.try_results import TRY_FILE, Try
+from gptworks.runs.try_results import PLACES, TRY_FILE, Try
 from gptworks.runs.try_run import Rules, plan_try, run_try
 
 FINAL = "final"
+NO_LIMIT_MINUTES = 1e6
+"""Time for the final comparison, which only its number of pairs ends."""
 
 
 def final_gains(
-    folder: Path, found: Records, minutes: float, rules: Rules, report: Report, after_pair: Callable[[Try], None]
+    folder: Path, found: Records, rules: Rules, report: Report, after_pair: Callable[[Try], None]
 ) -> tuple[list[float], str]:
     """Train the missing pairs. Return each pair's gain on the sealed text, and where it is measured: at equal tokens or
     in equal time.
@@ -29,11 +32,12 @@ def final_gains(
     """
     base, place = folder / BASE, folder / FINAL
     begun = plan_try(
-        base, found.champion_changes, place, minutes, found.rules.worth, found.rules.steps,
+        base, found.champion_changes, place, NO_LIMIT_MINUTES, found.rules.worth, found.rules.steps,
         resume=(place / TRY_FILE).is_file(), report=report,
     )  # fmt: skip
+    begun = replace(begun, design=replace(begun.design, most_pairs=FINAL_PAIRS))
     ended = run_try(begun, base, report, after_pair, rules)
-    if len(ended.pairs) < FINAL_PAIRS or ended.due(ended=True) is not None:
+    if ended.due(ended=False) is not None:
         raise RunError("the final comparison was stopped: call finish again to continue it.")
     write_try_page(ended)
     arm, gains = ended.arms[-1], []
@@ -43,7 +47,8 @@ def final_gains(
             for name in ("before", arm)
         )
         gains.append(before - after)
-    return gains, str(facts_of(ended)["place"])
+    where = PLACES[arm]
+    return gains, f"{where} ({ended.step_time})" if ended.is_time_open else where
 
 
 def final_facts(gains: list[float], place: str, found: Records) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Each entry has the sha256 of the line before it (a hash chain) and an HMAC-SHA256 with the campaign's key. The last line
 is the head: it has the number of entries, the sha256 of the last one, and an HMAC. Each append replaces the whole file
-at once, so a crash leaves the old ledger or the new one. Whoever can read the key can forge entries. An old copy of the
-whole file also verifies, so the campaign compares the ledger with the folders of its tries.
+at once, so a crash leaves the old ledger or the new one. A second file holds the number of entries, so an old copy of
+the ledger is noticed. Whoever can read the key can forge entries.
 """
 
 import hashlib
@@ -26,17 +26,24 @@ Entry = dict[str, Any]
 class Ledger:
     """The entries of a ledger, checked when it is read."""
 
-    def __init__(self, path: Path, key: bytes) -> None:
+    def __init__(self, path: Path, key: bytes, count: Path) -> None:
         """Read the ledger; a missing file is an empty one.
 
+        Args:
+            count: file with the number of entries.
+
         Raises:
-            UserError: the file is damaged or was changed; the message names the line.
+            UserError: the file is damaged, was changed, or is an old copy; the message names the line.
         """
-        self.path, self._key = path, key
+        self.path, self._key, self._count = path, key, count
         self._lines: list[str] = []
         self.entries: list[Entry] = []
         if path.exists():
             self._read()
+        n = int(read_regular(count, 20, inside=count.parent)) if count.exists() else 0
+        if len(self.entries) < n:
+            what = f"it has {len(self.entries):,} entries, and this judge wrote {n:,}"
+            raise self._changed(len(self.entries) + 1, what)
 
     def append(self, kind: str, **facts: Any) -> Entry:
         """Add an entry and return it; the file is on the disk when this returns."""
@@ -46,6 +53,7 @@ class Ledger:
         self._lines.append(line)
         self.entries.append(json.loads(line))
         write_whole(self.path, "\n".join([*self._lines, self._head()]) + "\n", inside=self.path.parent)
+        write_whole(self._count, str(len(self.entries)), private=True, inside=self._count.parent)
         return self.entries[-1]
 
     def of_kind(self, *kinds: str) -> Iterator[Entry]:

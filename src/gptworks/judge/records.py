@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gptworks.judge.changes import together
 from gptworks.judge.evidence import Control, Judgement, judged
 from gptworks.judge.ledger import Ledger
 from gptworks.runs.try_results import PLACES, Try
@@ -54,7 +55,7 @@ class Tried:
     place: str = PLACES["after"]
     """Where the losses are compared: at equal tokens or, if step times differ, in equal time."""
     step_time: float | None = None
-    """Step time with the change divided by that without it."""
+    """Time of the same tokens with the change divided by that without it."""
     loss_before: float | None = None
     loss_after: float | None = None
     parameters: int | None = None
@@ -92,7 +93,7 @@ class Tried:
         if self.accepted:
             return f"gain: {between}"
         if self.is_time_open:
-            return f"not decided: {between}; whether a step takes longer with the change is open"
+            return f"not decided: {between}; whether the same tokens take longer with it is open"
         needed = f"the evidence is e = {shown_e(found.log_e)}, and a gain needs {1 / self.level:,.0f}"
         return {
             "tie": f"tie: any gain is below the {worth:g} that matters: {between}",
@@ -145,8 +146,11 @@ class Records:
 
     @property
     def champion_changes(self) -> list[str]:
-        """The accepted changes as overrides, each setting once."""
-        return list({change.partition("=")[0]: change for one in self.accepted for change in one.changes}.values())
+        """The accepted changes as overrides, which make the champion from the base recipe."""
+        changes = list[str]()
+        for one in self.accepted:
+            changes = together(changes, one.changes)
+        return changes
 
 
 def read_records(ledger: Ledger) -> Records:
@@ -162,6 +166,8 @@ def read_records(ledger: Ledger) -> Records:
                     parameters=entry["parameters"],
                 )
             )  # fmt: skip
+        elif entry["kind"] == "pair" and entry["tried"]:
+            tries[entry["tried"] - 1].seconds += entry["seconds"]
         elif entry["kind"] == "ended":
             one = tries[entry["tried"] - 1]
             one.take(entry)

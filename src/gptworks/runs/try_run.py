@@ -240,7 +240,7 @@ def run_try(
 ) -> Try:  # fmt: skip
     """Train pairs of runs until the rules end the try, the time is over or a signal requests a stop; return the try.
 
-    `path` is the recipe. `after_pair` is called with the try after each pair.
+    `path` is the recipe. `after_pair` is called with the try after each pair, before `try.json` has it.
 
     Raises:
         UserError: another process uses the folder.
@@ -268,8 +268,8 @@ def run_try(
             if pair is None:
                 break
             earlier, found = found, replace(found, pairs=(*found.pairs[:number], pair, *found.pairs[number + 1 :]))
-            write_try(found)
             after_pair(found)
+            write_try(found)
             last = "  ".join(f"{arm} {loss:.4f}" for arm, loss in pair.loss.items())
             so_far = "  ".join(f"{arm} {found.verdict(arm).value:+.4f}" for arm in pair.loss if arm != "before")
             report(f"pair {pair.number}: {last}; mean difference: {so_far}")
