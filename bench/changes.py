@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 BASELINE, SHORTER, LONGER = "baseline", "half-as-long", "twice-as-long"
 
-WITHDRAWN = ("residual-scalars",)
+WITHDRAWN = ("residual-scalars", "decay-1-sqrt")
 """Changes on record whose settings gptworks no longer has."""
 
 
@@ -38,7 +38,6 @@ CHANGES = (
     _change("even-average", "train.average_last=0.2", "Izmailov et al., 2018"),
     _change("growing-batch", "train.smaller_batches=[[120,8]]", "Smith et al., 2018"),
     _change("two-tokens-ahead", "model.n_future_tokens=2", "Gloeckle et al., 2024"),
-    _change("decay-1-sqrt", "train.decay_shape=1-sqrt", "Hägele et al., 2024"),
     _change("cosine", "train.schedule=cosine", "Loshchilov & Hutter, 2017"),
     _change("geglu", "model.mlp=geglu", "Shazeer, 2020"),
     _change("windows", "model.window=64 model.window_pattern=[window,full]", "Gemma 2, 2024"),
@@ -95,11 +94,6 @@ CHANGES = (
     ),
     # embedding and head
     _change("untied-head", "model.tie_embeddings=false", "Press & Wolf, 2017, without it"),
-    _change(
-        "late-untying",
-        "model.tie_embeddings=false train.untie_after_steps=240",
-        "modded-nanogpt, 2025",
-    ),
     _change("smear", "model.smear=true", "modded-nanogpt, 2025"),
     _change("bigram-embeddings", "model.bigram_vocab_size=4096", "Huang et al., 2025"),
     _change("logit-softcap-30", "model.logit_softcap=30", "Gemma 2, 2024"),

@@ -42,7 +42,7 @@ PROPOSALS: tuple[tuple[str, Changes], ...] = (
     ("smear", {"model.smear": True}),
     ("squared ReLU", {"model.mlp": "relu2"}),
     ("a clip that is never reached", {"train.grad_clip": 50.0}),
-    ("a softer decay", {"train.decay_shape": "1-sqrt"}),
+    ("a longer decay", {"train.decay_fraction": 0.8}),
     ("small batches first", {"train.smaller_batches": [[0.3, 1]]}),
 )
 """The changes that the agent proposes, in this order."""

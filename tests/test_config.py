@@ -23,6 +23,7 @@ from gptworks.config import (
     RopeScaling,
     Section,
     SweepRange,
+    TrainConfig,
     role_of,
     settings,
 )
@@ -97,11 +98,14 @@ def test_an_unknown_key_names_the_nearest(key: str, near: str) -> None:
 
 
 def test_a_removed_setting_is_accepted_at_its_neutral_value_and_refused_by_name(tmp_path: Path) -> None:
-    recipe = load_recipe(write(tmp_path, changed("model.residual_scalars", False)))
-    assert recipe.model == parse_recipe(SAMPLE).model
-    save_recipe(recipe, tmp_path / "recipe.yaml")
-    assert "residual_scalars" not in (tmp_path / "recipe.yaml").read_text(encoding="utf-8")
-    assert "`model`: residual_scalars was removed" in refused(changed("model.residual_scalars", True))
+    for section in (ModelConfig, TrainConfig):
+        for name, value in section.removed.items():
+            key = f"{section.__name__.removesuffix('Config').lower()}.{name}"
+            recipe = load_recipe(write(tmp_path, changed(key, value)))
+            assert (recipe.model, recipe.train) == (parse_recipe(SAMPLE).model, parse_recipe(SAMPLE).train)
+            save_recipe(recipe, tmp_path / "recipe.yaml")
+            assert name not in (tmp_path / "recipe.yaml").read_text(encoding="utf-8")
+            assert f"{name} was removed, because experiments showed no gain" in refused(changed(key, "other"))
 
 
 def test_an_unknown_key_deep_inside_and_at_the_top() -> None:

@@ -15,13 +15,13 @@ from halves import assert_resumes_exactly
 from test_stream import WHOLE
 
 SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "untied at the stop": (
+    "untied, tables of values": (
         {"tie_embeddings": False, "value_embeddings": ("table",)},
-        {"untie_after_steps": 3, "rate_factors": {"head": 0.5, "vectors": 2.0}},
+        {"rate_factors": {"head": 0.5, "vectors": 2.0}},
     ),
-    "untied behind it, averaged": (
+    "untied, averaged": (
         {"tie_embeddings": False, "bigram_vocab_size": 61, "n_experts": 3},
-        {"untie_after_steps": 4, "ema_decay": 0.5, "muon_coefficients": "polar_express", "muon_iterations": 3},
+        {"ema_decay": 0.5, "muon_coefficients": "polar_express", "muon_iterations": 3},
     ),
     "repeated, three tokens ahead": (
         {"layer_repeats": (1, 2), "smear": True, "bigram_vocab_size": 61, "logit_softcap": 9.0, "n_future_tokens": 3},

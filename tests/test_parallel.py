@@ -410,8 +410,8 @@ IN_BF16: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "laboratory": ("fsdp", MODELS["laboratory"], {
         "optimizer": "adamw", "average_last": 0.5, "rate_factors": {"embeddings": 0.5, "vectors": 2.0},
     }),
-    "repeated, untied late": ("ddp", MODELS["repeated"] | {"tie_embeddings": False}, {
-        "optimizer": "normuon", "untie_after_steps": 7, "shorter_contexts": [[4, 8]],
+    "repeated, untied": ("ddp", MODELS["repeated"] | {"tie_embeddings": False}, {
+        "optimizer": "normuon", "shorter_contexts": [[4, 8]],
     }),
 }  # fmt: skip
 """Strategy, settings of the model and of training."""

@@ -49,13 +49,3 @@ def test_cosine_ends_at_the_final_fraction() -> None:
     train = plain_training(max_steps=10, final_rate_fraction=0.25)
     assert rate_factor(train, 10, 1.0) == pytest.approx(0.25)
     assert rate_factor(train, 5, 0.5) == pytest.approx(0.25 + 0.75 * 0.5 * (1 + math.cos(math.pi / 2)))
-
-
-def test_wsd_as_one_minus_the_square_root() -> None:
-    train = plain_training(
-        max_steps=100, schedule="wsd", decay_fraction=0.5, decay_shape="1-sqrt", final_rate_fraction=0.1
-    )
-    ours = factors(train, 100)
-    assert ours[:51] == [1.0] * 51
-    assert ours[62] == pytest.approx(0.1 + 0.9 * (1 - math.sqrt(12 / 50)))
-    assert ours[99] == pytest.approx(0.1 + 0.9 * (1 - math.sqrt(49 / 50)))

@@ -1,6 +1,6 @@
 """Base classes and types of settings: bounds, sections, roles and places."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -14,6 +14,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     PlainSerializer,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic_core import CoreSchema
 
@@ -127,6 +128,20 @@ class Section(Bounded):
     """A frozen group of settings that accepts only known keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    removed: ClassVar[Mapping[str, Any]] = {}
+    """Settings that were removed because experiments showed no gain, with the values that turned them off: recipes in
+    run folders of earlier versions have those."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_removed(cls, settings: Any) -> Any:
+        if not isinstance(settings, Mapping) or not (found := cls.removed.keys() & settings.keys()):
+            return settings
+        for name in found:
+            if settings[name] != cls.removed[name]:
+                raise ValueError(f"{name} was removed, because experiments showed no gain from it: delete the key")
+        return {name: value for name, value in settings.items() if name not in found}
 
 
 def derived(name: str, function: Callable[[Any], Any] = lambda value: value) -> Any:

@@ -4,7 +4,7 @@ To add an experimental setting, write the setting and its tensors here, and its 
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -24,6 +24,8 @@ Tensor parallelism supports none of them, and the C++ engine only `bigram_vocab_
 
 class ModelConfig(Architecture):
     """A decoder-only transformer, with experimental settings."""
+
+    removed: ClassVar[Mapping[str, Any]] = {"residual_scalars": False}
 
     bigram_vocab_size: Fixed[int] = Field(
         0,
@@ -150,16 +152,6 @@ class ModelConfig(Architecture):
             yield "future_heads", {f"future_heads.{i}.weight": square for i in heads}, None
         if self.attention_gate:
             yield "attention_gates", {"attention.gating.weight": (self.n_heads, self.d_gate)}, layers
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_removed(cls, settings: Any) -> Any:
-        """Drop `residual_scalars: false`, which run folders of earlier versions contain; refuse true."""
-        if not isinstance(settings, Mapping) or "residual_scalars" not in settings:
-            return settings
-        if settings["residual_scalars"]:
-            raise ValueError("residual_scalars was removed, because experiments showed no gain from it: delete the key")
-        return {name: value for name, value in settings.items() if name != "residual_scalars"}
 
     @model_validator(mode="after")
     def _check_laboratory(self) -> Self:

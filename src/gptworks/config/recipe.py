@@ -84,19 +84,6 @@ class Recipe(Section):
         given = given | in_whole_numbers(given, rest["model"].context_length)
         return train_defaults(given, rest["model"], rest["objective"], tunes, adapter) | given
 
-    def _check_untying(self) -> None:
-        steps = self.train.untie_after_steps
-        if not steps:
-            return
-        for name, there, fix in (
-            ("model.tie_embeddings=true", self.model.tie_embeddings, "leaves no head to untie; set it to false"),
-            ("initialize_from", self.initialize_from is not None, "has its own head; drop one of them"),
-            ("adapter", self.adapter is not None, "does not train the embedding and the head; drop one of them"),
-            ("freeze", self.freeze is not None, "may not train the embedding and the head; drop one of them"),
-        ):
-            if there:
-                raise ValueError(f"train.untie_after_steps={steps} and {name}, which {fix}")
-
     def _check_future(self) -> None:
         n, given = self.model.n_future_tokens, self.train.future_weights
         if n > 1 and self.adapter is None and not self.objective.trains_future_heads:
@@ -132,7 +119,6 @@ class Recipe(Section):
                 f"train.rate_factors.head={self.train.rate_factors.head:g} and model.tie_embeddings=true: the head is "
                 f"the embedding; set train.rate_factors.embeddings, or tie_embeddings=false"
             )
-        self._check_untying()
         self._check_future()
         if self.freeze is not None and self.freeze.first_blocks > self.model.n_layers:
             raise ValueError(

@@ -1,11 +1,12 @@
 """Settings of training."""
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from gptworks.choices import DeviceName, PrecisionName
-from gptworks.config.base import Fixed, Fraction, Free, Measured, PositiveInt, Steering, derived
+from gptworks.config.base import Fraction, Free, Measured, PositiveInt, Steering, derived
 from gptworks.config.optimizers import OptimizerSettings
 
 EVALUATED_TOKENS = 2**17
@@ -22,6 +23,8 @@ class TrainConfig(OptimizerSettings):
     between evaluations, samples and checkpoints, depend on the rest of the recipe (`gptworks.config.defaults`).
     """
 
+    removed: ClassVar[Mapping[str, Any]] = {"decay_shape": "linear", "untie_after_steps": 0}
+
     schedule: Steering[Literal["cosine", "wsd", "constant"]] = Field(
         "wsd",
         description="Learning rate after warmup. cosine: to the end of the run (Loshchilov & Hutter, 2017). wsd: "
@@ -34,19 +37,8 @@ class TrainConfig(OptimizerSettings):
         description="Optimizer steps of linear warmup. Default: a fiftieth of max_steps, at most 1,000.",
     )
     decay_fraction: Steering[float] = Field(0.6, gt=0, le=1, description="wsd: last share of the run, which decays.")
-    decay_shape: Steering[Literal["linear", "1-sqrt"]] = Field(
-        "linear", description="wsd: shape of the decay. 1-sqrt falls faster at first (Hägele et al., 2024)."
-    )
     final_rate_fraction: Steering[float] = Field(0.0, ge=0, le=1, description="Last rate as a fraction of the peak.")
 
-    untie_after_steps: Fixed[int] = Field(
-        0,
-        ge=0,
-        le=1_000_000_000,
-        description="Steps in which the token embedding is the head too; then the head continues from a copy of it and "
-        "of its moments (modded-nanogpt: two thirds of the run). Needs model.tie_embeddings=false. 0: separate from "
-        "the start.",
-    )
     ema_decay: Steering[Fraction] = Field(
         0.0, description="Decay of the moving average of the weights, which is evaluated and published. 0: none."
     )
@@ -138,7 +130,7 @@ class TrainConfig(OptimizerSettings):
     def is_whole_step(self, step: int) -> bool:
         """Return whether step `step`, counted from 0, has the same batch shape and cost as the run's last steps."""
         last_change = max((until for until, _ in (*self.smaller_batches, *self.shorter_contexts)), default=0)
-        return step >= max(last_change, self.untie_after_steps)
+        return step >= last_change
 
     def n_evaluated(self, n_there: int, context_length: int) -> int:
         """Return how many of `n_there` validation sequences an evaluation reads; 0: all."""

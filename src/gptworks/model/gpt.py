@@ -69,8 +69,6 @@ class GPT(nn.Module):
         self.value_embeddings = build_tables(config)
         self.norm = build_norm(config)
         self.untied_head = None if config.tie_embeddings else Linear(config.d_model, config.vocab_size, bias=False)
-        self.head_is_embedding = False
-        """Whether the head uses the embedding's matrix although there is `untied_head`; training may switch to it."""
         self.activation_checkpointing = "none"
         """Blocks that the backward pass recomputes from their input: none, every second (selective) or all (block)."""
         self.watched: list[Tensor] | None = None
@@ -80,10 +78,8 @@ class GPT(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's matrix [V, C]: the token embedding's if the two are tied or `head_is_embedding`."""
-        if self.untied_head is None or self.head_is_embedding:
-            return self.token_embedding.weight
-        return self.untied_head.weight
+        """The head's matrix [V, C]: the token embedding's if the two are tied."""
+        return (self.untied_head or self.token_embedding).weight
 
     def features(
         self,

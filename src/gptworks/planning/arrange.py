@@ -186,12 +186,6 @@ def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | No
                 f"{name}={value} keeps {kept} whole on each device and train.parallel.{setting} divides them",
                 f"use strategy=ddp and tensor_parallel=1, or {name}={fix}.",
             )
-    if recipe.train.untie_after_steps:
-        return Refusal(
-            f"train.untie_after_steps={recipe.train.untie_after_steps} gives the head no gradient at first, and "
-            f"train.parallel.{setting} divides gradients of all weights",
-            "use strategy=ddp and tensor_parallel=1.",
-        )
     if recipe.objective.rollouts and recipe.train.parallel.tensor_parallel > 1:
         return Refusal(
             f"objective.type={recipe.objective.type} samples with whole weights and train.parallel.{setting} divides "

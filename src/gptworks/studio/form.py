@@ -33,7 +33,7 @@ _TOPICS = {
     "train": {
         "max_steps": "training: length and batches", "activation_checkpointing": "training: memory and speed",
         "router_balance_weight": "training: additional losses", "optimizer": "optimizer", "schedule": "learning rate",
-        "untie_after_steps": "training: averages", "precision": "training: device",
+        "ema_decay": "training: averages", "precision": "training: device",
         "log_every": "evaluations, checkpoints and samples", "early_stopping_patience": "training: stops and spikes",
     },
 }  # fmt: skip

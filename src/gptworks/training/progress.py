@@ -225,8 +225,8 @@ def rate_factor(train: TrainConfig, step: int, progress: float) -> float:
     """Return learning rate / peak rate at step `step` (from 0), when the fraction `progress` of the run is done.
 
     Warmup is linear over `warmup_steps`. Then, with schedule "cosine", the rate follows half a cosine until the end of
-    the run (Loshchilov & Hutter, 2017); with "wsd", it stays constant and then falls, linearly or as 1 - sqrt, over the
-    last `decay_fraction` of the run (Hu et al., 2024; Hägele et al., 2024). Both end at `final_rate_fraction`. With
+    the run (Loshchilov & Hutter, 2017); with "wsd", it stays constant and then falls linearly over the last
+    `decay_fraction` of the run (Hu et al., 2024; Hägele et al., 2024). Both end at `final_rate_fraction`. With
     "constant", it stays at 1.
     """
     if step < train.warmup_steps:
@@ -238,5 +238,5 @@ def rate_factor(train: TrainConfig, step: int, progress: float) -> float:
         return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * after_warmup))
     if train.schedule == "wsd":
         decayed = max(0.0, 1 - (1 - progress) / train.decay_fraction)  # fraction of the decay done
-        return floor + (1 - floor) * (1 - (math.sqrt(decayed) if train.decay_shape == "1-sqrt" else decayed))
+        return floor + (1 - floor) * (1 - decayed)
     return 1.0

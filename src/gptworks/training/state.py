@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from gptworks.checkpoint import Checkpoint, newest_verified
 from gptworks.config import Recipe, TrainConfig
 from gptworks.errors import RunError, UserError
-from gptworks.model.gpt import GPT
 from gptworks.quantize.convert import pack_for
 from gptworks.quantize.linear import weight_tensors
 from gptworks.tensors import Expected
 from gptworks.training.distributed.agreed import agreed_checkpoint
 from gptworks.training.events import Listener
-from gptworks.training.optim.optimizer import Optimizer
 from gptworks.training.progress import Length, Progress
 from gptworks.training.record.display import Display
 from gptworks.training.saving import CheckpointWriter, remove_newer
@@ -94,46 +92,6 @@ class WeightAverage:
             self.parameters[name].copy_(tensor)
 
 
-EMBEDDING, HEAD = "token_embedding.weight", "untied_head.weight"
-
-
-class LateUntying:
-    """Unties a head that is tied to the token embedding at first; from then on the head, at first a copy, trains
-    separately (modded-nanogpt, pull request 178). The recipe sets the step, so that a resumed run unties at that step.
-
-    The head's matrix exists from the start, so that all checkpoints have the same model tensors. Until the head is
-    untied, its matrix is saved as a copy of the embedding, without optimizer state.
-    """
-
-    def __init__(self, model: GPT, optimizer: Optimizer, untie_after_steps: int) -> None:
-        """
-        Args:
-            untie_after_steps: steps before the head is untied; 0: the head never changes from tied to untied.
-        """
-        self._model, self._optimizer, self._steps = model, optimizer, untie_after_steps
-
-    def begin(self, step: int, average: WeightAverage) -> None:
-        """Tie the head in steps before the recipe's step, and untie it in that step and later ones. Called before
-        optimizer step number `step`, from 0."""
-        if not self._steps:
-            return
-        if step == self._steps:
-            self._copy(average)
-            self._optimizer.copy_state(EMBEDDING, HEAD)
-        self._model.head_is_embedding = step < self._steps
-
-    def before_saving(self, average: WeightAverage) -> None:
-        """Copy the embedding to the head's matrix if the head is still tied."""
-        if self._model.head_is_embedding:
-            self._copy(average)
-
-    @torch.no_grad()
-    def _copy(self, average: WeightAverage) -> None:
-        for tensors in (average.parameters, average.tensors):
-            if HEAD in tensors:
-                tensors[HEAD].copy_(tensors[EMBEDDING])
-
-
 class TrainingState(Listener):
     """A run's progress, weights, their average and the optimizer."""
 
@@ -141,14 +99,10 @@ class TrainingState(Listener):
         self._recipe, self._step, self._display = recipe, step, display
         self.progress, self._length = progress, length
         self.average = WeightAverage(step.model, recipe.train)
-        self.untying = LateUntying(step.model, step.optimizer, recipe.train.untie_after_steps)
         self.writer = CheckpointWriter(
             recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every, step.ranks.writers
         )
         self._saved_step = -1
-
-    def begin_step(self, progress: Progress) -> None:
-        self.untying.begin(progress.step, self.average)
 
     def applied(self, progress: Progress) -> None:
         self.average.update(progress.step, self._length.total_steps(progress))
@@ -239,7 +193,6 @@ class TrainingState(Listener):
             return
         step, parts = self._step, self._step.parallel.parts
         self.progress.scaler = step.scaler.state_dict()
-        self.untying.before_saving(self.average)
         with step.stopwatch.part("checkpoint"):
             tensors = {"model": parts(self.average.model_tensors)}
             if not weights_only:

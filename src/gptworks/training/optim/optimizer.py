@@ -127,13 +127,6 @@ class Optimizer:
                     expected[f"{name}/{key}"] = Expected(kept.shape, getattr(torch, kept.dtype), least)
         return expected
 
-    def copy_state(self, source: str, target: str) -> None:
-        """Copy the state of parameter `source` to parameter `target`, of the same shape, if one optimizer has both."""
-        for optimizer, names in self._optimizers.values():
-            if source in names and target in names:
-                state = optimizer.state[self.parameters[source]]
-                optimizer.state[self.parameters[target]] = {key: value.clone() for key, value in state.items()}
-
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Restore tensors that `state_tensors` returned."""
         by_name: dict[str, dict[str, Tensor]] = {}
