@@ -23,7 +23,8 @@ from gptworks.recipe import parse_recipe
 from gptworks.special_tokens import special_tokens
 from gptworks.training.loop import train
 
-OWN = {"temperature": 0.3, "top_k": 40, "frequency_penalty": 1.0, "dry_multiplier": 2.0, "dry_allowed_length": 3}
+OWN = {"temperature": 0.3, "top_k": 40, "frequency_penalty": 1.0, "presence_penalty": -0.25, "dry_multiplier": 2.0,
+       "dry_allowed_length": 3}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def test_texts_are_sampled_as_the_recipe_recommends_unless_options_differ(run: P
     expected = engine.generate("the quick", SamplingSettings(**OWN, seed=3, max_tokens=12, heal=True))
     plain = engine.generate("the quick", SamplingSettings(seed=3, max_tokens=12, heal=True))
     assert said(run) == expected != plain
-    off = "--temperature 0.8 --top-k 0 --frequency-penalty 0 --dry-multiplier 0"
+    off = "--temperature 0.8 --top-k 0 --frequency-penalty 0 --presence-penalty 0 --dry-multiplier 0"
     assert said(run, *off.split()) == plain
 
 

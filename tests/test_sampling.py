@@ -415,7 +415,7 @@ def test_nothing_is_reported_unless_requested() -> None:
         ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.0), ("repetition_penalty", 0.0), ("max_tokens", 0),
         ("stop", ("",)), ("frequency_penalty", math.inf), ("presence_penalty", math.nan), ("logprobs", -1),
         ("min_tokens", 201), ("logit_bias", {3: math.inf}), ("dry_multiplier", -1), ("dry_multiplier", math.nan),
-        ("dry_base", 0.5), ("dry_allowed_length", 0), ("dry_allowed_length", 51),
+        ("dry_base", 0.5), ("dry_allowed_length", 0), ("dry_allowed_length", 51), ("frequency_penalty", -100.5),
     ],
 )  # fmt: skip
 def test_impossible_settings_are_refused_by_name_and_value(name: str, value: object) -> None:

@@ -320,7 +320,7 @@ def test_what_cannot_be_is_refused_in_words(http: httpx.Client) -> None:
     refused(http, 400, "one of prompt, tokens and messages", tokens=[1])
     refused(http, 400, "base model", prompt=None, messages=[{"role": "user", "content": "Hello?"}])
     refused(http, 400, "base model", answers=True)
-    refused(http, 400, "top_p=7", settings={"top_p": 7})
+    refused(http, 400, "settings.top_p", settings={"top_p": 7})
     refused(http, 400, "did you mean `temperature`", settings={"temprature": 1})
     refused(http, 400, "leads out", model="leads-out")
 

@@ -3,7 +3,8 @@
 A small module, so that `--help` is fast.
 """
 
-from typing import Literal, NamedTuple
+import operator
+from typing import Any, ClassVar, Literal, NamedTuple
 
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
@@ -52,5 +53,33 @@ class Sampling(NamedTuple):
 
 
 SAMPLING = Sampling()
-DRY_RANGES = {"dry_multiplier": (0, 100), "dry_base": (1, 10), "dry_allowed_length": (1, 50)}
-"""Minimum and maximum of the settings of the DRY penalty."""
+
+
+class Rule:
+    """What a sampling setting does, and its bounds by pydantic's names: ge, gt, le, lt."""
+
+    _WORDS: ClassVar = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+    def __init__(self, help: str, **bounds: Any) -> None:
+        self.help, self.bounds = help, bounds
+
+    def allows(self, value: float) -> bool:
+        return all(getattr(operator, name)(value, bound) for name, bound in self.bounds.items())
+
+    def __str__(self) -> str:
+        return " and ".join(f"{self._WORDS[name]} {bound}" for name, bound in self.bounds.items())
+
+
+SAMPLING_RULES = {
+    "temperature": Rule("0 takes the likeliest token (greedy).", ge=0, le=10**6),
+    "top_k": Rule("Keep the k likeliest tokens. 0: all.", ge=0, lt=2**31),
+    "top_p": Rule("Keep the likeliest tokens that hold this much probability.", gt=0, le=1),
+    "min_p": Rule("Drop tokens below this share of the likeliest one's probability.", ge=0, lt=1),
+    "repetition_penalty": Rule("Above 1: tokens that occurred become less likely.", ge=0.001, le=1000),
+    "frequency_penalty": Rule("Subtracted from a token's logit each time it was generated.", ge=-100, le=100),
+    "presence_penalty": Rule("Subtracted once from the logit of a generated token.", ge=-100, le=100),
+    "dry_multiplier": Rule("Above 0: tokens that would go on repeating text become less likely (DRY).", ge=0, le=100),
+    "dry_base": Rule("DRY: factor by which the penalty grows with each repeated token.", ge=1, le=10),
+    "dry_allowed_length": Rule("DRY: tokens that may be repeated without a penalty.", ge=1, le=50),
+}
+"""The settings that a recipe or a generation_config.json may state. OpenAI's API has ranges of its own."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from gptworks.choices import DRY_RANGES
+from gptworks.choices import SAMPLING_RULES
 from gptworks.errors import UserError
 from gptworks.json_files import read_json
 
@@ -33,7 +33,7 @@ TOKENIZER_CONFIG, TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json
 GENERATION_CONFIG, MODEL_CONFIG = "generation_config.json", "config.json"
 THEIR_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """The sampling settings that transformers and llama.cpp read from a model's files."""
-STATED_SAMPLING = (*THEIR_SAMPLING, "frequency_penalty", "presence_penalty", *DRY_RANGES)
+STATED_SAMPLING = tuple(SAMPLING_RULES)
 """The sampling settings that a generation_config.json may state."""
 OUR_CLASS = "PreTrainedTokenizerFast"
 """Name of transformers' class in a run's tokenizer_config.json; this class uses tokenizer.json unchanged."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from gptworks.choices import SAMPLING, BackendName, CacheName, DeviceName, LoadedWeights, Sharding
+from gptworks.choices import SAMPLING, SAMPLING_RULES, BackendName, CacheName, DeviceName, LoadedWeights, Sharding
 from gptworks.files import fetched_path
 
 
@@ -92,40 +92,26 @@ Price = Annotated[float | None, Option(help="Price of an hour of a device, for t
 HostMemoryGiB = Annotated[float | None, Option(help="Memory of the host of a node.")]
 
 
-def _stated(default: float, text: str) -> Any:
-    """Return a sampling option whose default a model may override. The option's value is None if it is not given."""
-    return Option(help=text, show_default=f"{default:g}, or the model's own")
+def _sampling(name: str) -> Any:
+    """Return the option of a sampling setting whose default a model may override. None: the option is not given."""
+    default = f"{getattr(SAMPLING, name):g}, or the model's own"
+    return Option(help=SAMPLING_RULES[name].help, show_default=default)
 
 
 # Sampling options, shared by `generate` and `chat`.
 MaxTokens = Annotated[int, Option(help="Most tokens to generate.")]
-Temperature = Annotated[float | None, _stated(SAMPLING.temperature, "0 takes the likeliest token (greedy).")]
-TopK = Annotated[int | None, _stated(SAMPLING.top_k, "Keep the k likeliest tokens. 0: all.")]
-TopP = Annotated[float | None, _stated(SAMPLING.top_p, "Keep the likeliest tokens that hold this much probability.")]
-MinP = Annotated[
-    float | None, _stated(SAMPLING.min_p, "Drop tokens below this share of the likeliest one's probability.")
-]
-RepetitionPenalty = Annotated[
-    float | None, _stated(SAMPLING.repetition_penalty, "Above 1: tokens that occurred become less likely.")
-]
+Temperature = Annotated[float | None, _sampling("temperature")]
+TopK = Annotated[int | None, _sampling("top_k")]
+TopP = Annotated[float | None, _sampling("top_p")]
+MinP = Annotated[float | None, _sampling("min_p")]
+RepetitionPenalty = Annotated[float | None, _sampling("repetition_penalty")]
+FrequencyPenalty = Annotated[float | None, _sampling("frequency_penalty")]
+PresencePenalty = Annotated[float | None, _sampling("presence_penalty")]
+DryMultiplier = Annotated[float | None, _sampling("dry_multiplier")]
+DryBase = Annotated[float | None, _sampling("dry_base")]
+DryAllowedLength = Annotated[int | None, _sampling("dry_allowed_length")]
 Seed = Annotated[int | None, Option(help="The same seed gives the same text.")]
 Stop = Annotated[list[str] | None, Option(help="End before this string; repeatable.")]
-FrequencyPenalty = Annotated[
-    float | None, _stated(SAMPLING.frequency_penalty, "Subtracted from a token's logit each time it was generated.")
-]
-PresencePenalty = Annotated[
-    float | None, _stated(SAMPLING.presence_penalty, "Subtracted once from the logit of a generated token.")
-]
-DryMultiplier = Annotated[
-    float | None,
-    _stated(SAMPLING.dry_multiplier, "Above 0: tokens that would go on repeating text become less likely (DRY)."),
-]
-DryBase = Annotated[
-    float | None, _stated(SAMPLING.dry_base, "DRY: factor by which the penalty grows with each repeated token.")
-]
-DryAllowedLength = Annotated[
-    int | None, _stated(SAMPLING.dry_allowed_length, "DRY: tokens that may be repeated without a penalty.")
-]
 Context = Annotated[int | None, Option("--context", min=1, help="Of prompt and answer. Default: the model's.")]
 Cache = Annotated[CacheName, Option("--cache", help="How keys and values are kept.")]
 Speculative = Annotated[

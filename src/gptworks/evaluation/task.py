@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, model_validator
 
 from gptworks.config import PositiveInt, PositiveTime, Section, ShortPath
+from gptworks.config.sampling import sampling
 from gptworks.confined import expressions
 from gptworks.data.sources.records import read_jsonl
 from gptworks.errors import UserError, did_you_mean, shortened
@@ -55,8 +56,8 @@ class Sampled(Section):
 
     max_tokens: PositiveInt = 64
     stop: tuple[str, ...] = Field(("\n",), description="An answer ends before the first of these.")
-    temperature: Annotated[float, Field(ge=0)] = Field(0.0, description="0: greedy.")
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    temperature: Annotated[float, sampling("temperature")] = 0.0
+    top_p: Annotated[float, sampling("top_p")] = 1.0
 
 
 class MultipleChoice(TaskFile):

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptworks.choices import DRY_RANGES, SAMPLING
+from gptworks.choices import SAMPLING, SAMPLING_RULES
 from gptworks.errors import RunError, UserError, did_you_mean
 from gptworks.infer.logprobs import TokenLogprob
 from gptworks.infer.penalties import Repeats, adjust
@@ -103,16 +103,9 @@ class SamplingSettings:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", {int(token): float(bias) for token, bias in self.logit_bias.items()})
         for name, holds, rule in (
-            ("temperature", 0 <= self.temperature <= 1e6, "0 (greedy) to 1000000"),
-            ("top_k", 0 <= self.top_k < 2**31, "0 (off) or more, and below 2147483648"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
-            ("min_p", 0 <= self.min_p < 1, "0 (off) or more, and below 1"),
-            ("repetition_penalty", 1e-3 <= self.repetition_penalty <= 1e3, "0.001 to 1000; 1 is off"),
-            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a number; 0 is off"),
-            ("presence_penalty", math.isfinite(self.presence_penalty), "a number; 0 is off"),
             *(
-                (name, low <= getattr(self, name) <= high, f"{low} to {high}")
-                for name, (low, high) in DRY_RANGES.items()
+                (name, rule.allows(getattr(self, name)), f"{rule}; the default is {getattr(SAMPLING, name):g}")
+                for name, rule in SAMPLING_RULES.items()
             ),
             ("logit_bias", all(bias < math.inf for bias in self.logit_bias.values()), "numbers, or -inf for never"),
             ("max_tokens", self.max_tokens >= 1, "1 or more"),

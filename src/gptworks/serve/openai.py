@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from gptworks.config.sampling import dry_range
+from gptworks.config.sampling import sampling
 from gptworks.serve.settings import (
     MAX_BIASES,
     MAX_LOGPROBS,
@@ -116,9 +116,9 @@ class SamplingFields(Wire):
     repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     ignore_eos: bool | None = None
-    dry_multiplier: Annotated[float, dry_range("dry_multiplier")] | None = None
-    dry_base: Annotated[float, dry_range("dry_base")] | None = None
-    dry_allowed_length: Annotated[int, dry_range("dry_allowed_length")] | None = None
+    dry_multiplier: Annotated[float | None, sampling("dry_multiplier")] = None
+    dry_base: Annotated[float | None, sampling("dry_base")] = None
+    dry_allowed_length: Annotated[int | None, sampling("dry_allowed_length")] = None
 
     @model_validator(mode="after")
     def _streams(self) -> Self:

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, model_validator
 
 from gptworks.chat_template import MAX_TEMPLATE_BYTES, TEMPLATE_FILE
-from gptworks.config.sampling import dry_range
+from gptworks.config import SamplingConfig
 from gptworks.files import read_text
 from gptworks.infer.logprobs import TokenLogprob
 from gptworks.infer.sampling import SamplingSettings
@@ -33,24 +33,12 @@ Event = dict[str, Any]
 
 _SEEDS = 2**31
 """A request without a seed gets a random one below this, which JavaScript represents exactly."""
-_Number = Annotated[float, Field(ge=-1000, le=1000)]
 _Tokens = Annotated[int, Field(ge=0, le=openai.MAX_TOKENS)]
 
 
-class PlaySettings(Wire):
-    """Sampling settings. `sampling` checks the ranges of `gptworks generate`. Also, temperature and penalties are at
-    most 1000, and numbers of tokens at most `openai.MAX_TOKENS`."""
+class PlaySettings(Wire, SamplingConfig):
+    """Sampling settings of a request: those of a recipe, and those of a single text."""
 
-    temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
-    top_k: _Tokens | None = None
-    top_p: _Number | None = None
-    min_p: _Number | None = None
-    repetition_penalty: _Number | None = None
-    frequency_penalty: _Number | None = None
-    presence_penalty: _Number | None = None
-    dry_multiplier: Annotated[float, dry_range("dry_multiplier")] | None = None
-    dry_base: Annotated[float, dry_range("dry_base")] | None = None
-    dry_allowed_length: Annotated[int, dry_range("dry_allowed_length")] | None = None
     max_tokens: _Tokens | None = None
     min_tokens: _Tokens | None = None
     stop: openai.Stops = ()
