@@ -46,10 +46,6 @@ class Change:
         return self.need.fits
 
     @property
-    def more_devices(self) -> bool:
-        return self.n_ranks > self.n_ranks_before
-
-    @property
     def words(self) -> str:
         """The change as arguments of `gptworks plan`."""
         ranks = [f"--world-size {self.n_ranks}"] if self.n_ranks != self.n_ranks_before else []

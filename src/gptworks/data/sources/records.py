@@ -301,12 +301,6 @@ def _next_records(file: Path, row: int, batches: Iterator[Any]) -> list[dict[str
     raise UserError(f"{file}, in the {_BATCH_ROWS} rows from row {row} on: {reason}. Get or write the file again.")
 
 
-def count_rows(file: Path) -> int:
-    """Return the number of rows of a Parquet file."""
-    with _parquet_file(file) as table:
-        return int(table.metadata.num_rows)
-
-
 def _parquet_file(file: Path) -> Any:
     try:
         import pyarrow as pa
