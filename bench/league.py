@@ -32,7 +32,6 @@ from gptworks.config import ENDS, BPETokenizer, CharTokenizer, Recipe
 from gptworks.data.prepare import prepare
 from gptworks.device import cpu_threads
 from gptworks.errors import RunError, UserError
-from gptworks.machine import cpu_generation
 from gptworks.planning.params import count_parameters
 from gptworks.recipe import load_recipe, read_recipe, with_vocab_size
 from gptworks.runs.try_run import measured_step_seconds
@@ -179,6 +178,14 @@ class Clock:
         step, seconds = self._times[-1]
         before, seconds_before = max(one for one in self._times if one[0] <= step / 2)
         return (seconds - seconds_before) / max(1, step - before)
+
+
+def cpu_generation(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the processor's family and model number, such as `family 26, model 2`, on Linux on x86; empty elsewhere.
+    Generations of a server's processor can share one name, such as AMD EPYC."""
+    lines = (line.partition(":") for line in cpuinfo.read_text().splitlines()) if cpuinfo.exists() else ()
+    numbers = {key.strip(): value.strip() for key, _, value in lines}
+    return f"family {numbers['cpu family']}, model {numbers['model']}" if "cpu family" in numbers else ""
 
 
 def here() -> Result:

@@ -48,6 +48,13 @@ def league(league_module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return league_module.League(folder, tmp_path / "work", tmp_path / "text.txt", 5, sha256)
 
 
+def test_generations_of_a_processor_differ_although_their_name_is_one(league_module: Any, tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    assert league_module.cpu_generation(cpuinfo) == ""
+    cpuinfo.write_text("cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n")
+    assert league_module.cpu_generation(cpuinfo) == "family 26, model 2"
+
+
 def _changed(league: Any, change: Callable[[Any], object]) -> None:
     file = league.contenders / "fast.yaml"
     tree = yaml.safe_load(file.read_text())

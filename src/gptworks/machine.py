@@ -27,14 +27,6 @@ def cpu_name() -> str:
     return next(names, "")
 
 
-def cpu_generation() -> str:
-    """Return the processor's family and model number, such as `family 26, model 2`, on Linux on x86; empty elsewhere.
-    Generations of a server's processor can share one name, such as AMD EPYC."""
-    lines = (line.partition(":") for line in _lines("/proc/cpuinfo"))
-    numbers = {key.strip(): value.strip() for key, _, value in lines}
-    return f"family {numbers['cpu family']}, model {numbers['model']}" if "cpu family" in numbers else ""
-
-
 def is_amd() -> bool:
     """Whether the processor is from AMD, according to Linux or Windows."""
     names = (line for line in _lines("/proc/cpuinfo") if line.startswith("vendor_id"))
