@@ -138,6 +138,11 @@ class Recipe(Section):
         return self.train.batch_size * self.row_length
 
     @property
+    def several_texts(self) -> bool:
+        """Whether a training row may hold several texts; positions restart at 0 in each."""
+        return bool(self.data.conversations) and self.objective.several_texts
+
+    @property
     def anneal_from(self) -> int | None:
         """Index of the first sample drawn with the weights of `data.anneal`; None without `data.anneal`."""
         anneal, train = self.data.anneal, self.train

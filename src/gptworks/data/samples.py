@@ -236,7 +236,7 @@ def open_samples(recipe: Recipe, folder: Path, verify: bool = False) -> Samples:
         return Prompts(recipe, folder, verify)
     if "preferences" in objective.sources:
         return AnswerPairs(recipe, folder, verify)
-    if objective.several_texts and recipe.data.conversations:
+    if recipe.several_texts:
         return Conversations(recipe, folder, verify)
     return Windows(recipe, folder, verify)
 

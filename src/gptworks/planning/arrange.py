@@ -251,7 +251,7 @@ def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = 
         n_texts=ANSWERS_AT_ONCE if objective.rollouts else len(prompts) + n_held_out,
         text_tokens=model.context_length if objective.rollouts else longest_prompt + train.sample_tokens,
         objective=objective,
-        several_texts=bool(recipe.data.conversations) and objective.several_texts,
+        several_texts=recipe.several_texts,
         other_models_bytes=other_models_bytes(recipe),
         teacher_width=teacher.d_model if (teacher := teacher_config(recipe)) is not None else 0,
     )

@@ -27,8 +27,8 @@ def data_size(recipe: Recipe) -> DataSize:
     rate = 1.0 if recipe.tokenizer.type == "char" else BYTES_PER_TOKEN
     share = (1 - recipe.data.validation.fraction) * (1 + recipe.data.snippets)
     tokens = int(sum(known) * share / rate)
-    packed = bool(recipe.data.conversations) and recipe.objective.several_texts
-    return DataSize(tokens, max(1, tokens // recipe.row_length) if packed else None, estimated=True)
+    rows = max(1, tokens // recipe.row_length) if recipe.several_texts else None
+    return DataSize(tokens, rows, estimated=True)
 
 
 def _mixture_size(recipe: Recipe) -> DataSize:

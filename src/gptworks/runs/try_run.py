@@ -212,7 +212,7 @@ def _rehearsal(recipe: Recipe) -> Rehearsal:
     precision = choose_precision(recipe.train.precision, device)
     return Rehearsal(
         recipe.model, recipe.train, device.type, precision.name, recipe.adapter, recipe.freeze, recipe.objective,
-        bool(recipe.data.records) and recipe.objective.several_texts,
+        recipe.several_texts,
     )  # fmt: skip
 
 
