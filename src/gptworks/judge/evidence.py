@@ -30,7 +30,7 @@ from statistics import fmean, median
 from typing import Literal
 
 from gptworks.runs.sequential import FEWEST_PAIRS
-from gptworks.runs.statistics import t_two_sided
+from gptworks.runs.statistics import end_of, t_two_sided
 
 Control = Literal["family", "discoveries"]
 Answer = Literal["gain", "tie", "harm", "open"]
@@ -135,10 +135,4 @@ def critical_t(n: int, at_level: float) -> float:
     wanted = -math.log(at_level)
     if log_e_value(math.inf, n) <= wanted:
         return math.inf
-    low, high = 0.0, 1.0
-    while log_e_value(high, n) < wanted:
-        low, high = high, 2 * high
-    for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (middle, high) if log_e_value(middle, n) < wanted else (low, middle)
-    return high
+    return end_of(lambda t: log_e_value(t, n) < wanted)

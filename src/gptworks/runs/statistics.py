@@ -1,7 +1,7 @@
 """Student's t-tests of whether a difference between few runs is more than noise."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean, variance
@@ -57,12 +57,17 @@ def f_upper(f: float, above: float, below: float) -> float:
 @cache
 def t_quantile(probability: float, freedom: float) -> float:
     """Return the quantile of Student's t for a probability of 0.5 or more."""
+    return end_of(lambda t: t_two_sided(t, freedom) > 2 * (1 - probability))
+
+
+def end_of(holds: Callable[[float], bool]) -> float:
+    """Return the end of the numbers, from 0 on, for which `holds` is true, by bisection."""
     low, high = 0.0, 1.0
-    while t_two_sided(high, freedom) > 2 * (1 - probability):
+    while holds(high):
         low, high = high, 2 * high
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if t_two_sided(middle, freedom) > 2 * (1 - probability) else (low, middle)
+        low, high = (middle, high) if holds(middle) else (low, middle)
     return high
 
 
