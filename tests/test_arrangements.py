@@ -53,8 +53,9 @@ def drawn(seed: int, teacher: Path) -> tuple[Recipe, int, Device]:
 
 def accepted(recipe: Recipe, n_ranks: int, device: Device) -> bool:
     """Whether training accepts the recipe, by its own check and in the precision that it would use."""
+    train = recipe.train.model_copy(update={"precision": planned_precision(recipe.train.precision, device)})
     try:
-        check_parallel(recipe, n_ranks, planned_precision(recipe.train.precision, device))
+        check_parallel(recipe.model_copy(update={"train": train}), n_ranks)
     except UserError:
         return False
     return not (recipe.train.precision == "fp16" and device.kind != "cuda")  # `choose_precision` refuses it
@@ -140,7 +141,7 @@ def test_more_devices_are_advised_only_as_training_takes_them(train: dict[str, A
     device = custom_device(1.2, 1e12, 1e11)
     changes = changes_that_fit(recipe, 1, device)
     for change in changes:
-        check_parallel(recipe_with(recipe)(change.overrides, change.n_ranks), change.n_ranks, "bf16")
+        check_parallel(recipe_with(recipe)(change.overrides, change.n_ranks), change.n_ranks)
     many = [change for change in changes if change.n_ranks > 1]
     assert all(train["batch_size"] % change.n_ranks == 0 for change in many)
 

@@ -666,7 +666,7 @@ def test_what_cannot_be_shared_is_refused(n_ranks: int, changes: dict[str, Any],
     path = tiny.write_recipe(tmp_path, optimizer="adamw")
     recipe = load_recipe(path, [f"{key}={value}" for key, value in changes.items()])
     with pytest.raises(UserError) as raised:
-        check_parallel(recipe, n_ranks, recipe.train.precision)
+        check_parallel(recipe, n_ranks)
     assert message in str(raised.value)
 
 

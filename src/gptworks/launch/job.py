@@ -131,10 +131,10 @@ def parse_pairs(option: str, texts: Sequence[str], separator: str = "=") -> dict
     return pairs
 
 
-def check_text(what: str, text: str, pattern: str, example: str) -> None:
-    """Raise a UserError if a value for a job file has another form than `pattern`."""
+def check_time(text: str, pattern: str, example: str) -> None:
+    """Raise a UserError if a job's time limit has another form than `pattern`."""
     if not re.fullmatch(pattern, text, re.ASCII):
-        raise UserError(f"{what} {text!r} does not have the form {example}.")
+        raise UserError(f"--time {text!r} does not have the form {example}.")
 
 
 def recipe_below(job: Job, folder: Path) -> str:

@@ -1,7 +1,7 @@
 """TrainJobs for Kubeflow Trainer 2.2 or later. Submit them with `kubectl create`."""
 
 from gptworks.errors import UserError, refuse_unused
-from gptworks.launch.job import Job, check_text
+from gptworks.launch.job import Job, check_time
 from gptworks.launch.skypilot import dumped
 
 SUFFIX = ".trainjob.yaml"
@@ -38,7 +38,7 @@ def job_file(job: Job) -> str:
         trainer["resourcesPerNode"] = {"requests": resources, "limits": dict(resources)}
     spec: dict[str, object] = {"runtimeRef": {"name": RUNTIME}, "trainer": trainer}
     if job.time:
-        check_text("--time", job.time, r"[1-9][0-9]*", "a number of seconds, with --on kubeflow")
+        check_time(job.time, r"[1-9][0-9]*", "a number of seconds, with --on kubeflow")
         spec["activeDeadlineSeconds"] = int(job.time)
     pod: dict[str, object] = {"terminationGracePeriodSeconds": job.grace}
     if job.volumes:

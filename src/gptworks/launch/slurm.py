@@ -5,7 +5,7 @@ import shlex
 import sys
 
 from gptworks.errors import UserError
-from gptworks.launch.job import Job, check_text
+from gptworks.launch.job import Job, check_time
 from gptworks.training.signals import UNFINISHED
 
 SUFFIX = ".slurm"
@@ -50,9 +50,7 @@ def job_file(job: Job) -> str:
         UserError: an option cannot be used with Slurm.
     """
     if job.time:
-        check_text(
-            "--time", job.time, r"[0-9]+(-[0-9]+)?(:[0-9]+){0,2}", "MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"
-        )
+        check_time(job.time, r"[0-9]+(-[0-9]+)?(:[0-9]+){0,2}", "MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS")
     nodes = f"{job.least_nodes}-{job.most_nodes}" if job.is_elastic else str(job.most_nodes)
     asked = {"job-name": job.label, "nodes": nodes, "ntasks-per-node": "1"}
     if job.gpus:

@@ -130,13 +130,13 @@ def start_checks(
     ]
 
 
-def check_parallel(recipe: Recipe, n_ranks: int, precision: str = "auto") -> None:
+def check_parallel(recipe: Recipe, n_ranks: int) -> None:
     """Check that `n_ranks` ranks can train the recipe, before any work is done; see `gptworks.planning.arrange`.
 
     Raises:
         UserError: they cannot; the message explains why.
     """
-    if (refused := refusal(recipe, n_ranks, precision)) is not None:
+    if (refused := refusal(recipe, n_ranks, recipe.train.precision)) is not None:
         raise UserError(str(refused))
 
 
