@@ -30,6 +30,9 @@ class Scripted:
         self.chat_template = ChatTemplate(BUILT_IN["chatml"], self.tokenizer)
         self.answers, self.prompts, self.seeds = list(answers), [], []
 
+    def require_chat_template(self, _: str) -> ChatTemplate:
+        return self.chat_template
+
     def pieces(self, ids: list[int], settings: Any, seed: int | None = None, **_: Any) -> Iterator[Piece]:
         self.prompts.append(self.tokenizer.decode(ids))
         self.seeds.append(seed)

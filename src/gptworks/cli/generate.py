@@ -191,9 +191,7 @@ def _given(**settings: Any) -> dict[str, Any]:
 
 def _asked(engine: "Engine", settings: "SamplingSettings") -> "tuple[SamplingSettings, Callable[[str], Prompt]]":
     """Return settings that also stop at the tokens that end an answer, and a function from a question to a prompt."""
-    template = engine.chat_template
-    if template is None:
-        raise UserError("--chat: this run has no chat template; a base model is asked without.")
+    template = engine.require_chat_template("Ask it without --chat.")
     return settings.ending_at(template.end_token_ids), lambda text: template.encode(
         [{"role": "user", "content": text}], add_generation_prompt=True
     )

@@ -72,9 +72,7 @@ class Asked:
 
     def __init__(self, engine: Engine, task: Task, chat: bool) -> None:
         self.engine, self.task, self.items = engine, task, task.items_asked
-        self.template = engine.chat_template if chat else None
-        if chat and self.template is None:
-            raise UserError("--chat: this run has no chat template; a base model is asked without.")
+        self.template = engine.require_chat_template("Ask it without --chat.") if chat else None
         self._n_short = 0
 
     def context(self, item: Item, room: int) -> tuple[str, list[int]]:

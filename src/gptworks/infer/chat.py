@@ -222,9 +222,8 @@ class TurnSession(ChatSession):
         Raises:
             UserError: the run has no chat template, or a setting is unknown or impossible.
         """
-        if engine.chat_template is None:
-            raise UserError("this run has no chat template: it is a base model, which has no turns.")
-        self._template, self.system = engine.chat_template, system
+        self._template = engine.require_chat_template("Chat with it without a system message.")
+        self.system = system
         super().__init__(engine, settings, **changes)
         self.settings = self.settings.ending_at(self._template.end_token_ids)
 

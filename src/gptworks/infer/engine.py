@@ -95,6 +95,12 @@ class Engine:
         self.failure: EngineFailed | None = None
         """The error that ended the engine; None while it runs. See `fail`."""
 
+    def require_chat_template(self, advice: str) -> ChatTemplate:
+        """Return the run's chat template. Raises a UserError, which ends with `advice`, if the run has none."""
+        if self.chat_template is None:
+            raise UserError(f"this run has no chat template: it is a base model, which has no turns. {advice}")
+        return self.chat_template
+
     # --------------------------------------------------------------------------------------------- one text at a time
 
     def generate(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> str:
@@ -133,16 +139,11 @@ class Engine:
         self, messages: str | Sequence[Message], settings: SamplingSettings | None = None, **arguments: Any
     ) -> Iterator[str]:
         """Yield the answer of `chat` in parts, as it is generated."""
-        if self.chat_template is None:
-            raise UserError(
-                "this run has no chat template: it is a base model, which has no turns. Let it continue a text, with "
-                "generate, stream or complete."
-            )
+        template = self.require_chat_template("Let it continue a text, with generate, stream or complete.")
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        ends = self.chat_template.end_token_ids
-        settings = SamplingSettings.of(settings or self.defaults).ending_at(ends)
+        settings = SamplingSettings.of(settings or self.defaults).ending_at(template.end_token_ids)
         answer_tokens = arguments.get("max_tokens", settings.max_tokens)
-        prompt, n_dropped = fit_conversation(self.chat_template, said, self.context, answer_tokens)
+        prompt, n_dropped = fit_conversation(template, said, self.context, answer_tokens)
         if n_dropped:
             what = counted(n_dropped, "message")
             rule = f"its context has {self.context} tokens"

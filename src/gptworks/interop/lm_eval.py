@@ -166,9 +166,7 @@ class GptworksLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def _template(self) -> ChatTemplate:
-        if self.engine.chat_template is None:
-            raise UserError("this run has no chat template: leave --apply_chat_template out.")
-        return self.engine.chat_template
+        return self.engine.require_chat_template("Leave out --apply_chat_template.")
 
 
 def _sampling(options: dict[str, Any], max_tokens: int, until: list[str], seed: int) -> SamplingSettings:
