@@ -415,8 +415,8 @@ def test_settings_are_named_as_overrides_name_them(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------- absurd values
 
-MAY_BE_NEGATIVE = {"low", "high", "choices"}
-"""Of a sweep's range: each trial checks them, as the setting that they are tried for."""
+MAY_BE_NEGATIVE = {"low", "high", "choices", "frequency_penalty", "presence_penalty"}
+"""The first three are of a sweep's range: each trial checks them, as the setting that they are tried for."""
 
 
 @pytest.mark.parametrize(
