@@ -13,6 +13,7 @@ import tiny
 from gptworks.cli import app
 from gptworks.config import DatasetRecipe, ValidationSplit
 from gptworks.data import learn
+from gptworks.data.identity import made_from
 from gptworks.data.jobs import plan_jobs
 from gptworks.data.learn import sample_texts
 from gptworks.data.opened import Prepared
@@ -160,6 +161,30 @@ def test_a_tokenizer_learns_from_all_sources_where_there_is_more_than_it_reads(
         assert {"Ġzebra", "Ġgiraffe"} <= tokenizer.get_vocab().keys()
     monkeypatch.setattr(learn, "_BPE_TRAINING_BYTES", 10**6)
     assert contents(prepare(make(kind, cache_dir=tmp_path / "all"))) == contents(prepare(make(kind)))
+
+
+def test_a_large_file_is_held_out_whole_whatever_source_reads_it(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "PIECE_BYTES", 256)
+    monkeypatch.setattr(base, "UNIT_BYTES", 1024)
+    (tmp_path / "texts").mkdir()
+    for i in range(30):
+        (tmp_path / "texts" / f"{i}.txt").write_text("".join(TEXTS[i : i + 30]), encoding="utf-8", newline="")
+    made, samples = [], []
+    for kind in ("text", "files"):
+        sources = [{"type": kind, "path": str(tmp_path / "texts")}]
+        recipe = make(sources=sources, validation={"by": "document", "fraction": 0.3})
+        made.append(prepare(recipe).manifest)
+        samples.append(sampled(recipe, tmp_path / kind, 20_000))
+    assert made[0].fingerprint == made[1].fingerprint and samples[0] == samples[1]
+    assert made[0].splits["validation"].documents > 3
+    assert len(plan_jobs(make(sources=sources).data.texts)) > 60
+    assert made[1].made_from["held_out_whole"] and "held_out_whole" not in made[0].made_from
+    for data in ({"validation": {"by": "tail"}}, {"clean": [{"type": "length"}]}):
+        assert "held_out_whole" not in made_from(make(sources=sources, **data)), "built right before"
+    monkeypatch.setattr(base, "UNIT_BYTES", 1 << 20)
+    assert "held_out_whole" not in made_from(make(sources=sources))
 
 
 # ---------------------------------------------------------------------------------------------------- datatrove

@@ -1,13 +1,13 @@
 """Sources read in separate parts give the same as the whole, wherever the parts begin."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gptworks.config import ValidationSplit
+from gptworks.config import FilesSource, ValidationSplit
+from gptworks.data.jobs import plan_jobs
 from gptworks.data.sources import base, records
 from gptworks.data.sources.base import Piece, Source
 from gptworks.data.sources.choose import choose_source
@@ -59,20 +59,18 @@ def test_the_pieces_of_a_text_do_not_depend_on_its_units(name: str, tmp_path: Pa
         assert len(units) > 30
 
 
+@pytest.mark.parametrize("kind", ["text", "files"])
 @pytest.mark.parametrize("by", ["document", "tail"])
 @pytest.mark.parametrize("fraction", [0.05, 0.3, 0.5, 0.9])
-def test_a_document_s_split_does_not_depend_on_its_units(by: Any, fraction: float, tmp_path: Path) -> None:
+def test_a_document_s_split_does_not_depend_on_its_units(by: Any, fraction: float, kind: str, tmp_path: Path) -> None:
     for i in range(6):
         (tmp_path / f"{i}.txt").write_text("".join(LINES[i : i + 60]), encoding="utf-8", newline="")
-    source, validation = choose_source(text(tmp_path)), ValidationSplit(by=by, fraction=fraction)
-
-    def parts() -> Iterator[Any]:
-        for unit in source.units():
-            opening = next(source.read(unit.file)) if unit.start else None
-            yield from split_documents(source.read_unit(unit), validation, opening)
-
-    assert list(parts()) == list(split_documents(whole(source), validation))
-    assert len(source.units()) > 12
+    settings = text(tmp_path) if kind == "text" else FilesSource(type="files", path=str(tmp_path))
+    source, validation = choose_source(settings), ValidationSplit(by=by, fraction=fraction)
+    jobs = plan_jobs([source])
+    parts = [part for job in jobs for part in job.split(validation)]
+    assert parts == list(split_documents(whole(source), validation))
+    assert sum(not next(job.pieces()).starts_document for job in jobs) > 5
 
 
 def test_lines_of_json_are_divided_at_their_ends(tmp_path: Path) -> None:

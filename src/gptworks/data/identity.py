@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.chat_template import find_chat_template, find_other_templates
-from gptworks.config import AnyRecipe, FileTokenizer, GPT2Tokenizer, TokenizerConfig
+from gptworks.config import AnyRecipe, FileTokenizer, GPT2Tokenizer, SourceConfig, TokenizerConfig
 from gptworks.data.cleaning.choose import files_signature
 from gptworks.data.conversations.reading import READING_VERSION
 from gptworks.data.opened import datasets_in, sha256_text
 from gptworks.data.shards import FORMAT_VERSION
 from gptworks.data.snippets import SNIPPETS_VERSION
-from gptworks.data.sources.choose import source_signature
+from gptworks.data.sources.anything import Files
+from gptworks.data.sources.choose import choose_source, source_signature
 from gptworks.errors import UserError
 from gptworks.files import sha256_file
 from gptworks.special_tokens import stating_files
@@ -21,7 +22,7 @@ from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 
 _CONTENTS = (
     "format_version", "sources_signature", "clean_files", "tokenizer_files", "chat_template", "other_templates",
-    "snippets_by",
+    "snippets_by", "held_out_whole",
 )  # fmt: skip
 """Keys of `made_from` that are not settings: computing them may need sources or tokenizer files that are gone."""
 _PLACES = ("path", "url", "sha256")
@@ -44,7 +45,14 @@ def made_from(recipe: AnyRecipe) -> dict[str, Any]:
         made["other_templates"] = sha256_text(json.dumps(others, sort_keys=True))
     if data.snippets:  # the version of Python decides which texts are Python
         made["snippets_by"] = [SNIPPETS_VERSION, *platform.python_version_tuple()[:2]]
+    if data.validation.by != "tail" and not data.clean and any(map(_may_divide_texts, data.texts)):
+        made["held_out_whole"] = True  # earlier datasets lack this: parts of a held-out text may be in their training
     return made | ({"clean_files": files_signature(data.clean)} if data.clean else {})
+
+
+def _may_divide_texts(settings: SourceConfig) -> bool:
+    source = choose_source(settings)
+    return isinstance(source, Files) and source.may_divide_texts()
 
 
 def _settings(recipe: AnyRecipe) -> dict[str, Any]:

@@ -64,11 +64,11 @@ class Job:
         for source, unit in self.units:
             yield from source.read_unit(unit)
 
-    def opening(self) -> Piece | None:
-        """Return the first piece of the document that the first unit continues; None if that unit begins a document, or
-        if the source does not set `whole_files`."""
+    def split(self, validation: ValidationSplit) -> Iterator[tuple[Split, Piece]]:
+        """Yield the documents of the units, in pieces, each with its split. A document that other jobs read too has the
+        same split in all of them."""
         source, unit = self.units[0]
-        return next(source.read(unit.file), None) if source.whole_files and unit.start else None
+        return split_documents(self.pieces(), validation, lambda: source.opening(unit))
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class _JobWriter:
         validation, encoder = self._settings.validation, self._encoder
         prefix, suffix = (np.array(ids, dtype=np.uint32) for ids in document_frame(self._tokenizer))
         round_trips, at_first_tail = True, validation.by == "tail" and job.number == 0
-        parts = with_snippets(split_documents(job.pieces(), validation, job.opening()), self._settings.snippets)
+        parts = with_snippets(job.split(validation), self._settings.snippets)
         for number, batch in enumerate(batches_of(parts, lambda part: len(part[1].text), batch_bytes())):
             if number == 0:
                 sample = (piece.text[:_SAMPLED_CHARACTERS] for _, piece in batch[:_SAMPLED_PIECES])

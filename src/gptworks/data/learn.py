@@ -79,9 +79,7 @@ class _Text:
         for record in iter_records(self.data):
             if not is_held_out(record.prompt, held_out):
                 yield from (message["content"] for message in record.messages)
-        for split, piece in split_documents(
-            chain.from_iterable(job.pieces() for job in self.texts.jobs), self.validation
-        ):
+        for split, piece in chain.from_iterable(job.split(self.validation) for job in self.texts.jobs):
             if split == "train":
                 yield piece.text
 
@@ -241,7 +239,7 @@ def _sample_job(validation: ValidationSplit, below: int, advance: Advance, work:
     job, file, limit_bytes = work
     kept: list[tuple[int, int, str]] = []  # a heap with the largest key on top
     kept_bytes, most = 0, below
-    for number, (split, piece) in enumerate(split_documents(job.pieces(), validation, job.opening())):
+    for number, (split, piece) in enumerate(job.split(validation)):
         text = piece.text.encode("utf-8")
         advance(len(text))
         key = int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"sample").digest(), "big")

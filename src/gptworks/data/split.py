@@ -1,7 +1,7 @@
 """Split text into training and validation."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from gptworks.config import ValidationSplit
@@ -10,7 +10,7 @@ from gptworks.data.sources.base import Piece
 
 
 def split_documents(
-    pieces: Iterable[Piece], validation: ValidationSplit, opening: Piece | None = None
+    pieces: Iterable[Piece], validation: ValidationSplit, opening: Callable[[], Piece] | None = None
 ) -> Iterator[tuple[Split, Piece]]:
     """Yield each piece with its split. The split depends only on a document's text, not on its position or neighbours.
 
@@ -19,16 +19,19 @@ def split_documents(
     end; the piece in which the tail begins is yielded as two.
 
     Args:
-        opening: the first piece of the document that these pieces continue; None: they begin a document. Not used with
-            "tail".
+        opening: returns the first piece of the document that the first of `pieces` continues. Called only with
+            "document", and only if that piece does not begin a document. None: it begins one.
     """
     if validation.by == "tail":
         yield from _split_tails(pieces, validation.fraction)
         return
-    split: Split = "train" if opening is None else _split_of(opening, validation.fraction)
+    split: Split | None = None
     for piece in pieces:
         if piece.starts_document:
             split = _split_of(piece, validation.fraction)
+        elif split is None:
+            assert opening is not None
+            split = _split_of(opening(), validation.fraction)
         yield split, piece
 
 

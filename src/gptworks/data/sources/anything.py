@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gptworks.config.sources import LANGUAGES, ArchiveSource, CodeSource, FilesSource, WARCSource
+from gptworks.data.sources import base
 from gptworks.data.sources.archives import Archive
 from gptworks.data.sources.base import Piece, Source, Unit, borders, document, text_document, units_between
 from gptworks.data.sources.code import NEVER_READ, Code
@@ -123,6 +124,12 @@ class Files(Source):
         files = [Path(url) for url, _ in self.settings.downloads] if sums else self.files()
         kinds = {kind for kind in map(self.kind, files) if kind in PACKAGES}
         return [["files", _READING_VERSION, *missing_packages(kinds)], *(sums or contents(files))]
+
+    def may_divide_texts(self) -> bool:
+        """Return whether a text may have several units: it is not compressed, and larger than a unit or a download."""
+        downloads = [Path(url) for url, _ in self.settings.downloads]
+        texts = (file for file in downloads or self.files() if self.kind(file) == "text" and not compression(file.name))
+        return any(downloads or file.stat().st_size > base.UNIT_BYTES for file in texts)
 
     def kind(self, file: Path) -> str | None:
         """Return the kind of a file: text if the settings' `extensions` have its ending, else that in `KINDS`. Another

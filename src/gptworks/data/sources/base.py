@@ -42,7 +42,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A part of a source that can be read separately: documents of a file, or neighbouring pieces of one document."""
+    """A part of a source that can be read separately: whole documents of a file, or neighbouring pieces of a file that
+    is one document."""
 
     file: Path
     size_bytes: int = 0
@@ -102,6 +103,17 @@ class Source:
     def read(self, file: Path) -> Iterator[Piece]:
         """Yield the documents of a file, in pieces. Raises UserError like `read_unit`."""
         return self.read_unit(Unit(file))
+
+    def opening(self, unit: Unit) -> Piece:
+        """Return the first piece of the document that a unit begins inside of, which is all of the unit's file.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        opening = next(self.read(unit.file), None)
+        if opening is None:
+            raise UserError(f"{unit.file} changed while it was read. Run it again.")
+        return opening
 
     def documents(self) -> Iterator[Piece]:
         """Yield the documents of all units, in pieces."""
