@@ -5,6 +5,7 @@ import os
 import re
 import stat
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from gptworks.cli import app
 from gptworks.config import FilesSource
 from gptworks.confined import Limits
 from gptworks.data.prepare import prepare
-from gptworks.data.sources import anything, archives, base, extraction
+from gptworks.data.sources import anything, archives, base, code, extraction
 from gptworks.data.sources.anything import Files
 from gptworks.data.sources.choose import check_sources, source_signature
 from gptworks.data.sources.encodings import find_encoding
@@ -287,6 +288,29 @@ def test_of_a_repository_what_git_ignores_is_not_read(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     (tmp_path / ".gitignore").write_text("ignored/\n")
     assert whole(tmp_path) == ["README.md", "src/a.py"]
+
+
+@pytest.mark.parametrize("broken", ["not installed", "too large"])
+def test_rules_of_git_that_cannot_be_read_are_named_once(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.md", "inner/secret.md", "node_modules/b.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "inner" / ".gitignore").write_text("secret.md\n")
+    if broken == "not installed":
+        monkeypatch.setitem(sys.modules, "pathspec", None)
+    else:
+        monkeypatch.setattr(code, "_MOST_IGNORE_BYTES", 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_sources([FilesSource(type="files", path=str(tmp_path))])
+        assert whole(tmp_path) == ["a.md", "inner/secret.md"]
+    [message] = (str(one.message) for one in caught)
+    assert message.startswith(f"source {tmp_path}: the files that `.gitignore` names are read too. ")
+    why = "gptworks[sources]" if broken == "not installed" else "is larger than 1 bytes"
+    assert f"{tmp_path / 'inner' / '.gitignore'}" in message and why in message and "`gitignore`" not in message
 
 
 @pytest.mark.parametrize(

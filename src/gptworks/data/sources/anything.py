@@ -355,13 +355,15 @@ def _ending(file: Path) -> str:
 def _walk(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder, and the folders that are not entered, except those named in `NEVER_READ`. If the
     folder has a `.git` or a `.gitignore`, leave out what `.gitignore` names, the folders of other people's code and of
-    gptworks, and links."""
+    gptworks, and links. If a `.gitignore` cannot be read, or pathspec is not installed, none of them has an effect, and
+    a warning names the reason."""
     if any((folder / name).exists() for name in (".git", ".gitignore")):
         try:
             yield from [*Code(CodeSource(type="code", path=str(folder))).walk()]
-            return
-        except UserError:  # `.gitignore` cannot be read, or the package that reads it is not installed
-            pass
+        except UserError as error:
+            _warn_once(f"source {folder}: the files that `.gitignore` names are read too. {error}")
+            yield from Code(CodeSource(type="code", path=str(folder), gitignore=False)).walk()
+        return
     closed: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=lambda error: closed.append(Path(error.filename))):
         entered = []
@@ -374,6 +376,11 @@ def _walk(folder: Path) -> Iterator[Path]:
         folders[:] = entered
         yield from (Path(parent, name) for name in names)
     yield from closed
+
+
+@lru_cache(maxsize=1 << 8)
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
 
 
 # --------------------------------------------------------------------------------------------------------- records

@@ -78,7 +78,10 @@ class Code(_SourceFiles):
         folder = Path(self.settings.path).expanduser()
         if not folder.is_dir():
             raise UserError(f"source {folder}: no such folder (looked from {Path.cwd()}). Give a folder of code.")
-        files = sorted(filter(self._wanted, self.walk()))
+        try:
+            files = sorted(filter(self._wanted, self.walk()))
+        except UserError as error:
+            raise UserError(f"{error} Or set the source's `gitignore` to false.") from None
         if not files:
             raise UserError(
                 f"source {folder}: no file ends in {' '.join(self._endings)} that is not ignored, vendored or larger "
@@ -133,8 +136,7 @@ def _rules(file: Path) -> Any:
     try:
         from pathspec import GitIgnoreSpec
     except ImportError:
-        advice = "Or set the source's `gitignore` to false."
-        raise not_installed("pathspec", "sources", f"{file}: respecting it", advice) from None
+        raise not_installed("pathspec", "sources", f"{file}: respecting it") from None
     if file.stat().st_size > _MOST_IGNORE_BYTES:
         raise UserError(
             f"{file} is larger than {_MOST_IGNORE_BYTES:,} bytes: it is not a list of patterns. Move it away."
@@ -142,7 +144,7 @@ def _rules(file: Path) -> Any:
     try:
         return GitIgnoreSpec.from_lines(read_regular(file, _MOST_IGNORE_BYTES).decode("utf-8", "replace").splitlines())
     except ValueError as error:
-        raise UserError(f"{file}: {error}. Correct it, or set the source's `gitignore` to false.") from None
+        raise UserError(f"{file}: {error}. Correct it.") from None
 
 
 def _is_ignored(path: Path, rules: list[tuple[Path, Any]], end: str) -> bool:
