@@ -211,6 +211,22 @@ def test_like_takes_a_recipe_that_says_nothing_of_its_training(texts: Texts, tmp
     assert draft.plan.recipe.model.d_model == 64
 
 
+def test_like_replaces_a_micro_batch_that_does_not_fit(texts: Texts, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(
+        "model: {context_length: 64, n_layers: 2, d_model: 64, n_heads: 2}\ntokenizer: {type: bpe, vocab_size: 512}\n"
+        "data: {sources: [{type: python-stdlib}]}\ntrain: {batch_size: 64, micro_batch_size: 32, max_steps: 9}\n",
+        encoding="utf-8",
+    )
+    search = like.Like(other, texts, 1, tmp_path / "like.yaml", measure=machine(1e11))
+    peak_bytes = search.run().plan.peak.total_bytes
+    search.place, search.measured = replace(search.place, memory_bytes=peak_bytes - 1), {}
+    draft = search.run()
+    (tmp_path / "like.yaml").write_text(draft.text(), encoding="utf-8")
+    assert load_recipe(tmp_path / "like.yaml").train.micro_batch_size == 16
+    assert draft.text().count("micro_batch_size") == 1 and draft.plan.fits
+
+
 def test_parquet_without_its_library_is_skipped_with_the_extra_that_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

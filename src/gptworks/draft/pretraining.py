@@ -246,13 +246,14 @@ class Search:
         """Plan the recipe of these sections, with micro-batches that fit in memory, if any do.
 
         Args:
-            sections: the recipe's settings, to which a micro-batch smaller than the batch is added.
+            sections: the recipe's settings, in which a smaller micro-batch replaces one that does not fit.
             vocab_size: the size of the vocabulary, used if the tokenizer's settings do not state it.
         """
         plan = self._plan(sections, n_train_tokens, vocab_size)
         if not plan.fits and (most := plan.largest_micro_batch_size):
             micro = next(size for size in divisors(plan.train.batch_size) if size <= most)
-            sections["train"].append(("micro_batch_size", micro, "as many at a time as fit in memory"))
+            others = [row for row in sections["train"] if row[0] != "micro_batch_size"]
+            sections["train"] = [*others, ("micro_batch_size", micro, "as many at a time as fit in memory")]
             plan = self._plan(sections, n_train_tokens, vocab_size)
         return Drafted(sections, plan)
 

@@ -20,6 +20,7 @@ def written(about: Iterable[str], sections: Mapping[str, Sequence[Row]]) -> str:
     section "" holds settings outside the others."""
     lines = [f"# {line}".rstrip() for line in about]
     for name, rows in sections.items():
+        assert len({key for key, _, _ in rows}) == len(rows), "a key that is given twice makes the file invalid"
         indent = "  " if name else ""
         lines += ["", *([f"{name}:"] if name else [])]
         for key, value, why in rows:
