@@ -416,6 +416,16 @@ def test_a_document_is_converted_once_and_a_missing_package_is_named(
     assert source_signature([FilesSource(type="files", path=str(tmp_path))]) != before, "a dataset would lack its text"
 
 
+def test_only_datasets_of_archives_are_built_again_since_more_of_their_members_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    source = FilesSource(type="files", path=str(tmp_path))
+    assert source_signature([source])[0] == ["files", 1]
+    (tmp_path / "b.zip").touch()
+    assert source_signature([source])[0] == ["files", 1], "it is empty, and not read"
+    (tmp_path / "b.zip").write_bytes(b"PK")
+    assert source_signature([source])[0] == ["files", 1, ["archive", 2]]
+
+
 def test_text_of_a_document_is_valid_unicode_without_nul(tmp_path: Path) -> None:
     cells = [{"cell_type": "markdown", "source": ["a\ud800b", "\0c"]}]
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells, "nbformat": 4}))

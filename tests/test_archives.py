@@ -18,9 +18,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from gptworks.config import ArchiveSource
+from gptworks.config import ArchiveSource, FilesSource
 from gptworks.data.sources import archives, base, opening
+from gptworks.data.sources.base import Source
 from gptworks.data.sources.choose import check_sources, choose_source, iter_documents
+from gptworks.data.sources.delimited import CSV
+from gptworks.data.sources.records import JSONL
 from gptworks.errors import UserError
 from test_sources import documents
 
@@ -88,6 +91,25 @@ def test_members_are_documents_or_files_of_records(ending: str, tmp_path: Path) 
         assert documents(source) == expected
     with pytest.raises(UserError, match=rf"a{ending}:data/rows\.jsonl:1: no field `body`; its fields are text"):
         documents(archive(file, format="jsonl", field="body"))
+
+
+@pytest.mark.parametrize("name", ["A.ZIP", "A.TAR", "A.TGZ", "A.Tar.GZ"])
+def test_the_name_of_an_archive_may_be_in_any_case(name: str, tmp_path: Path) -> None:
+    members = {"a.txt": b"one"}
+    if name == "A.ZIP":
+        make_zip(tmp_path / name, members)
+    else:
+        (tmp_path / name).write_bytes((bytes if name == "A.TAR" else gzip.compress)(tar_bytes(members)))
+    for source in (archive(tmp_path), archive(tmp_path / name), FilesSource(type="files", path=str(tmp_path))):
+        check_sources([source])
+        assert documents(source) == ["one"]
+
+
+@pytest.mark.parametrize(("form", "source"), [("jsonl", JSONL), ("csv", CSV)])
+def test_members_of_all_endings_of_their_format_are_read(form: Any, source: type[Source], tmp_path: Path) -> None:
+    content = {"jsonl": b'{"text": "cell"}\n', "csv": b"text\ncell\n"}[form]
+    make_zip(tmp_path / "a.zip", {f"a{ending}": content for ending in source.endings})
+    assert documents(archive(tmp_path, format=form)) == ["cell"] * 2
 
 
 def test_the_units_of_a_zip_archive_are_its_documents_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

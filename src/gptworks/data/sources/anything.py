@@ -23,7 +23,7 @@ from gptworks.data.sources.encodings import UTF_8, find_encoding, open_text
 from gptworks.data.sources.extraction import PACKAGES, extracted, missing_packages
 from gptworks.data.sources.files import is_made_here, local_files
 from gptworks.data.sources.json_lists import JSON, read_json
-from gptworks.data.sources.opening import about_unpacked_size, compression, plain_name
+from gptworks.data.sources.opening import about_unpacked_size, compression, has_ending, plain_name
 from gptworks.data.sources.pages import HTML, MOST_PAGE_BYTES, WARC
 from gptworks.data.sources.records import (
     JSONL,
@@ -56,6 +56,8 @@ KINDS = {ending: kind for kind, endings in _ENDINGS.items() for ending in ending
 
 _READING_VERSION = 1
 """Raise this number when the same files give another text."""
+_KIND_VERSIONS = {"archive": 2}
+"""Raise a kind's number, which is 1 if it is not here, when only files of this kind give another text."""
 _LOOKED_AT_RECORDS = 20
 
 
@@ -122,8 +124,10 @@ class Files(Source):
     def signature(self) -> list[list[Any]]:
         sums = [["sha256", one] for one in self.settings.sums]
         files = [Path(url) for url, _ in self.settings.downloads] if sums else self.files()
-        kinds = {kind for kind in map(self.kind, files) if kind in PACKAGES}
-        return [["files", _READING_VERSION, *missing_packages(kinds)], *(sums or contents(files))]
+        kinds = {kind for kind in map(self.kind, files) if kind is not None}
+        versions = ([kind, version] for kind, version in _KIND_VERSIONS.items() if kind in kinds)
+        missing = missing_packages(kinds & PACKAGES.keys())
+        return [["files", _READING_VERSION, *missing, *versions], *(sums or contents(files))]
 
     def may_divide_texts(self) -> bool:
         """Return whether a text may have several units: it is not compressed, and larger than a unit or a download."""
@@ -134,10 +138,9 @@ class Files(Source):
     def kind(self, file: Path) -> str | None:
         """Return the kind of a file: text if the settings' `extensions` have its ending, else that in `KINDS`. Another
         ending gives None in a folder, and text if the settings name files."""
-        name = plain_name(file.name)
-        if name.endswith(self.settings.extensions):
+        if has_ending(file.name, self.settings.extensions):
             return "text"
-        return KINDS.get(Path(name).suffix.lower()) or ("text" if self.folder is None else None)
+        return KINDS.get(Path(plain_name(file.name)).suffix.lower()) or ("text" if self.folder is None else None)
 
     def look(
         self, most_bytes: int | None = None, progress: Callable[[int, int], None] = lambda done, total: None

@@ -18,15 +18,24 @@ from typing import Any, BinaryIO, NamedTuple
 
 from gptworks.config.sources import ArchiveSource
 from gptworks.data.sources.base import Piece, Source, Unit, document, grouped, text_document
-from gptworks.data.sources.delimited import read_table
+from gptworks.data.sources.delimited import CSV, read_table
 from gptworks.data.sources.encodings import decoded
 from gptworks.data.sources.extraction import PACKAGES, extracted_bytes
-from gptworks.data.sources.opening import about_unpacked_size, check_ratio, compression, open_file, plain_name, unpacked
-from gptworks.data.sources.records import MOST_LINE_BYTES, Skip, read_jsonl, record_document, refuse
+from gptworks.data.sources.opening import (
+    about_unpacked_size,
+    check_ratio,
+    compression,
+    has_ending,
+    open_file,
+    plain_name,
+    unpacked,
+)
+from gptworks.data.sources.records import JSONL, MOST_LINE_BYTES, Skip, read_jsonl, record_document, refuse
 from gptworks.errors import UserError
 from gptworks.files import open_regular
 
-_MEMBERS = {"text": ("*.txt", "*.md", "*.text"), "jsonl": ("*.jsonl",), "csv": ("*.csv", "*.tsv")}
+_ENDINGS = {"text": (".txt", ".md", ".text"), "jsonl": JSONL.endings, "csv": CSV.endings}
+_MEMBERS = {form: tuple(f"*{ending}" for ending in endings) for form, endings in _ENDINGS.items()}
 """Default patterns of member names by `format`. They also match names with a compression ending, such as `a.md.gz`."""
 MOST_DIRECTORY_BYTES = 1 << 27
 _MOST_ENDINGS = 1000
@@ -171,7 +180,7 @@ def _read_all(stream: BinaryIO, name: Path) -> bytes:
 
 
 def _is_tar(file: Path) -> bool:
-    return plain_name(file.name).endswith(".tar")
+    return has_ending(file.name, (".tar",))
 
 
 def _check_path(file: Path, name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 from gptworks.config.sources import CSVSource
 from gptworks.data.sources.base import Unit
-from gptworks.data.sources.opening import open_file, plain_name
+from gptworks.data.sources.opening import has_ending, open_file
 from gptworks.data.sources.records import Fields, Skip, listed_names, read_lines, refuse
 from gptworks.errors import UserError
 
@@ -54,7 +54,7 @@ def read_table(
     """
     stream: Any = opened or open_file(file)
     if delimiter is None:
-        is_tsv = plain_name(file.name).lower().endswith(".tsv")
+        is_tsv = has_ending(file.name, (".tsv",))
         head = stream.peek(_SNIFFED_BYTES)[:_SNIFFED_BYTES]
         if stated := _STATED.match(head):  # a line that Excel writes
             stream.readline()

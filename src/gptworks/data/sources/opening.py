@@ -47,7 +47,7 @@ def has_ending(name: str, endings: tuple[str, ...]) -> bool:
 def _full(name: str) -> str:
     """Return the name with an ending like `.tgz` written as `.tar.gz`."""
     stem, dot, ending = name.rpartition(".")
-    return f"{stem}.tar.{_TARS[ending]}" if dot and ending in _TARS else name
+    return f"{stem}.tar.{packed}" if dot and (packed := _TARS.get(ending.lower())) else name
 
 
 def open_file(file: Path) -> BinaryIO:
