@@ -312,7 +312,7 @@ def test_tables_plain_and_gzipped_with_empty_lines_and_texts(tmp_path: Path) -> 
     [
         (b'id,text\n1,fine\n2,"never\nclosed\n', {}, r"a\.csv:3: unexpected end of data\. A field with"),
         (b'id,text\n1,"a"b\n', {}, r"a\.csv:2: ',' expected after '\"'.*`quotes` to false"),
-        (b"id,text\n\n1,one,two\n", {}, r"a\.csv:3: 3 fields, and the first line names 2 columns\."),
+        (b"id,text\n\n1,one,two\n", {}, r"a\.csv:3: 3 fields, and the first row names 2 columns\."),
         (b"id,text\n1\tone\n", {"quotes": False}, r"a\.csv:2: 1 field, .*With `quotes` false, no field"),
         (b"id,body\n1,one\n", {}, r"a\.csv:1: no columns are named `text`.* are `id`, `body`\. Set"),
         (b"text,text\n1,one\n", {}, r"a\.csv:1: 2 columns are named `text`"),
@@ -320,6 +320,10 @@ def test_tables_plain_and_gzipped_with_empty_lines_and_texts(tmp_path: Path) -> 
         (b"id,text\n1,ok\n2,caf\xe9\n", {}, r"a\.csv:3 is not UTF-8 text: byte 0xe9 at byte 5 of the line\. Convert"),
         ("id,text\n".encode("utf-16"), {}, r"a\.csv:1.*(NUL|UTF-8)"),
         (b"id,text\n1,a\0b\n", {}, r"a\.csv:2: a NUL byte"),
+        (b"sep=;\nid;text\n1;ok\n2;caf\xe9\n", {}, r"a\.csv:4 is not UTF-8 text: byte 0xe9 at byte 5 of the line"),
+        (b"sep=;\nid;body\n1;one\n", {}, r"a\.csv:2: no columns are named `text`.*in the first row\."),
+        (b"sep=;\nid;text\n1;ok\n\n2;a;b\n", {}, r"a\.csv:5: 3 fields, and the first row names 2 columns"),
+        (b"sep=;\nid;text\n2;" + b"long" * 99 + b"\n", {}, r"a\.csv:3: this line has more than 128 bytes"),
         (b"id,text\r1,one\r", {}, r"a\.csv:1: new-line character seen in unquoted field\. A field"),
         (b'id,text\n1,ok\n2,"' + b"line\n" * 99, {}, r"a\.csv:3: a row is larger than 128 bytes.*never closed"),
         (

@@ -3,6 +3,7 @@
 import csv
 import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,27 +54,29 @@ def read_table(
         UserError: not exactly one column is named `field`, a row is too large, or a line is not UTF-8 text.
     """
     stream: Any = opened or open_file(file)
+    n_before = 0
     if delimiter is None:
         is_tsv = has_ending(file.name, (".tsv",))
         head = stream.peek(_SNIFFED_BYTES)[:_SNIFFED_BYTES]
         if stated := _STATED.match(head):  # a line that Excel writes
-            stream.readline()
+            n_before = 1
             delimiter = stated[1].decode("ascii")
         else:
             delimiter = "\t" if is_tsv else sniffed(head)
     columns: list[str] = []
-    for where, row in _rows(file, delimiter, quotes, stream, skip):
+    for where, row in _rows(file, delimiter, quotes, stream, n_before, skip):
         if not columns:
             columns = row
             if field is not None and (n := columns.count(field)) != 1:
                 raise UserError(
                     f"{where}: {n or 'no'} columns are named `{field}`, and one must be. The columns are "
-                    f"{listed_names(columns)}. Set the source's `field` or `delimiter`, or name the columns in line 1."
+                    f"{listed_names(columns)}. Set the source's `field` or `delimiter`, or name the columns in the "
+                    f"first row."
                 )
         elif len(row) != len(columns):
             rule = _QUOTED if quotes else _PLAIN
             n_fields = f"{len(row):,} field{'s' * (len(row) != 1)}"
-            skip(UserError(f"{where}: {n_fields}, and the first line names {len(columns):,} columns. {rule}"))
+            skip(UserError(f"{where}: {n_fields}, and the first row names {len(columns):,} columns. {rule}"))
         elif field is None:
             yield where, dict(zip(columns, row, strict=True))
         else:
@@ -94,16 +97,18 @@ def sniffed(head: bytes) -> str:
     return delimiter
 
 
-def _rows(file: Path, delimiter: str, quotes: bool, opened: BinaryIO, skip: Skip) -> Iterator[tuple[str, list[str]]]:
-    """Yield the place of each row as FILE:LINE, and its fields. Empty lines are skipped."""
+def _rows(
+    file: Path, delimiter: str, quotes: bool, opened: BinaryIO, n_before: int, skip: Skip
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield the place of each row as FILE:LINE, and its fields. Empty lines are skipped, and the first `n_before`."""
     csv.field_size_limit(
         max(csv.field_size_limit(), MOST_ROW_BYTES)
     )  # this limit is for the whole process; `lines` below applies a stricter one
-    first_line, row_bytes = 1, 0
+    first_line, row_bytes = n_before + 1, 0
 
     def lines() -> Iterator[str]:
         nonlocal row_bytes
-        for number, line in read_lines(file, MOST_ROW_BYTES, opened=opened):
+        for number, line in islice(read_lines(file, MOST_ROW_BYTES, opened=opened), n_before, None):
             row_bytes += len(line)
             if row_bytes > MOST_ROW_BYTES:
                 why = " Perhaps a quotation mark is never closed. " if quotes else " "
@@ -131,4 +136,4 @@ def _rows(file: Path, delimiter: str, quotes: bool, opened: BinaryIO, skip: Skip
             return
         if row:
             yield f"{file}:{first_line}", row
-        first_line, row_bytes = rows.line_num + 1, 0
+        first_line, row_bytes = n_before + rows.line_num + 1, 0
