@@ -33,8 +33,11 @@ def texts(folder: Path, n: int, by: str = "document") -> dict[str, Any]:
     return tree
 
 
-def test_beginnings_are_those_of_evenly_spaced_held_out_documents_and_end_at_a_paragraph(tmp_path: Path) -> None:
-    prepared = prepare(parse_recipe(texts(tmp_path, 60)))
+@pytest.mark.parametrize("by", ["document", "auto"])
+def test_beginnings_are_those_of_evenly_spaced_held_out_documents_and_end_at_a_paragraph(
+    by: str, tmp_path: Path
+) -> None:
+    prepared = prepare(parse_recipe(texts(tmp_path, 60, by)))
     shards = TokenShards(prepared.folder, "validation")
     found = beginnings(shards, prepared.tokenizer, 3, 40, 10)
     starts = [*shards.document_starts().tolist(), shards.n_tokens]
@@ -52,6 +55,12 @@ def test_beginnings_are_those_of_evenly_spaced_held_out_documents_and_end_at_a_p
         f"3 of {n} held-out documents of over 80 tokens, evenly spaced, each from its start to the last end of a "
         "paragraph (else line, sentence or word) within 40 tokens"
     )
+
+
+@pytest.mark.parametrize("by", ["tail", "auto"])
+def test_the_held_out_ends_of_a_few_texts_give_beginnings_at_paragraphs_inside_them(by: str, tmp_path: Path) -> None:
+    prepared = prepare(parse_recipe(texts(tmp_path, 8, by)))
+    assert "2 evenly spaced places" in rule(TokenShards(prepared.folder, "validation"), 2, 30)
 
 
 def test_the_held_out_end_of_one_text_gives_several_beginnings_at_paragraphs(tmp_path: Path) -> None:

@@ -87,10 +87,12 @@ def _long_documents(shards: TokenShards, most_tokens: int) -> list[int]:
 
 
 def _in_documents(shards: TokenShards, n_long: int, n: int) -> bool:
-    """Return whether to begin inside documents: fewer than `n` are long, or the recipe does not state
-    `validation.by=document`, so that the split may hold ends of documents."""
-    made = shards.manifest.made_from.get("validation")
-    return n_long < n or not isinstance(made, dict) or made.get("by") != "document"
+    """Return whether to begin inside documents: fewer than `n` are long, or the manifest does not state that whole
+    documents are held out, so that the split may hold ends of documents."""
+    made_from = shards.manifest.made_from
+    settings = made_from.get("validation")
+    stated = settings.get("by") if isinstance(settings, dict) else None
+    return n_long < n or made_from.get("split_by", stated) != "document"
 
 
 def _next_start(text: str, most: int) -> int:

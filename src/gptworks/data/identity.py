@@ -22,7 +22,7 @@ from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 
 _CONTENTS = (
     "format_version", "sources_signature", "clean_files", "tokenizer_files", "chat_template", "other_templates",
-    "snippets_by", "held_out_whole",
+    "snippets_by", "held_out_whole", "split_by",
 )  # fmt: skip
 """Keys of `made_from` that are not settings: computing them may need sources or tokenizer files that are gone."""
 _PLACES = ("path", "url", "sha256")

@@ -240,7 +240,7 @@ def write_dataset(folder: Path, work: Path, recipe: AnyRecipe, made_from: dict[s
             vocab_size=vocabulary_size(tokenizer),
             tokenizer_sha256=fingerprint(tokenizer),
             tokenizer_files={file.name: sha256_file(file) for file in sorted((whole / TOKENIZER_FOLDER).iterdir())},
-            made_from=made_from,
+            made_from=made_from | ({"split_by": validation.by} if data.validation.by == "auto" else {}),
             cleaning={"filters": [one.model_dump(mode="json") for one in texts.counts]} if data.clean else None,
             **written,
         )
