@@ -258,8 +258,13 @@ def test_hidden_linked_unknown_and_excluded_files_are_named(tmp_path: Path, monk
     }.items():  # fmt: skip
         assert re.search(pattern, why.pop(name)), name
     assert not why
+    with pytest.warns(UserWarning, match=r"^6 of 8 files and 2 folders are left out, wholly or in part:"):
+        check_sources([FilesSource(type="files", path=str(folder), exclude=("drafts/*",))])
     assert whole(folder / "e.xyz") == ["e.xyz"], "a file that is named is read as text"
     assert whole(folder, exclude=("drafts/*",), extensions=(".xyz",)) == ["a.txt", "e.xyz"]
+    (folder / "long.txt").write_text(prose(40_000))
+    looked = look_at(folder)
+    assert looked.n_files == 9 and looked.lines()[0].startswith("reads       3 of 9 files: ")
 
 
 def test_errors_of_libraries_and_of_one_named_file_are_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

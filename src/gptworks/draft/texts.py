@@ -11,7 +11,7 @@ from typing import Any
 from gptworks.config import FilesSource
 from gptworks.data.sources.anything import KINDS, Files
 from gptworks.data.sources.opening import COMPRESSIONS
-from gptworks.data.sources.report import Item, Kind, lines, reasons, table
+from gptworks.data.sources.report import Item, Kind, count_files, lines, reasons, table
 from gptworks.errors import UserError
 from gptworks.files import path_like
 from gptworks.terminal import one_line
@@ -66,6 +66,11 @@ class Texts:
         return Counter(item.kind for item in self.items if item.why)
 
     @property
+    def n_files(self) -> int:
+        """Number of files, read or skipped, without the folders that are not entered."""
+        return count_files(self.items)
+
+    @property
     def largest_document_bytes(self) -> int:
         """Bytes of the largest file that is one document."""
         return max((item.n_bytes for item in self.items if item.n_documents == 1), default=0)
@@ -111,9 +116,9 @@ class Texts:
 
     def lines(self) -> list[str]:
         """Return the table as lines of text, below a line that sums it up."""
-        n_read, n_skipped = self.read.total(), self.skipped.total()
         size = readable(self.n_bytes, "B")
-        return [f"reads       {n_read:,} of {n_read + n_skipped:,} files: {size} of text", "", *lines(self.table())]
+        of = f"{self.read.total():,} of {self.n_files:,} files"
+        return [f"reads       {of}: {size} of text", "", *lines(self.table())]
 
     @property
     def _source(self) -> Files:

@@ -150,7 +150,7 @@ def _texts(texts: Texts) -> Tree:
     """Return the files by kind, those left out in whole or in part, and passages, as JSON."""
     kinds, left_out = texts.table(), reasons(texts.items)
     return {
-        "n_read": texts.read.total(), "n_skipped": texts.skipped.total(), "n_bytes": texts.n_bytes,
+        "n_read": texts.read.total(), "n_files": texts.n_files, "n_bytes": texts.n_bytes,
         "kinds": [_kind(kind) for kind in kinds[:MOST_KINDS]], "n_kinds": len(kinds),
         "left_out": [shortened(line, MOST_WORDS) for line in left_out[:MOST_LEFT_OUT]], "n_left_out": len(left_out),
         "passages": [asdict(one) for one in texts.passages(N_PASSAGES)],

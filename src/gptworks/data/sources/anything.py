@@ -36,7 +36,7 @@ from gptworks.data.sources.records import (
     record_document,
     text_field,
 )
-from gptworks.data.sources.report import HIDDEN, Item, lines, reasons, table
+from gptworks.data.sources.report import HIDDEN, Item, count_left_out, lines, reasons, table
 from gptworks.data.sources.subtitles import spoken_text
 from gptworks.data.sources.sums import contents
 from gptworks.errors import RunError, UserError
@@ -116,8 +116,8 @@ class Files(Source):
             raise UserError(
                 f"source {self.settings.path}: no file can be read. {'; '.join(reasons(items)) or 'There is none.'}"
             )
-        if left_out := reasons(items):
-            what = f"{len(left_out):,} of {len(items):,} files are left out, wholly or in part:"
+        if reasons(items):
+            what = f"{count_left_out(items)} are left out, wholly or in part:"
             kinds = [kind for kind in table(items) if kind.reasons and kind.kind != HIDDEN]
             warnings.warn("\n".join([what, *lines(kinds)]), stacklevel=2)
 
@@ -229,7 +229,9 @@ class Files(Source):
     def _item(self, file: Path, why: str, most_bytes: int | None) -> Item:
         name, ending = self.name(file), _ending(file)
         if why:
-            return Item(name, why if why == HIDDEN else "folder" if file.is_dir() else ending, why=why)
+            is_folder = file.is_dir()
+            kind = HIDDEN if why == HIDDEN else "folder" if is_folder else ending
+            return Item(name, kind, why=why, is_folder=is_folder)
         errors = _Errors(file)
         n_bytes = documents = 0
         is_sampled, lacks = False, ""

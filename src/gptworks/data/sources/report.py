@@ -1,12 +1,12 @@
 """The amount of text in the files of a folder, by file and by kind, and the reasons why files are skipped."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gptworks.errors import shortened
 from gptworks.terminal import one_line
-from gptworks.units import readable
+from gptworks.units import counted, readable
 
 HIDDEN = "hidden"
 """The reason why a hidden file is skipped, which is also its kind."""
@@ -31,6 +31,7 @@ class Item:
     """How it is read: its encoding, the field that is its text, or how many of its bytes were looked at."""
     lacks: str = ""
     """The parts of it that are left out, such as broken records, with the first reason; empty if there are none."""
+    is_folder: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,25 @@ class Kind:
 
 def reasons(items: Iterable[Item]) -> list[str]:
     """Return a line for each file that is skipped wholly or in part, with the reason; hidden files have none."""
-    named = (item for item in items if (item.why or item.lacks) and item.why != HIDDEN)
-    return [one_line(f"{item.file}: {item.why or item.lacks}") for item in named]
+    return [one_line(f"{item.file}: {item.why or item.lacks}") for item in _left_out(items)]
+
+
+def count_files(items: Iterable[Item]) -> int:
+    """Return the number of items that are not folders."""
+    return sum(not item.is_folder for item in items)
+
+
+def count_left_out(items: Sequence[Item]) -> str:
+    """Return how many files that are not hidden are skipped wholly or in part, and how many folders are not entered,
+    such as `2 of 8 files and 1 folder`."""
+    left_out = _left_out(items)
+    n_files = count_files(left_out)
+    n_folders = len(left_out) - n_files
+    return f"{n_files:,} of {count_files(items):,} files" + f" and {counted(n_folders, 'folder')}" * bool(n_folders)
+
+
+def _left_out(items: Iterable[Item]) -> list[Item]:
+    return [item for item in items if (item.why or item.lacks) and item.why != HIDDEN]
 
 
 def table(items: Iterable[Item]) -> list[Kind]:

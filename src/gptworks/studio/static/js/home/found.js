@@ -34,7 +34,7 @@ export function Found({ texts, folder }) {
   const more = texts.n_kinds - texts.kinds.length;
   return html`<section class="card home-found" aria-label="What was found">
     <h2>What was found</h2>
-    <p>${`${count(texts.n_read)} of ${count(texts.n_read + texts.n_skipped)} files in ${folder} are read: `}${bytes(
+    <p>${`${count(texts.n_read)} of ${count(texts.n_files)} files in ${folder} are read: `}${bytes(
       texts.n_bytes,
     )} of text.</p>
     <div class="home-scroll" tabindex="0" role="group" aria-label="Files by kind"><table>
