@@ -8,6 +8,7 @@ import random
 import re
 import struct
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -101,6 +102,27 @@ def test_curves_and_card_stand_whatever_the_figures(tmp_path: Path, losses: list
     assert "| parameters | 26,176 |" in card
     if 2.0 in losses:
         assert "| best validation loss | 2.0000 nats per token, perplexity 7.389, at step 1" in card
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ({"path": "texts/a.txt"}, "text a.txt"),
+        ({"url": "https://a.org/a.txt", "sha256": "0" * 64}, "text https://a.org/a.txt"),
+        ({"url": ["https://a.org/a.txt"], "sha256": ["0" * 64]}, "text https://a.org/a.txt"),
+        (
+            {"url": ["https://a.org/a.txt", "https://a.org/b.txt", "https://a.org/c.txt"], "sha256": ["0" * 64] * 3},
+            "text https://a.org/a.txt and 2 more",
+        ),
+    ],
+)
+def test_the_card_names_a_source_by_its_place(place: dict[str, Any], name: str, tmp_path: Path) -> None:
+    tree = tiny.recipe_tree(tmp_path)
+    tree["data"]["sources"] = [{"type": "text", **place}]
+    recipe = with_vocab_size(parse_recipe(tree), 43)
+    recipe.run_dir.mkdir()
+    write_model_card(recipe, Progress(), None, 1000, choose_precision("fp32", torch.device("cpu")))
+    assert f"| sources | {name} |" in (recipe.run_dir / "model-card.md").read_text(encoding="utf-8")
 
 
 def test_samples_are_shown_oldest_first(tmp_path: Path) -> None:
