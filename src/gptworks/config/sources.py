@@ -42,7 +42,9 @@ class FileSource(Section):
     url: Measured[Annotated[str | tuple[str, ...] | None, Place.URL]] = Field(
         None, description="One or more https addresses, downloaded once into the cache; each needs its sha256."
     )
-    sha256: Measured[Sum | tuple[Sum, ...] | None] = Field(None, description="The checksum of each url in hexadecimal.")
+    sha256: Measured[Sum | tuple[Sum, ...] | None] = Field(
+        None, description="The checksum of each url, or of the one file at path, in hexadecimal."
+    )
 
     def _check_place(self) -> None:
         if not self.path and not self.url:
@@ -81,8 +83,9 @@ class FilesSource(FileSource):
     """Files of any kind: plain text in any encoding, code, tables, records, archives, web pages, documents, subtitles.
 
     The extension of a file decides how it is read; a file that cannot be read is left out with a warning. In a git
-    repository, files that `.gitignore` names are left out. Documents (.pdf .docx .odt .epub .rtf .eml .ipynb .pptx .odp
-    .xlsx .ods .html) need the `sources` extra.
+    repository, links, folders of third-party code such as node_modules, and files that `.gitignore` names are left out
+    too. Reading `.gitignore` and documents (.pdf .docx .odt .epub .rtf .eml .ipynb .pptx .odp .xlsx .ods .html) needs
+    the `sources` extra.
     """
 
     type: Measured[Literal["files"]]
@@ -132,7 +135,8 @@ class CSVSource(FileSource):
     delimiter: Measured[str | None] = Field(
         None,
         pattern=r'^[^"\r\n\x00]$',
-        description="One character. None: a tab for .tsv, else the one of , ; tab | that fits the first lines.",
+        description="One character. None: the one that a first line such as `sep=;` states, else a tab for .tsv, else "
+        "the one of , ; tab | that fits the first lines.",
     )
     quotes: Measured[bool] = Field(
         True, description="false: quotation marks are text, and fields contain no delimiters or line breaks."
