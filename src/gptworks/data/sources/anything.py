@@ -230,8 +230,7 @@ class Files(Source):
         name, ending = self.name(file), _ending(file)
         if why:
             is_folder = file.is_dir()
-            kind = HIDDEN if why == HIDDEN else "folder" if is_folder else ending
-            return Item(name, kind, why=why, is_folder=is_folder)
+            return Item(name, why if why == HIDDEN else "folder" if is_folder else ending, why=why, is_folder=is_folder)
         errors = _Errors(file)
         n_bytes = documents = 0
         is_sampled, lacks = False, ""
