@@ -1,6 +1,7 @@
 """Many requests at once: each gets the text that it would get alone, whatever other requests do."""
 
 import asyncio
+import contextlib
 import copy
 import random
 import threading
@@ -13,7 +14,7 @@ import torch
 from gptworks.errors import RunError, UserError
 from gptworks.infer import Completion, Engine, SamplingSettings
 from gptworks.infer.backends import native
-from gptworks.infer.loop import EngineLoop, Stream
+from gptworks.infer.loop import EngineLoop, EngineStopped, Stream, StreamCancelled
 from gptworks.infer.request import Request
 from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.speculate import PromptLookup
@@ -461,3 +462,96 @@ def test_a_loop_hands_errors_to_the_request_they_concern(model: Any) -> None:
 
     asyncio.run(go())
     assert one.statistics().slots_used == 0
+
+
+async def read_all(reading: Stream) -> list[Piece]:
+    async with asyncio.timeout(30):
+        return [piece async for piece in pieces(reading)]
+
+
+@pytest.mark.parametrize("drain", [True, False])
+@pytest.mark.parametrize("started", [True, False])
+def test_a_closed_loop_accepts_no_request_and_leaves_no_reader_waiting(model: Any, started: bool, drain: bool) -> None:
+    one = engine(model)
+
+    async def go() -> None:
+        loop = EngineLoop(one)
+        opened, submitted = loop.open(), stream(loop, [1], max_tokens=20, ignore_eos=True)
+        if started:
+            loop.start()
+        loop.close(drain=drain)
+        with pytest.raises(EngineStopped, match="no more requests"):
+            opened.submit([2], max_tokens=5)
+        assert await read_all(opened) == []
+        if started and drain:
+            assert len(await read_all(submitted)) == 20
+        else:
+            with pytest.raises(EngineStopped, match="was stopped"):
+                await read_all(submitted)
+
+    asyncio.run(go())
+    assert (one.statistics().running, one.statistics().waiting, one.statistics().slots_used) == (0, 0, 0)
+
+
+def test_a_request_is_refused_or_answered_however_close_to_the_end_it_comes(model: Any) -> None:
+    """Requests from another thread, while the loop closes, 30 times."""
+
+    async def go(loop: EngineLoop) -> None:
+        streams = [loop.open() for _ in range(60)]
+        answered: list[Stream] = []
+
+        def submit_all() -> None:
+            with contextlib.suppress(EngineStopped):
+                for one in streams:
+                    one.submit([1], max_tokens=1, ignore_eos=True)
+                    answered.append(one)
+
+        submitting = threading.Thread(target=submit_all)
+        submitting.start()
+        await asyncio.sleep(0.002)
+        await asyncio.to_thread(loop.close)
+        submitting.join()
+        for one in answered:
+            assert len(await read_all(one)) == 1
+
+    one = engine(model)
+    for _ in range(30):
+        asyncio.run(go(EngineLoop(one).start()))
+
+
+def test_pieces_before_an_error_are_read_before_it(model: Any) -> None:
+    async def go() -> None:
+        opened = EngineLoop(engine(model)).open()
+        opened.submit([1], max_tokens=9)
+        for piece in (Piece(0, "a", 1), Piece(0, "b", 2), RunError("broken")):
+            opened.hand(0, piece)
+        reading = opened.batches()
+        assert [piece.text for _, piece, _ in await anext(reading)] == ["a", "b"]
+        with pytest.raises(RunError, match="broken"):
+            await anext(reading)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("started", [True, False])
+@pytest.mark.parametrize("where", ["this thread", "another thread"])
+def test_cancelling_a_stream_ends_the_reader_that_waits(model: Any, where: str, started: bool) -> None:
+    one = engine(model)
+
+    async def go() -> None:
+        loop = EngineLoop(one)
+        if started:
+            loop.start()
+        reading = stream(loop, [9], max_tokens=10**9, overflow="slide", ignore_eos=True)
+        waiting = asyncio.create_task(read_all(reading))
+        await asyncio.sleep(0.01)
+        if where == "this thread":
+            reading.cancel()
+        else:
+            await asyncio.to_thread(reading.cancel)
+        with pytest.raises(StreamCancelled):
+            await waiting
+        loop.close()
+
+    asyncio.run(go())
+    assert (one.statistics().cancelled, one.statistics().slots_used) == (1, 0)

@@ -37,12 +37,17 @@ class SlowReader(RunError):
     """A reader left too many pieces unread; its requests were cancelled."""
 
 
+class StreamCancelled(RunError):
+    """A stream was cancelled while its reader expected more pieces."""
+
+
 class EngineLoop:
     """Runs an engine's steps in a thread while the engine has requests; otherwise the thread sleeps."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._wake, self._ending = threading.Event(), False
+        self._accepting = threading.Lock()  # held to queue a request and to set `_ending`, so none is queued after it
         self._streams: set[Stream] = set()
         self._to_wake: deque[Stream] = deque()
         self._left: deque[Stream] = deque()  # streams to cancel: their readers have left
@@ -54,22 +59,21 @@ class EngineLoop:
         return self
 
     def close(self, *, drain: bool = True) -> None:
-        """Open no more streams, finish or end the current requests, and wait until the engine's thread has stopped.
+        """Accept no more requests, finish or end the current ones, and wait until the engine's thread has stopped.
 
-        drain: let requests finish, unless their reader has left; False: end them with an EngineStopped. If this call
-        blocks an asyncio loop, readers in that loop cannot read meanwhile: a stream that gets more further pieces than
-        context tokens × unfinished texts ends with a SlowReader.
+        drain: let requests finish, unless their reader has left or the thread was never started; False: end them with
+            an EngineStopped. If this call blocks an asyncio loop, readers in that loop cannot read meanwhile: a stream
+            that gets more further pieces than context tokens × unfinished texts ends with a SlowReader.
         """
-        if not drain:
-            for stream in list(self._streams):
-                stream.cancel()
-                stream.hand(0, EngineStopped("the engine was stopped."))
-            self._wake_readers()
+        self.check()
+        with self._accepting:
+            self._ending = True
         blocked = asyncio._get_running_loop()
         for stream in list(self._streams):
-            if stream._asyncio is blocked:
+            if not drain or self._thread.ident is None:
+                stream.cancel(EngineStopped("the engine was stopped."))
+            elif stream._asyncio is blocked:
                 stream.bound(self.engine.context)
-        self._ending = True
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -106,11 +110,26 @@ class EngineLoop:
             EngineStopped: the loop is closed.
             EngineFailed: the engine has failed.
         """
+        self._check_accepting()
+        return Stream(self, max_unread, patience)
+
+    def enqueue(self, request: Request) -> None:
+        """Queue a request, as `Engine.enqueue`; every request queued here ends. Thread-safe.
+
+        Raises:
+            EngineStopped: the loop is closed.
+            QueueFull, EngineFailed: as `Engine.enqueue`.
+        """
+        with self._accepting:
+            self._check_accepting()
+            self.engine.enqueue(request)
+        self._wake.set()
+
+    def _check_accepting(self) -> None:
         if (failure := self.check()) is not None:
             raise EngineFailed(failure.error)
         if self._ending:
             raise EngineStopped("the engine is stopping: no more requests are accepted.")
-        return Stream(self, max_unread, patience)
 
     def _run(self) -> None:
         try:
@@ -128,6 +147,7 @@ class EngineLoop:
         while True:
             while self._left:
                 self._left.popleft().cancel()
+            is_last = self._ending  # read before the step, which then receives every accepted request
             try:
                 busy = self.engine.step(on_failure=_log_failure)
             except EngineFailed:
@@ -137,7 +157,7 @@ class EngineLoop:
             self._wake_readers()
             if busy:
                 continue
-            if self._ending:
+            if is_last:
                 return
             self._wake.wait()
             self._wake.clear()
@@ -187,29 +207,28 @@ class Stream:
         """Submit a request, with the arguments of `Engine.submit`. Any thread may call this, but only one at a time.
 
         Raises:
+            EngineStopped: the loop is closed.
             UserError, QueueFull, EngineFailed: as `Engine.submit`.
         """
         listener = partial(self.hand, len(self.requests))
-        request = self._loop.engine.submit(prompt, settings, listener=listener, **arguments)
+        request = self._loop.engine.admission.request(prompt, settings, listener=listener, **arguments)
+        self._loop.enqueue(request)
         self.requests.append(request)
         self._n_unfinished += arguments.get("n_samples", 1)
         if self.cancelled:  # cancelled while the prompt was encoded
             self._loop.engine.cancel(request)
-        self._loop._wake.set()
         return request
 
     def hand(self, number: int, piece: Piece | Exception) -> None:
         """Queue a piece or an error for the request's reader. Thread-safe.
 
         After the step, the loop wakes the reader if `patience` pieces are unread or a text has ended. A piece beyond
-        `max_unread` cancels the stream; the reader then gets a SlowReader instead of the piece.
+        `max_unread` cancels the stream; the reader then gets a SlowReader after the unread pieces.
         """
         full = self._max_unread is not None and len(self._unread) >= self._max_unread
         if full and isinstance(piece, Piece):
-            if self.cancelled:
-                return
-            self.cancel()
-            piece = SlowReader(f"the reader left {self._max_unread} pieces unread: the request was cancelled.")
+            self.cancel(SlowReader(f"the reader left {self._max_unread} pieces unread: the request was cancelled."))
+            return
         self._unread.append((number, piece, time.monotonic()))
         ended = isinstance(piece, Exception) or piece.finish_reason is not None
         if not self._woken and (ended or len(self._unread) >= self._patience):
@@ -221,9 +240,16 @@ class Stream:
         most = len(self._unread) + n_pieces * max(1, self._n_unfinished)
         self._max_unread = most if self._max_unread is None else min(most, self._max_unread)
 
-    def cancel(self) -> None:
-        """Cancel the unfinished requests; may be called repeatedly. Thread-safe."""
-        self.cancelled = True
+    def cancel(self, error: Exception | None = None) -> None:
+        """Cancel the unfinished requests; may be called repeatedly. Thread-safe.
+
+        error: a reader that expects more pieces gets this error after the unread ones; default: a StreamCancelled.
+        """
+        if not self.cancelled:
+            self.cancelled = True
+            self._unread.append((0, error or StreamCancelled("the requests were cancelled."), time.monotonic()))
+            with contextlib.suppress(RuntimeError):  # the reader's asyncio loop is closed
+                self._asyncio.call_soon_threadsafe(_wake_all, [self])
         self._loop._streams.discard(self)
         for request in list(self.requests):
             if not request.done:
@@ -238,7 +264,7 @@ class Stream:
     def batches(self) -> "_Reading":
         """Return an asynchronous iterator of batches, each with the new pieces, until all requests have ended.
 
-        The iterator raises the error that ends a request, and cancels the others.
+        The iterator raises the error that ends a request, after the pieces that came before it, and cancels the others.
         """
         return _Reading(self, self._batches())
 
@@ -249,14 +275,18 @@ class Stream:
                     self._waiter = self._asyncio.create_future()
                     await self._waiter
                 batch: Batch = []
-                while self._unread:
+                error: Exception | None = None
+                while self._unread and error is None:
                     number, piece, came_at = self._unread.popleft()
                     if isinstance(piece, Exception):
-                        raise piece
+                        error = piece
+                        continue
                     self._n_unfinished -= piece.finish_reason is not None
                     batch.append((number, piece, came_at))
                 if batch:
                     yield batch
+                if error is not None and self._n_unfinished:
+                    raise error
         finally:
             if self._n_unfinished:
                 self.cancel()
