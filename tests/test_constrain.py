@@ -1,5 +1,6 @@
 """Constrained texts: the output of a random model follows the schema or expression."""
 
+import gc
 import json
 import random
 import re
@@ -12,8 +13,9 @@ from tokenizers import Tokenizer
 
 from gptworks.config import GPT2Tokenizer, WordTokenizer
 from gptworks.errors import UserError
-from gptworks.infer import Engine, SamplingSettings
+from gptworks.infer import Engine, SamplingSettings, constrain
 from gptworks.infer.constrain import Constraints
+from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.speculate import PromptLookup
 from gptworks.tokenizer import train_tokenizer
 from test_engine import byte_tokenizer, char_tokenizer, random_model
@@ -136,3 +138,22 @@ def test_words_joined_by_spaces_are_refused() -> None:
     tokenizer = train_tokenizer(WordTokenizer(type="word", vocab_size=20), ["the king said no"])
     with pytest.raises(UserError, match="spell text by themselves"):
         engine(tokenizer).pieces("the", regex="a")
+
+
+def test_a_grammar_counts_while_a_text_uses_it_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constrain, "_MAX_KEPT", 0)
+    one = engine(CHARACTERS)
+    request = one.submit("x", regex="a[bcd]{40}e", seed=1, n_samples=2)
+    one.step()
+    live = one.admission.constraints()._live
+    (n_bytes,) = [grammar.n_bytes for grammar in live.values()]
+    monkeypatch.setattr(constrain, "MAX_LIVE_BYTES", n_bytes)
+    with pytest.raises(QueueFull, match="all the memory"):
+        one.submit("x", regex="b{3}")
+    again = one.submit("x", regex="a[bcd]{40}e", seed=1)
+    assert len(live) == 1, "the second text uses the same grammar"
+    one.finish([request, again])
+    gc.collect()
+    assert not live, "finished requests, which their caller may keep, hold no grammar"
+    monkeypatch.setattr(constrain, "MAX_LIVE_BYTES", 1 << 29)
+    assert one.generate("x", regex="b{3}") == "bbb"

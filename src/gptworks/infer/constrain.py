@@ -53,14 +53,15 @@ class Grammar:
         self.n_bytes = n_bytes
 
     def begin(self) -> "Constraint":
-        return Constraint(self._matcher.deep_copy(), self._n_tokens)
+        return Constraint(self, self._matcher.deep_copy(), self._n_tokens)
 
 
 class Constraint:
     """Follows one text and finds the tokens that may continue it. V: size of the tokenizer's vocabulary."""
 
-    def __init__(self, matcher: Any, n_tokens: int) -> None:
-        self._matcher, self._n_tokens = matcher, n_tokens
+    def __init__(self, grammar: Grammar, matcher: Any, n_tokens: int) -> None:
+        """grammar: kept alive, so that `Constraints` counts its memory while the text uses it."""
+        self._grammar, self._matcher, self._n_tokens = grammar, matcher, n_tokens
         self._seconds_left = _MASK_SECONDS
 
     def allowed(self) -> Tensor:

@@ -163,8 +163,10 @@ class Request:
                 _LOG.error("the reader of a request that failed raised an error itself", exc_info=raised)
 
     def close(self) -> None:
-        """For the engine: mark the request as ended."""
+        """For the engine: mark the request as ended, and release what only computing it needs."""
         self.done, self.first_logits = True, None
+        for sample in self.samples:
+            sample.constraint = None
 
     @property
     def n_to_come(self) -> int:

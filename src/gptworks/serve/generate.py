@@ -291,7 +291,7 @@ async def begin(
         APIError, UserError, QueueFull, RunError: the request is not accepted, and no part of it continues.
     """
     service.take_places(caller, *check_size(service, model, order, len(prompts)))
-    grammar = await compiled(service, model, order.settings, caller)  # kept alive until the engine holds it
+    grammar = await compiled(service, model, order.settings, caller)  # kept alive until the requests hold it
     stream = model.loop.open(
         max_unread=service.settings.max_unread_pieces * len(prompts) * order.n,
         patience=1 if order.streams else PIECES_AT_ONCE,
