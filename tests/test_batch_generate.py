@@ -88,6 +88,27 @@ def test_a_prompt_that_cannot_be_continued_says_so_in_its_line(tmp_path: Path) -
     assert "60 tokens" in read(tmp_path / "out.jsonl")[1]["error"] and "60 tokens" in report.errors[0]
 
 
+def test_prompts_that_failed_are_tried_again_and_those_that_finished_are_kept(tmp_path: Path) -> None:
+    prompts = [{"id": i, "prompt": "abc" * (20 if i % 3 == 1 else 1)} for i in range(6)]
+    source, kept = write(tmp_path / "in.jsonl", *prompts), tmp_path / "kept.jsonl"
+    target = tmp_path / "out.jsonl"
+    target.symlink_to(kept)
+    generate_file(engine(), source, target, SETTINGS)
+    first = read(kept)
+    again = generate_file(engine(), source, target, SETTINGS)
+    assert (again.total, again.skipped, again.done, again.failed) == (6, 4, 0, 2)
+    assert read(kept) == first, "an error that is raised again is written again"
+
+    write(source, *({"id": i, "prompt": "abc"} for i in range(5)))  # shortened, and the last one, id 5, left out
+    kept.write_bytes(kept.read_bytes() + json.dumps({"id": 9, "error": "of another input"}).encode() + b'\n{"id": 4, ')
+    mended = generate_file(engine(), source, target, SETTINGS)
+    lines = read(kept)
+    assert (mended.total, mended.skipped, mended.done, mended.failed) == (5, 3, 2, 0)
+    assert [name for name, line in lines.items() if "error" in line] == [9]
+    assert [lines[i] for i in (0, 2, 3, 5)] == [first[i] for i in (0, 2, 3, 5)]
+    assert lines[1]["completions"] and lines[4]["completions"] and target.is_symlink()
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
@@ -104,7 +125,9 @@ def test_a_file_that_is_not_prompts_is_refused_before_work(tmp_path: Path, lines
     assert not (tmp_path / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize("text", ["my notes\nof today", "my notes", '{"prompt": "abc"}'])
+@pytest.mark.parametrize(
+    "text", ["my notes\nof today", "my notes", '{"prompt": "abc"}', '{"id": 1, "prompt": "abc"}\n']
+)
 def test_a_file_that_is_not_an_output_is_not_changed(tmp_path: Path, text: str) -> None:
     source, target = write(tmp_path / "in.jsonl", {"prompt": "abc"}), tmp_path / "notes.txt"
     target.write_text(text, encoding="utf-8")

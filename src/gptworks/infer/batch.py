@@ -4,7 +4,8 @@ Input: one JSON object per line, with `prompt`, a text; optionally `id`, a strin
 number, from 1), and `settings`, which override the call's settings (`{"max_tokens": 20}`). Other keys are ignored.
 
 Output: one line per prompt, written when it finishes, with `id`, `prompt_tokens` and `completions`, each of which has
-`text`, `finish_reason` and `tokens` (their number). A prompt that fails gets `id` and `error` only.
+`text`, `finish_reason` and `tokens` (their number). A prompt that fails gets `id` and `error` only; the next call
+replaces this line.
 """
 
 import itertools
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from gptworks.errors import UserError
-from gptworks.files import open_given, open_regular, open_to_append
+from gptworks.files import open_given, open_regular, open_to_append, replacing
 from gptworks.infer.engine import Engine
 from gptworks.infer.request import Overflow, Prompt, Request
 from gptworks.infer.sampling import SamplingSettings
@@ -37,7 +38,7 @@ class BatchReport:
     total: int
     """Number of prompts in the input."""
     skipped: int = 0
-    """Number of prompts that the output has already, including those that ended in an error."""
+    """Number of prompts that the output of earlier calls has already. Those that ended in an error are tried again."""
     done: int = 0
     failed: int = 0
     """Number of prompts that ended in an error in this call."""
@@ -91,7 +92,7 @@ def generate_file(
     encode: Callable[[str], Prompt] = lambda text: text,
     report: Callable[[BatchReport], None] = lambda _: None,
 ) -> BatchReport:
-    """Continue each prompt in `source` that `target` lacks; append a line to `target` when a prompt finishes.
+    """Continue each prompt in `source` that `target` lacks, or has as an error; append its line when it finishes.
 
     Args:
         source, target: the input and output files, in the formats that this module's docstring describes.
@@ -114,7 +115,7 @@ def generate_file(
             if task.id in ids:
                 raise UserError(f"{source}: two prompts have the id {task.id!r}. Give each its own, to resume by.")
             ids.add(task.id)
-        finished = _finished(target)
+        finished = _finished(target, ids)
         progress = BatchReport(total=len(ids), skipped=len(ids & finished))
         left = (task for task in _tasks(lines, source, defaults) if task.id not in finished)
         with open_to_append(target) as out:
@@ -176,23 +177,45 @@ def _task(line: str, number: int, place: str, settings: SamplingSettings) -> _Ta
         raise UserError(f"{place}: {error}") from None
 
 
-def _finished(target: Path) -> set[str | int]:
-    """Return the ids of the complete lines of an output file; remove an incomplete last line from the file."""
+def _finished(target: Path, ids: set[str | int]) -> set[str | int]:
+    """Return the ids of the prompts that an output file has completed.
+
+    Removes from the file an incomplete last line, and the errors of prompts in `ids`, which are tried again.
+    """
     if not target.exists():
         return set()
-    finished, complete_bytes = set(), 0
+    finished: set[str | int] = set()
+    complete_bytes, retries = 0, False
     with open_regular(target) as lines:
         for number, line in enumerate(lines, 1):
             try:
                 if line.endswith(b"\n"):
-                    finished.add(json.loads(line)["id"])
+                    name, failed = _ended(line)
+                    retries |= failed and name in ids
+                    if not failed:
+                        finished.add(name)
                     complete_bytes += len(line)
                 elif line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
                     raise ValueError("not the beginning of an output line")
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, TypeError):
                 raise UserError(
                     f"{target}, line {number}: not an output of this command. Give another --output."
                 ) from None
     with open_to_append(target) as file:
         file.truncate(complete_bytes)
+    if retries:
+        with open_regular(target) as lines, replacing(target.resolve()) as kept:
+            for line in lines:
+                name, failed = _ended(line)
+                if not failed or name not in ids:
+                    kept.write(line)
     return finished
+
+
+def _ended(line: bytes) -> tuple[str | int, bool]:
+    """Return the id in an output line, and whether its prompt failed. ValueError, TypeError: it is no output line."""
+    outcome = json.loads(line)
+    failed = set(outcome) == {"id", "error"}
+    if not failed and not {"id", "completions"} <= set(outcome):
+        raise ValueError("not an output line")
+    return outcome["id"], failed
