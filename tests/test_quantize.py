@@ -551,7 +551,7 @@ def test_weights_that_a_kind_cannot_hold_are_named() -> None:
     with torch.no_grad():
         model.blocks[1].mlp.up.weight[3, 4] = torch.nan
     for kind in KINDS:
-        with pytest.raises(UserError, match=r"`blocks\.1\.mlp\.up` holds"):
+        with pytest.raises(UserError, match=r"`blocks\.1\.mlp\.up` holds NaN, which cannot be rounded: give"):
             quantize_model(model, kind)
 
 

@@ -95,6 +95,18 @@ def test_fake_logits_need_no_triton(dtype: torch.dtype) -> None:
     assert nats.shape == (3,) and nats.dtype == torch.float32 and nats.is_meta
 
 
+def test_a_triton_that_does_not_compile_is_reported_with_all_that_torch_computes_instead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(fused_loss.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(torch, "zeros", fails)
+    with pytest.warns(UserWarning, match="the loss and, in decoding, attention, because .*no C compiler"):
+        assert not fused_loss.works.__wrapped__()
+
+
 class TestOnCuda:
     pytestmark = on_cuda
 

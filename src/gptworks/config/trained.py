@@ -12,7 +12,8 @@ ADAPTED_MODULES = {"attention": ("query", "key", "value", "out"), "mlp": ("gate"
 
 
 class LoRAConfig(Section):
-    """Low-rank adaptation (Hu et al., 2021): matrices W become W + alpha/rank · B·A. Only A and B are trained."""
+    """Low-rank adaptation (Hu et al., 2021): matrices W become W + alpha/rank · B·A. Training
+    changes only A and B and, with `embeddings`, the token embedding and the head."""
 
     type: Fixed[Literal["lora"]] = "lora"
     base: Fixed[Literal["full", "int8", "int4"]] = Field(

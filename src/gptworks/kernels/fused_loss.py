@@ -54,6 +54,9 @@ def works() -> bool:
         logits = torch.zeros(1, 2, device="cuda")
         cross_entropy(logits, torch.zeros(1, dtype=torch.int64, device="cuda"), gradient=True)
     except Exception as error:  # of the compiler, of files, or of the driver
-        warnings.warn(f"torch computes the loss, because Triton cannot compile its kernel: {error}", stacklevel=2)
+        warnings.warn(
+            f"torch computes the loss and, in decoding, attention, because Triton cannot compile kernels: {error}",
+            stacklevel=2,
+        )
         return False
     return True

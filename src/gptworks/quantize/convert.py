@@ -6,6 +6,7 @@ outside the blocks, except the head if int4 is requested for it, and those whose
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -198,8 +199,12 @@ def _pack_rounded(rounded: Rounded, kind: Weights) -> tuple[Tensor, Tensor]:
 
 def _check_holds(name: str, matrix: Tensor, weights: Weights) -> None:
     largest = max(abs(float(end)) for end in matrix.aminmax())  # both ends are NaN if an element is NaN
+    if math.isnan(largest):
+        raise UserError(
+            f"`{name}` holds NaN, which cannot be rounded: give a checkpoint from before training diverged."
+        )
     limit = torch.finfo(torch.float16).max if weights in ("fp16", "int4") else torch.finfo(torch.float32).max
-    if not largest <= limit:  # also true for NaN
+    if largest > limit:
         raise UserError(f"`{name}` holds a weight of magnitude {largest:g}, which {weights} cannot hold.")
 
 
