@@ -39,7 +39,7 @@ from gptworks.evaluation.results import (
 )
 from gptworks.evaluation.run_task import Asked, run_task
 from gptworks.evaluation.scoring import encode_pair, score_pairs
-from gptworks.evaluation.task import Task, load_task
+from gptworks.evaluation.task import MultipleChoice, Task, load_task
 from gptworks.infer.engine import Engine
 from gptworks.runs.compare_evaluations import compare_evaluations, evaluations_section
 from gptworks.tokenizer import encode_text
@@ -183,6 +183,38 @@ def test_shots_that_do_not_fit_are_left_out_and_told_of(engine: Engine, tmp_path
     assert "6 of 6 items had fewer than 4 shots" in found.notes[0]
     with pytest.raises(UserError, match=r"item 1 has \d+ tokens without shots"):
         run_task(engine, load_task(write(tmp_path, CHOICE, [{**ITEMS[0], "question": "x" * 130}] * 3)))
+
+
+def test_equal_items_leave_fewer_shots_and_a_note_says_so(engine: Engine, tmp_path: Path) -> None:
+    """Items that equal the one asked are no shots for it, since they have its answer."""
+    items = [ITEMS[0]] * 3 + [ITEMS[1]] * 2
+    task = load_task(write(tmp_path, {**CHOICE, "shots": 3}, items))
+    assert [len(task.shots_for(item)) for item in items] == [2, 2, 2, 3, 3]
+    assert [len(task.turns(item, 3)) for item in items] == [3, 3, 3, 4, 4]
+    assert [len(task.turns(ITEMS[0], n)) for n in range(4)] == [1, 2, 3, 3]
+    notes = " ".join(run_task(engine, task).notes)
+    assert "3 of 5 items had fewer than 3 shots, because the other items equal them" in notes and "context" not in notes
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_every_shot_that_is_shown_changes_the_fingerprint(separate: bool) -> None:
+    """Items that equal the one asked are passed over, so shots come from further back in the pool."""
+    for seed in range(20):
+        settings = MultipleChoice(**{**CHOICE, "name": "sums", "shots": 2, "limit": 1, "seed": seed})
+        items = [ITEMS[0]] * 4 + ITEMS[1:]
+
+        def task(items: list[Any], settings: MultipleChoice = settings) -> Task:
+            return Task(settings, items[:1] if separate else items, items if separate else None, "task")
+
+        for shot in task(items).shots_for(items[0]):
+            changed = [{**one, "answer": 1} if one == shot else one for one in items]
+            assert task(changed).fingerprint != task(items).fingerprint
+
+
+@pytest.mark.parametrize("literal", ["{a}", "{", "a } b", "{'a': 1}"])
+def test_a_choice_with_a_brace_is_itself(tmp_path: Path, literal: str) -> None:
+    task = load_task(write(tmp_path, {**CHOICE, "choices": [literal, "{{sum}}", "no"], "shots": 0}))
+    assert task.choices(ITEMS[0]) == [literal, "4", "no"]
 
 
 def test_exact_match_reads_what_is_written(engine: Engine, tmp_path: Path) -> None:

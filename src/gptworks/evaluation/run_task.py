@@ -31,7 +31,8 @@ def run_task(
 ) -> Evaluation:
     """Ask a model the items of a task, and score its answers.
 
-    An item whose shots exceed the context gets as many shots as fit; a note in the result counts such items.
+    An item whose shots exceed the context gets as many shots as fit, and one that equals too many other items gets
+    fewer; notes in the result count such items.
 
     Args:
         run, step: the run's name and the checkpoint's step, for the result.
@@ -73,7 +74,7 @@ class Asked:
     def __init__(self, engine: Engine, task: Task, chat: bool) -> None:
         self.engine, self.task, self.items = engine, task, task.items_asked
         self.template = engine.require_chat_template("Ask it without --chat.") if chat else None
-        self._n_short = 0
+        self._n_short = self._n_equal = 0
 
     def context(self, item: Item, room: int) -> tuple[str, list[int]]:
         """Return the text ("" with a chat template) and the tokens before an answer, with as many shots as leave the
@@ -82,7 +83,8 @@ class Asked:
         Raises:
             UserError: the item does not fit even without shots.
         """
-        n_shots = self.task.settings.shots
+        n_shots = len(self.task.shots_for(item))
+        self._n_equal += n_shots < self.task.settings.shots
         for n in range(n_shots, -1, -1):
             text, ids = self._encode(item, n)
             if len(ids) + room <= self.engine.context + 1:
@@ -127,11 +129,14 @@ class Asked:
         return [[completion.text for completion in of_one] for of_one in made]
 
     def notes(self) -> tuple[str, ...]:
-        if not self._n_short:
-            return ()
-        return (
-            f"{self._n_short:,} of {len(self.items):,} items had fewer than {self.task.settings.shots} shots, for the "
-            f"context is {self.engine.context:,} tokens",
+        reasons = (
+            (self._n_short, f"because the context is {self.engine.context:,} tokens"),
+            (self._n_equal, "because the other items equal them"),
+        )
+        return tuple(
+            f"{n:,} of {len(self.items):,} items had fewer than {self.task.settings.shots} shots, {why}"
+            for n, why in reasons
+            if n
         )
 
 

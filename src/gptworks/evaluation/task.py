@@ -158,10 +158,15 @@ class Task:
 
     def shots_for(self, item: Item) -> list[Item]:
         """Return the shots (solved examples) for an item: the first items of the shuffled pool that differ from it.
+        There are fewer than `shots` if too many items of the pool equal it.
 
         Nearly all items have the same shots, so the engine computes the shots only once.
         """
-        return list(islice((one for one in self._pool if one != item), self.settings.shots))
+        return [self._pool[i] for i in self._shot_places(item)]
+
+    def _shot_places(self, item: Item) -> list[int]:
+        """Return the indices in the pool of an item's shots."""
+        return list(islice((i for i, one in enumerate(self._pool) if one != item), self.settings.shots))
 
     @property
     def items_asked(self) -> list[Item]:
@@ -171,7 +176,10 @@ class Task:
     def fingerprint(self) -> str:
         """sha256 of all that determines the questions. Results with equal fingerprints are comparable item by item."""
         settings = self.settings.model_dump(mode="json", exclude={"name", "data", "shots_data"})
-        tree = [settings, self.items_asked, self._pool[: self.settings.shots + 1] if self.settings.shots else []]
+        n_read = self.settings.shots + 1 if self.settings.shots else 0
+        for item in self.items_asked:
+            n_read = max([n_read, *(place + 1 for place in self._shot_places(item))])
+        tree = [settings, self.items_asked, self._pool[:n_read]]
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode("utf-8")).hexdigest()
 
     def text(self, item: Item, key: str) -> str:
@@ -197,7 +205,7 @@ class Task:
         assert isinstance(wanted, str)
         if key == "prompt" and not wanted:
             return ""
-        if "{{" in wanted or "{%" in wanted:
+        if _is_template(wanted):
             text = self._render(wanted, item)
             if isinstance(text, str):
                 return text
@@ -248,7 +256,7 @@ class Task:
             found = self.value(item, "choices")
             found = found if isinstance(found, list) else str(found).splitlines()
         else:
-            found = [self.value(item, "choices", one) if "{" in one else one for one in wanted]
+            found = [self.value(item, "choices", one) if _is_template(one) else one for one in wanted]
         texts = [str(one) for one in found]
         if len(texts) < 2 or not all(texts):
             raise UserError(
@@ -282,9 +290,10 @@ class Task:
         return self.texts(item, "answer" if isinstance(self.settings, ExactMatch) else "references")[0]
 
     def turns(self, item: Item, n_shots: int) -> list[tuple[str, str]]:
-        """Return pairs of prompt and answer: `n_shots` shots, then the item with an empty answer."""
+        """Return pairs of prompt and answer: the last `n_shots` shots, or all if there are fewer, then the item with an
+        empty answer."""
         solved = [(self.text(one, "prompt"), self.answer(one)) for one in self.shots_for(item)]
-        return [*solved[len(solved) - n_shots :], (self.text(item, "prompt"), "")]
+        return [*solved[max(0, len(solved) - n_shots) :], (self.text(item, "prompt"), "")]
 
     def prompt(self, item: Item, n_shots: int) -> str:
         """Return the text that the model continues: description, shots, and the item's own prompt."""
@@ -308,6 +317,11 @@ class Task:
 
     def _number(self, item: Item) -> int:
         return self.items.index(item) + 1 if item in self.items else 0
+
+
+def _is_template(wanted: str) -> bool:
+    """Return whether a setting's value is a Jinja template."""
+    return "{{" in wanted or "{%" in wanted
 
 
 def load_task(path: Path, *, shots: int | None = None, limit: int | None = None) -> Task:
