@@ -1,5 +1,6 @@
 """Loss, perplexity and bits per byte against float64 arithmetic, Hugging Face and the command-line compressors."""
 
+import itertools
 import json
 import math
 import shutil
@@ -184,22 +185,48 @@ def test_bits_per_byte_of_a_prepared_split(tmp_path: Path) -> None:
     assert report.bits_per_byte == pytest.approx(math.log2(270) * (shards.n_tokens - 1) / shards.text_bytes, rel=1e-6)
 
 
+class Counted:
+    """Tokens 0, 1, 2, … within the vocabulary."""
+
+    split = "validation"
+
+    def __init__(self, n_tokens: int) -> None:
+        self.n_tokens = n_tokens
+
+    def read(self, start: int, length: int) -> Any:
+        return torch.arange(start, start + length).numpy() % VOCABULARY
+
+
 def test_overlapping_windows_count_each_token_once() -> None:
-    class Shards:
-        split, n_tokens = "validation", 50
-
-        def read(self, start: int, length: int) -> Any:
-            return torch.arange(start, start + length).numpy() % VOCABULARY
-
-    model, shards = random_model(), Shards()
-    report = evaluate_loss(model, evaluation_windows(shards, CONTEXT, stride=3))  # type: ignore[arg-type]
+    model, shards = random_model(), Counted(50)
+    report = evaluate_loss(model, evaluation_windows(shards, CONTEXT, stride=3))
     assert report.n_tokens == 49
     shown: list[tuple[int, int]] = []
-    windows = evaluation_windows(shards, CONTEXT)  # type: ignore[arg-type]
+    windows = evaluation_windows(shards, CONTEXT)
     evaluate_loss(model, watched(windows, shards.n_tokens, None, lambda *each: shown.append(each)))
     assert shown[0] == (12, 49) and shown[-1] == (49, 49)
-    nats, _ = independent(model, list(evaluation_windows(shards, CONTEXT, stride=3)))  # type: ignore[arg-type]
+    nats, _ = independent(model, list(evaluation_windows(shards, CONTEXT, stride=3)))
     assert report.total_nats == pytest.approx(nats, rel=1e-6)
+
+
+@pytest.mark.parametrize("n_tokens", [2, 9, 13, 14, 50])
+@pytest.mark.parametrize("stride", [None, 1, 3, CONTEXT])
+def test_progress_ends_with_all_targets_and_counts_each_once(n_tokens: int, stride: int | None) -> None:
+    tokens = Counted(n_tokens)
+    targets = [int((targets != IGNORED).sum()) for _, targets in evaluation_windows(tokens, CONTEXT, stride=stride)]
+    shown: list[tuple[int, int]] = []
+    windows = evaluation_windows(tokens, CONTEXT, stride=stride)
+    for _ in watched(windows, n_tokens, stride, lambda *each: shown.append(each)):
+        pass
+    assert shown == [(done, n_tokens - 1) for done in itertools.accumulate(targets)]
+
+
+def test_progress_ends_with_all_targets_if_rows_cover_fewer() -> None:
+    """Of preference pairs, only the chosen answers are evaluated."""
+    shown: list[tuple[int, int]] = []
+    for _ in watched(windows(12, 12), 100, None, lambda *each: shown.append(each)):
+        pass
+    assert shown == [(12, 99), (24, 99), (99, 99)]
 
 
 def test_compressors_equal_the_command_line_programs() -> None:
@@ -236,6 +263,18 @@ def test_loss_by_position_equals_float64_arithmetic() -> None:
         assert part.report.n_tokens == count
         assert part.report.loss == pytest.approx(nats / count, rel=1e-5)
         assert part.report.bits_per_byte == pytest.approx(nats / math.log(2) / n_bytes, rel=1e-5)
+
+
+@torch.no_grad()
+def test_loss_by_position_has_no_part_without_targets() -> None:
+    """A context may have fewer positions than there are parts; a position may have no target or no text."""
+    parts = evaluate_by_position(random_model(context_length=5), windows(5, 5))
+    assert [(part.first, part.last) for part in parts] == [(i, i) for i in range(1, 6)]
+    assert all(part.report.n_tokens == 2 and part.report.loss > 0 for part in parts)
+    (pair,) = windows(12)
+    pair[1][4:8] = IGNORED
+    parts = evaluate_by_position(random_model(), [pair], 3, token_bytes=[0] * VOCABULARY)
+    assert [(part.first, part.report.bits_per_byte) for part in parts] == [(1, None), (9, None)]
 
 
 def test_loss_by_position_needs_a_whole_window() -> None:

@@ -32,6 +32,7 @@ class LossReport:
     total_nats: float
     """Sum of −ln p(target) over the targets; in another `unit`, of the losses of `n_tokens` pairs or prompts."""
     n_tokens: int
+    """Number of targets, 1 or more."""
     text_bytes: int | None = None
     """UTF-8 bytes of the text that the targets cover; None if they are unknown."""
     unit: str = "nats per token"
@@ -49,8 +50,9 @@ class LossReport:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per byte of text, comparable between tokenizers and with compressors; None without `text_bytes`."""
-        return None if self.text_bytes is None else self.total_nats / math.log(2) / self.text_bytes
+        """Bits per byte of text, comparable between tokenizers and with compressors; None without text or its
+        size."""
+        return None if not self.text_bytes else self.total_nats / math.log(2) / self.text_bytes
 
 
 class Workers(Protocol):
@@ -130,6 +132,7 @@ def evaluate_by_position(
     token_bytes: Sequence[int] | None = None,
 ) -> list[PositionLoss]:
     """Compute the loss in each of `n_parts` equal parts of the context, to see whether a model uses a long context.
+    Parts without a target are left out, such as those that a context shorter than `n_parts` leaves empty.
 
     Args:
         windows: as for `evaluate_loss`; windows shorter than the context are left out, so that all parts cover the same
@@ -154,6 +157,8 @@ def evaluate_by_position(
     edges = [part * context // n_parts for part in range(n_parts + 1)]
     found = []
     for a, b in itertools.pairwise(edges):
+        if not counts[a:b].any():
+            continue
         n_bytes = None if bytes_of is None else int(sizes[a:b].sum())
         found.append(PositionLoss(a + 1, b, LossReport(nats[a:b].sum().item(), int(counts[a:b].sum()), n_bytes)))
     return found
@@ -162,12 +167,18 @@ def evaluate_by_position(
 def watched(
     windows: Iterable[tuple[Tensor, ...]], n_tokens: int, stride: int | None, progress: Callable[[int, int], None]
 ) -> Iterator[Any]:
-    """Yield the windows, which cover `n_tokens` tokens; after each, call `progress(targets done, all targets)`."""
+    """Yield the windows, which cover `n_tokens` tokens; after each, call `progress(targets done, all targets)`. The
+    last call reports all targets, also if the windows cover fewer.
+
+    stride: tokens between the starts of windows; None: windows do not overlap.
+    """
     done, n_targets = 0, n_tokens - 1
     for window in windows:
         yield window
-        done = min(n_targets, done + (window[0].numel() if stride is None else stride))
+        done = min(n_targets, done + (window[0].numel() if stride is None or not done else stride))
         progress(done, n_targets)
+    if done < n_targets:
+        progress(n_targets, n_targets)
 
 
 def batches_of(windows: Iterable[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
