@@ -306,6 +306,9 @@ def test_evaluate_of_conversations_does_not_blame_the_tokenizer(
     evaluate(run)
     said = capsys.readouterr().out
     assert "bits per byte    undefined: the text is conversations, of which not every byte is predicted" in said
+    with pytest.raises(UserError, match=r"holds conversations or preference pairs, not text") as refused:
+        evaluate(run, compressors=True)
+    assert "tokenizer" not in str(refused.value)
 
 
 # --------------------------------------------------------------------------------------------- rows and the context

@@ -97,8 +97,13 @@ def held_out_text(prepared: Prepared) -> Iterator[bytes]:
     """Yield the validation text in parts, decoded from the shards.
 
     Raises:
-        UserError: decoding the tokens does not restore the text, or a file was changed.
+        UserError: the dataset holds conversations or preference pairs, decoding the tokens does not restore the text,
+            or a file was changed.
     """
+    if prepared.manifest.holds_examples:
+        raise UserError(
+            f"{prepared.folder} holds conversations or preference pairs, not text: there is no held-out text to decode."
+        )
     if not prepared.manifest.round_trips:
         raise UserError(
             f"{prepared.folder}: this tokenizer does not restore the text that it encoded, so the held-out text cannot "

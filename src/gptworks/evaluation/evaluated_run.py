@@ -125,6 +125,7 @@ class EvaluatedRun:
             raise UserError(
                 "--stride and --by-position are for text: this run's held-out conversations are rows of their own."
             )
+        compressed = compressor_bits_per_byte(b"".join(held_out_text(self.prepared))) if compressors else None
         windows: Iterable[tuple[torch.Tensor, ...]] = (
             held_out_rows(shards, self.recipe) if answers_alone else evaluation_windows(shards, context, stride=stride)
         )
@@ -144,8 +145,8 @@ class EvaluatedRun:
             with self.precision.autocast():
                 parts = evaluate_by_position(self.model, whole, token_bytes=sizes)
             result["positions"] = positions_table(parts)
-        if compressors:
-            result["compressors"] = compressor_bits_per_byte(b"".join(held_out_text(self.prepared)))
+        if compressed is not None:
+            result["compressors"] = compressed
         return result
 
     def _of_dataset(self, shards: TokenShards, part: Stretch, round_trips: bool) -> dict[str, Any]:
