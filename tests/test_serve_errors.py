@@ -1,6 +1,8 @@
 """Refused requests: OpenAI's error shape, the status, and the name of the field."""
 
+import ast
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 
 from gptworks.cli import app
 from gptworks.errors import UserError
+from gptworks.serve import documents, errors
 from gptworks.serve.settings import ServerSettings
 from serving import CONTEXT, KEY, Running, running, tiny_engine
 
@@ -303,3 +306,20 @@ def test_the_command_says_what_is_wrong(arguments: list[str], words: str) -> Non
 def test_settings_are_above_zero() -> None:
     with pytest.raises(UserError, match="max_waiting=0"):
         ServerSettings(max_waiting=0)
+
+
+def test_every_status_that_the_server_answers_with_is_in_its_description() -> None:
+    sent = {status for _, status, _ in errors._FORESEEN}
+    for file in Path(errors.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "APIError":
+                sent |= {part.value for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant)}
+    assert {400, 429, 431, 501, 503, 504} < sent
+    assert sent <= documents.ERRORS.keys()
+
+
+def test_the_description_of_health_has_its_own_body_also_if_it_fails(server: Running) -> None:
+    with httpx.Client(base_url=server.url) as nobody:
+        answers = nobody.get("/openapi.json").json()["paths"]["/health"]["get"]["responses"]
+    for status in ("200", "503"):
+        assert answers[status]["content"]["application/json"]["schema"]["$ref"].endswith("/Health")

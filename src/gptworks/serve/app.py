@@ -197,7 +197,7 @@ async def about(request: Request) -> Response:
     )  # fmt: skip
 
 
-@router.get("/health", response_model=documents.Health)
+@router.get("/health", response_model=documents.Health, responses={503: {"model": documents.Health}})
 async def health(request: Request) -> Response:
     """Answer 200 if the server accepts requests, and 503 if it is about to stop or an engine has stopped."""
     service = service_of(request)

@@ -19,8 +19,10 @@ _STATUSES = {
     413: "The body is too large.",
     415: "The body is not JSON.",
     429: "The server is busy; retry after `retry-after` seconds.",
+    431: "The headers are too long.",
     500: "The server failed.",
-    503: "The server is about to stop.",
+    501: "The request's transfer coding is not supported.",
+    503: "The server is about to stop, a model's engine failed, or there are too many connections.",
     504: "The request took too long.",
 }
 ERRORS: dict[int | str, dict[str, Any]] = {
