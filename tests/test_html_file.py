@@ -19,6 +19,7 @@ from gptworks.checkpoint import load_run
 from gptworks.cli import app
 from gptworks.errors import RunError, UserError
 from gptworks.infer.backends import native
+from gptworks.infer.fitting import ContextExceeded, fit_conversation
 from gptworks.infer.sampling import SamplingSettings, filter_whole
 from gptworks.interop.html_file import browser, export_html, exporting
 from gptworks.interop.html_file.how import how_made
@@ -186,6 +187,34 @@ def test_conversations_have_the_ids_of_the_run_s_template(hostile: Path, tmp_pat
     found = export_html(hostile, tmp_path / "model.html").check
     assert found is not None
     assert found.chats == 3
+
+
+@needs_node
+def test_a_conversation_that_is_too_long_is_refused_in_python_s_words(tmp_path: Path) -> None:
+    class Longer:
+        def encode(self, messages: list[Any], **_: Any) -> list[int]:
+            return [0] * (1000 * len(messages))
+
+    system, user, answer = ({"role": role, "content": "x"} for role in ("system", "user", "assistant"))
+    conversations = [[user], [system, user], [user, answer, user], [system, user, answer, user], [system]]
+    said = []
+    for messages in conversations:
+        with pytest.raises(ContextExceeded) as refused:
+            fit_conversation(Longer(), messages, 900, 10)  # type: ignore[arg-type]
+        said.append(str(refused.value))
+    code = f"""
+import {{ ChatTemplate }} from "{JS / "conversation.js"}";
+const fits = {{ encode: (messages) => Array(1000 * messages.length).fill(0) }};
+const said = given.map((messages) => {{
+  try {{
+    ChatTemplate.prototype.fit.call(fits, messages, 900, 10);
+  }} catch (error) {{
+    return error.message;
+  }}
+}});
+console.log(JSON.stringify(said));
+"""
+    assert in_node(tmp_path, code, conversations) == [one[0].upper() + one[1:] for one in said]
 
 
 @pytest.mark.parametrize(

@@ -52,10 +52,12 @@ export class ChatTemplate {
       ids = this.encode(messages.filter((one, i) => i >= start || one.role === "system"));
       if (ids.length <= room) return { ids, dropped: turns.filter((i) => i < start).length };
     }
-    if (ids.length > context)
-      throw new Error(
-        `The newest question has ${ids.length} tokens; this model's context is ${context} tokens. Shorten it.`,
-      );
+    if (ids.length > context) {
+      const rest = turns.length < messages.length ? "with the system messages" : "alone";
+      const what = starts.length > 1 ? `The newest question ${rest}` : "The conversation";
+      const [size, limit] = [ids.length, context].map((n) => n.toLocaleString("en-US"));
+      throw new Error(`${what} has ${size} tokens; this model's context is ${limit} tokens. Shorten it.`);
+    }
     return { ids, dropped: turns.filter((i) => i < starts.at(-1)).length };
   }
 }
