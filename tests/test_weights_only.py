@@ -1,6 +1,7 @@
 """A best checkpoint between two saves has only weights: it can be used, but training never resumes from it."""
 
 import json
+import random
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -290,7 +291,65 @@ def test_the_plan_has_the_most_bytes_that_a_run_s_checkpoints_take(evaluate_ever
         train(parse_recipe(tiny.recipe_tree(tmp_path, **settings)))
     planned = plan(load_recipe(tmp_path / "run"))
     assert most == planned.checkpoints_bytes
-    assert planned.most_weights_only == (1 if evaluate_every == 3 else 0)
+    assert planned.weights_only_at_peak == (1 if evaluate_every == 3 else 0)
+
+
+def counts_on_disk(run_dir: Path, settings: dict[str, Any], chance: random.Random) -> list[tuple[int, int]]:
+    """Save like a run whose evaluations find a new best at random; return the numbers of full and of weights-only
+    checkpoints after each save, before old ones are removed."""
+    keep, keep_every, n_steps = (settings[name] for name in ("keep_checkpoints", "keep_every", "max_steps"))
+    found, best, likely = [], 0, chance.random()
+
+    def save(step: int, weights_only: bool) -> None:
+        write(run_dir, step, best, weights_only)
+        kinds = [one.weights_only for one in all_checkpoints(run_dir)]
+        found.append((kinds.count(False), kinds.count(True)))
+        remove_old(run_dir, keep, keep_every)
+
+    if keep_every:
+        save(0, weights_only=True)
+    for step in range(1, n_steps + 1):
+        evaluated = step % settings["evaluate_every"] == 0 or step == n_steps
+        best = step if evaluated and chance.random() < likely else best
+        if step % settings["checkpoint_every"] == 0 or step == n_steps:
+            save(step, weights_only=False)
+        elif best == step:
+            save(step, weights_only=True)
+    return found
+
+
+def test_more_weights_only_than_at_the_peak_are_there_while_there_are_fewer_full_ones(tmp_path: Path) -> None:
+    write(tmp_path, 180, best=180, weights_only=True)
+    write(tmp_path, 200, best=180)
+    write(tmp_path, 210, best=210, weights_only=True)
+    remove_old(tmp_path, keep=1)
+    assert names(tmp_path) == ["step-000200", "weights-000180", "weights-000210"]
+    write(tmp_path, 220, best=220, weights_only=True)
+    assert len(names(tmp_path)) == 1 + 3
+    remove_old(tmp_path, keep=1)
+    assert names(tmp_path) == ["step-000200", "weights-000180", "weights-000220"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "every", "evaluate_every", "keep_every"), [(1, 4, 3, 0), (1, 4, 1, 0), (2, 3, 2, 6), (1, 4, 8, 6)]
+)
+def test_no_order_of_bests_takes_more_bytes_than_planned(
+    keep: int, every: int, evaluate_every: int, keep_every: int, tmp_path: Path
+) -> None:
+    settings = {
+        "checkpoint_every": every, "evaluate_every": evaluate_every, "keep_checkpoints": keep, "max_steps": 21,
+        "keep_every": keep_every,
+    }  # fmt: skip
+    tree = tiny.recipe_tree(tmp_path, **SETTINGS | settings)
+    planned = plan(parse_recipe(tree | {"model": tree["model"] | {"vocab_size": 256}}))
+    chance, most_bytes, most_light = random.Random(1), 0, 0
+    for number in range(10):
+        for n_full, n_light in counts_on_disk(tmp_path / str(number), settings, chance):
+            assert planned.most_checkpoints is not None and n_full <= planned.most_checkpoints
+            most_bytes = max(most_bytes, n_full * planned.checkpoint_bytes + n_light * planned.weights_bytes)
+            most_light = max(most_light, n_light)
+    assert planned.checkpoints_bytes is not None and most_bytes <= planned.checkpoints_bytes
+    assert most_light <= planned.weights_only_at_peak + 2
 
 
 def test_optimizer_state_is_copied_for_the_saves_that_write_it_only(tmp_path: Path) -> None:

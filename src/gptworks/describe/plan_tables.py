@@ -160,8 +160,8 @@ def _checkpoints(plan: Plan) -> str:
     each, every = readable(plan.checkpoint_bytes, "B"), plan.train.keep_every
     if plan.checkpoints_bytes is None:
         return f"unknown: {each} each, and those at multiples of keep_every={every} steps stay"
-    light = f", {plan.most_weights_only:,} of weights only, {readable(plan.weights_bytes, 'B')}"
-    parts = f"{plan.most_checkpoints:,} of {each}{light if plan.most_weights_only else ''}"
+    light = f", {plan.weights_only_at_peak:,} of weights only, {readable(plan.weights_bytes, 'B')}"
+    parts = f"{plan.most_checkpoints:,} of {each}{light if plan.weights_only_at_peak else ''}"
     return f"{readable(plan.checkpoints_bytes, 'B')} ({parts})"
 
 
@@ -385,7 +385,7 @@ def plan_json(plan: Plan, affordable: Affordable | None = None) -> dict[str, Any
         ],
         "disk": _named(plan, "weights_bytes", "optimizer_state_bytes", "checkpoint_bytes", "checkpoints_bytes")
         | _named(plan, "most_checkpoints", "shard_bytes_per_token", "shards_bytes")
-        | {"most_weights_only_checkpoints": plan.most_weights_only},
+        | {"weights_only_checkpoints_at_peak": plan.weights_only_at_peak},
     }
 
 

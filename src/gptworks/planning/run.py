@@ -361,9 +361,11 @@ class Plan:
         return moving + kept + at_the_end
 
     @property
-    def most_weights_only(self) -> int:
-        """Maximum number of weights-only checkpoints on disk: `keep_checkpoints` of them hold the best weights so far,
-        if evaluations fall between saves; with `keep_every`, one more holds the weights of step 0."""
+    def weights_only_at_peak(self) -> int:
+        """Maximum number of weights-only checkpoints while there are `most_checkpoints` full ones, which is when all
+        take the most space: `keep_checkpoints` of them hold the best weights so far, if evaluations fall between saves;
+        with `keep_every`, one more holds the weights of step 0. Up to two more exist while there are fewer full ones.
+        """
         train = self.train
         return bool(train.keep_every) + (train.keep_checkpoints if train.evaluate_every % train.checkpoint_every else 0)
 
@@ -371,7 +373,7 @@ class Plan:
     def checkpoints_bytes(self) -> int | None:
         if self.most_checkpoints is None:
             return None
-        return self.most_checkpoints * self.checkpoint_bytes + self.most_weights_only * self.weights_bytes
+        return self.most_checkpoints * self.checkpoint_bytes + self.weights_only_at_peak * self.weights_bytes
 
     @property
     def shard_bytes_per_token(self) -> int:
