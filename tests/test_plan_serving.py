@@ -16,6 +16,7 @@ from gptworks.infer.engine import load
 from gptworks.model import scores
 from gptworks.model.gpt import GPT
 from gptworks.model.shapes import ShapesOnly
+from gptworks.planning import serving as planning_serving
 from gptworks.planning.device_table import find_device
 from gptworks.planning.devices import this_cpu
 from gptworks.planning.memory import generation_peak
@@ -94,6 +95,12 @@ def test_the_figures_of_a_large_model_by_hand() -> None:
     reads = 4 * (6_738_415_616 - 32_000 * 4096)  # the embedding is looked up, not multiplied
     assert sheet.most_tokens_per_second == pytest.approx(4 * 1.555e12 / reads)
     assert "DOES NOT FIT" in repr(sheet)
+
+
+@pytest.mark.parametrize("most", [1, 7, 8, 9])
+def test_the_search_for_requests_ends_at_its_bound(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning_serving, "MOST_REQUESTS", most)
+    assert serving(tiny.plain_model(**SIZES), find_device("h100"), 1).most_requests == most
 
 
 def test_as_many_requests_fit_as_it_says() -> None:

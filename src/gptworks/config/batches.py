@@ -142,7 +142,9 @@ class BatchSettings(Section):
         description="Passes over the training text. Default if no length is set: 4; from trained weights: 2.",
     )
     max_minutes: Steering[PositiveTime | None] = Field(
-        None, description="Minutes of training. A run with this limit is not repeatable."
+        None,
+        description="Minutes in training steps; evaluations, samples and saves do not count. A run with this limit is "
+        "not repeatable.",
     )
 
     batch_size: Steering[PositiveInt] = Field(32, le=10_000_000, description="Sequences in one optimizer step.")
@@ -157,7 +159,7 @@ class BatchSettings(Section):
         max_length=100,
         description="Growing contexts (Li et al., 2022): pairs of a step, or share of max_steps, and the length before "
         "it, in tokens or as a share of the context, both ascending. Windows are cut into rows of this length, so "
-        "every step has equally many tokens; the rows of a step come from different windows.",
+        "every step has equally many tokens; up to 256 rows of a step come from different windows.",
     )
     row_tokens: Fixed[PositiveInt | None] = Field(
         None,

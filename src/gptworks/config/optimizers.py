@@ -154,7 +154,9 @@ def n_scales(shape: Iterable[int]) -> int:
 class RateFactors(Section):
     """Factors of the peak learning rates, by kind of parameter."""
 
-    embeddings: Steering[float] = Field(1.0, ge=0, description="Token and position embeddings, and a tied head.")
+    embeddings: Steering[float] = Field(
+        1.0, ge=0, description="Matrices outside the blocks: all embeddings, a tied head, and future heads."
+    )
     head: Steering[float] = Field(1.0, ge=0, description="An untied head (model.tie_embeddings=false).")
     matrices: Steering[float] = Field(1.0, ge=0, description="The blocks' matrices, including an adapter's.")
     vectors: Steering[float] = Field(1.0, ge=0, description="Norms, biases and other vectors and scalars.")

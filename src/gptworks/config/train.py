@@ -71,8 +71,9 @@ class TrainConfig(OptimizerSettings):
         None,
         ge=0,
         le=1_000_000_000,
-        description="Validation windows per evaluation, evenly spaced. 0: all. null: as many as hold "
-        f"{EVALUATED_TOKENS:,} tokens at the full context, or all if there are fewer.",
+        description="Validation samples per evaluation, evenly spaced: windows of text, rows of conversations, pairs "
+        f"or prompts. 0: all. null: as many as hold {EVALUATED_TOKENS:,} tokens at the full context, or all if there "
+        "are fewer.",
     )
     checkpoint_every: Free[PositiveInt] = Field(
         250,

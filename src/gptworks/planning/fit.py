@@ -75,16 +75,16 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // size for size in small)}, reverse=True)
 
 
-def largest_micro_batch(setting: Setting, capacity_bytes: int, sequences: int | None = None) -> int:
+def largest_micro_batch(setting: Setting, capacity_bytes: int, step_samples: int | None = None) -> int:
     """Return the largest micro-batch whose step fits into `capacity_bytes`; 0 if even one sample does not fit.
 
     Args:
-        sequences: samples per step on one device. With smaller micro-batches, gradients accumulate, so they are
+        step_samples: samples per step on one device. With smaller micro-batches, gradients accumulate, so they are
             in memory during the forward pass. None: `setting.accumulates` says whether gradients accumulate.
     """
 
     def fits(size: int) -> bool:
-        several = setting.accumulates if sequences is None else size < sequences
+        several = setting.accumulates if step_samples is None else size < step_samples
         tried = replace(setting, micro_batch_size=size, accumulates=several)
         return training_peak(tried).total_bytes <= capacity_bytes
 
@@ -99,9 +99,9 @@ def largest_micro_batch(setting: Setting, capacity_bytes: int, sequences: int | 
             low, top = (middle, top) if fits(middle) else (low, middle)
         return low
 
-    if sequences is not None and fits(sequences):  # one micro-batch per step: no gradients are accumulated
-        return last(sequences, max(LARGEST_BATCH, sequences) + 1)
-    return last(0, LARGEST_BATCH + 1 if sequences is None else sequences)
+    if step_samples is not None and fits(step_samples):  # one micro-batch per step: no gradients are accumulated
+        return last(step_samples, max(LARGEST_BATCH, step_samples) + 1)
+    return last(0, LARGEST_BATCH + 1 if step_samples is None else step_samples)
 
 
 def alternatives(recipe: Recipe, n_ranks: int, device: Device) -> list[Alternative]:

@@ -210,8 +210,8 @@ class Plan:
     @cached_property
     def largest_micro_batch_size(self) -> int:
         """Largest micro-batch whose step fits on the device; 0 if even one sample does not fit."""
-        sequences = self.train.common_batch_size // self.setting.layout.data_parallel
-        return largest_micro_batch(self.setting, self.device.memory_bytes, sequences)
+        step_samples = self.train.common_batch_size // self.setting.layout.data_parallel
+        return largest_micro_batch(self.setting, self.device.memory_bytes, step_samples)
 
     @cached_property
     def changes(self) -> list[Change]:

@@ -22,6 +22,7 @@ BLOCK = 16
 """Number of positions in a block of the C++ engine's cache."""
 
 MOST_REQUESTS = 2**20
+"""Largest number of requests that `Serving.most_requests` tries."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,11 @@ class Serving:
 
     @property
     def most_requests(self) -> int:
-        """Largest number of requests below `MOST_REQUESTS` that fits; 0 if the memory is too small for one."""
+        """Largest number of requests, up to `MOST_REQUESTS`, that fits; 0 if the memory is too small for one."""
         low, high = 0, 1
-        while high < MOST_REQUESTS and replace(self, requests=high).fits:
+        while high <= MOST_REQUESTS and replace(self, requests=high).fits:
             low, high = high, 2 * high
+        high = min(high, MOST_REQUESTS + 1)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if replace(self, requests=middle).fits else (low, middle)
