@@ -8,10 +8,13 @@ import torch
 
 import gptworks
 import hf
+import test_native
+import test_stream
 import tiny
 from gptworks.choices import LoadedWeights
 from gptworks.errors import UserError
-from gptworks.infer.backends.backend import TorchBackend
+from gptworks.infer.backends import native
+from gptworks.infer.backends.backend import Chunk, TorchBackend
 from gptworks.infer.engine import load
 from gptworks.model import scores
 from gptworks.model.gpt import GPT
@@ -19,9 +22,11 @@ from gptworks.model.shapes import ShapesOnly
 from gptworks.planning import serving as planning_serving
 from gptworks.planning.device_table import find_device
 from gptworks.planning.devices import this_cpu
+from gptworks.planning.inference import kv_cache_bytes
 from gptworks.planning.memory import generation_peak
 from gptworks.planning.serving import serving, step_bytes
 from gptworks.planning.setting import Setting
+from gptworks.quantize.convert import quantize_model
 from gptworks.training.rehearsal.trace import LiveBytes
 from test_engine import byte_tokenizer
 
@@ -45,6 +50,47 @@ def test_weights_keys_and_values_are_those_that_the_engine_holds(run: Path, weig
         assert engine.held_bytes == sheet.weights_bytes + sheet.tables_bytes + sheet.cache_bytes
     else:  # where the C++ engine cannot be built, torch keeps other formats
         assert "torch" in str(engine.backend_description)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "experts": {"n_experts": 4, "mlp": "swiglu"},
+    "norms after": {"norm_placement": "after"},
+    "attention softcap": {"attention_softcap": 30.0},
+    "logit softcap": {"logit_softcap": 30.0},
+    "whole qk_norm": {"qk_norm": "whole"},
+    "by length": {"rope_scaling": {"type": "dynamic", "factor": 4}},
+    "d_head": {"d_model": 96, "n_heads": 4},
+    "d_model": {"d_model": 56, "d_head": 16},
+    "d_ff": {"d_ff": 72},
+}
+ARCHITECTURES = {"plain": {}, **test_native.VARIANTS, **test_stream.ON, **REFUSED}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_engine_is_planned_that_computes_the_model(name: str) -> None:
+    config = tiny.plain_model(**test_native.BASE | ARCHITECTURES[name])
+    in_cpp = native.refusal(GPT(config)) is None
+    assert not (in_cpp and name in REFUSED)
+    planned = serving(config, this_cpu(), 1, 30, weights="bf16")
+    assert planned.cache == ("bf16" if in_cpp else "fp32")
+    vectors = kv_cache_bytes(config, 32 if in_cpp else 30, 2 if in_cpp else 4)
+    assert planned.cache_bytes == vectors  # C++'s cache has blocks of 16 tokens
+    assert serving(config, find_device("t4"), 1, weights="bf16").cache == "fp32"
+
+
+@pytest.mark.parametrize("name", ["experts", "norms after", "attention softcap"])
+@pytest.mark.parametrize("weights", ["fp32", "int8"])
+def test_torch_on_a_cpu_needs_no_more_than_is_planned(name: str, weights: Any) -> None:
+    config = tiny.plain_model(**SIZES | REFUSED[name] | {"context_length": 2048, "d_model": 256})
+    model = GPT(config).eval()
+    backend = TorchBackend(model if weights == "fp32" else quantize_model(model, weights), 8, 2048)
+    with torch.inference_mode(), LiveBytes() as live:
+        peaks = []
+        for chunks in ([Chunk(0, 1536, [1] * 512)], [Chunk(slot, 2047, [1]) for slot in range(8)]):
+            before, live.peak_bytes = live.now_bytes, 0
+            backend.compute(chunks)
+            peaks.append(live.peak_bytes - before)
+    assert max(peaks) <= serving(config, this_cpu(), 8, weights=weights).workspace_bytes < 3 * max(peaks)
 
 
 def test_a_quantized_run_is_planned_as_it_is_stored(run: Path, tmp_path: Path) -> None:

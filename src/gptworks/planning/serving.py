@@ -7,13 +7,14 @@ from functools import lru_cache
 from gptworks.choices import CacheName, LoadedWeights
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
+from gptworks.kernels.step import refused_architecture
 from gptworks.model.cost import Shapes
 from gptworks.model.gpt import GPT
 from gptworks.model.rotary import rotary_tables_bytes
 from gptworks.planning.devices import Device
 from gptworks.planning.inference import PRECISIONS, kv_cache_bytes, tensor_bytes, weights_bytes
 from gptworks.planning.params import ParameterCount, count_parameters, require_vocab_size
-from gptworks.planning.setting import PREFILL_TOKENS, UNPACKED_ELSEWHERE
+from gptworks.planning.setting import PREFILL_TOKENS, UNPACKED_ELSEWHERE, UNPACKED_ON_CPU
 
 CPU_ROWS = 128
 """Prompt tokens that the C++ engine computes together, next to a token of each other text."""
@@ -61,10 +62,12 @@ class Serving:
     @property
     def workspace_bytes(self) -> int:
         """Bytes of a step's tensors and scratch memory; on a CPU an upper bound, as threads share rows differently."""
-        unpacked = 4 * min(UNPACKED_ELSEWHERE, max(self.model.d_ff * self.model.d_model, 1))
-        if not self.device.on_cpu:
-            cache_bytes, in_place = CACHE_BYTES[self.cache], self.device.has_flash
-            step = step_bytes(self.model, self.requests, self.context, 4, cache_bytes, in_place)
+        if not self._in_cpp:
+            on_cpu, cache_bytes = self.device.on_cpu, CACHE_BYTES[self.cache]
+            in_place = on_cpu or self.device.has_flash
+            step = step_bytes(self.model, self.requests, self.context, 4, cache_bytes, in_place, on_cpu)
+            at_once = UNPACKED_ON_CPU if on_cpu else UNPACKED_ELSEWHERE
+            unpacked = 4 * min(at_once, max(self.model.d_ff * self.model.d_model, 1))
             return step + (unpacked if self.weights != "fp32" else 0)
         c, rows = self.model, self.requests + CPU_ROWS
         heads = c.n_heads * c.d_head
@@ -148,8 +151,8 @@ def serving(
 
 
 def _in_cpp(model: ModelConfig, device: Device) -> bool:
-    """Return whether the C++ engine runs the model, judged by the device, experts and laboratory settings."""
-    return device.on_cpu and not model.n_experts and not model.laboratory
+    """Return whether the C++ engine runs the model, if it can be built; the engine asks the same."""
+    return device.on_cpu and refused_architecture(model) is None
 
 
 def _cache(cache: str, weights: str, in_cpp: bool) -> str:
@@ -159,15 +162,23 @@ def _cache(cache: str, weights: str, in_cpp: bool) -> str:
 
 @lru_cache(maxsize=64)
 def step_bytes(
-    model: ModelConfig, n_texts: int, length: int, product_bytes: int, cache_bytes: int, in_place: bool = False
+    model: ModelConfig,
+    n_texts: int,
+    length: int,
+    product_bytes: int,
+    cache_bytes: int,
+    in_place: bool = False,
+    on_cpu: bool = False,
 ) -> int:
-    """Return the peak bytes of an engine's step on an accelerator, in addition to weights, keys and values: a token of
-    each text, with attention's copies of a layer's keys and values, or a part of a prompt; then the logits.
+    """Return the peak bytes of an engine's step in torch, in addition to weights, keys and values: a token of each
+    text, with attention's copies of a layer's keys and values, or a part of a prompt; then the logits.
 
     Args:
         length: tokens of each text.
         product_bytes, cache_bytes: bytes per number of activations and of the cache.
-        in_place: whether attention reads the slots in place, as Triton's does on NVIDIA's GPUs with flash attention.
+        in_place: whether attention reads the slots in place, as Triton's does on NVIDIA's GPUs with flash attention,
+            and a CPU's one text at a time.
+        on_cpu: whether heads share keys and values without copies, as a CPU's fused attention does.
     """
     chunk = min(PREFILL_TOKENS, length)
     shapes = Shapes(model, 1, chunk, product_bytes, on_cpu=False)
@@ -176,7 +187,10 @@ def step_bytes(
     prompt = block + 5 * chunk * length  # the mask, boolean and as a bias in float32
     if cache_bytes == 1:  # unpacked to float32 and then to the products' dtype
         prompt += (4 + product_bytes) * 2 * model.n_kv_heads * model.d_head * length
-    prompt += product_bytes * 2 * _repeated_heads(model) * model.d_head * length
+    if model.attention_softcap is not None:  # weights of all pairs: scaled, capped and masked
+        prompt += 3 * 4 * model.n_heads * chunk * length
+    if not on_cpu or model.attention_softcap is not None:
+        prompt += product_bytes * 2 * _repeated_heads(model) * model.d_head * length
     texts = 0 if in_place else attention_copies_bytes(model, n_texts, length, product_bytes, cache_bytes)
     return max(prompt, texts) + 4 * n_texts * model.vocab_size
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from gptworks.choices import BackendName
-from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.infer.backends.backend import Backend, Chunk, TorchBackend
 from gptworks.infer.backends.cache import SlotCache
@@ -28,6 +27,7 @@ from gptworks.infer.backends.structure import ModelStructure
 from gptworks.kernels.build import Unavailable
 from gptworks.kernels.call import call
 from gptworks.kernels.library import library
+from gptworks.kernels.step import refused_architecture
 from gptworks.model.gpt import GPT
 from gptworks.model.lora import has_adapter
 from gptworks.quantize.panels import UNIT, size_in_panels
@@ -89,27 +89,6 @@ def refusal(model: GPT) -> str | None:
         return "it adds no adapter to the weights."
     strange = {module.weight.dtype for module in model.modules() if hasattr(module, "weight")} - set(WEIGHTS)
     return f"it has no weights in {strange.pop()}." if strange else None
-
-
-def refused_architecture(config: ModelConfig) -> str | None:
-    """Return the reason why the kernels cannot compute an architecture; None if they can."""
-    if config.n_experts:
-        return "it has no mixture of experts."
-    if strange := [name for name in config.laboratory if name != "bigram_vocab_size"]:
-        return f"it has no {strange[0]}."
-    if config.norm_placement == "after":
-        return "it has no norms after attention and MLP alone."
-    for name in ("attention_softcap", "logit_softcap"):
-        if getattr(config, name) is not None:
-            return f"it has no {name}."
-    if config.qk_norm == "whole":
-        return "it has no norm over all heads together."
-    if config.rope_scaling is not None and config.rope_scaling.by_length:
-        return f"it has no {config.rope_scaling.type} rotary scaling."
-    for name in ("d_head", "d_model", "d_ff"):
-        if (width := getattr(config, name)) % 16:
-            return f"{name}={width} is not a multiple of 16."
-    return None
 
 
 class NativeBackend(Backend):

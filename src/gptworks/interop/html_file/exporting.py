@@ -16,7 +16,6 @@ from gptworks.choices import HTMLWeights
 from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.files import fetched_path, new_folder, open_new, replacing_by_name, write_whole
-from gptworks.infer.backends.native import refused_architecture
 from gptworks.interop.exports import leave_out_heads
 from gptworks.interop.html_file.blocks import blocks
 from gptworks.interop.html_file.checking import Check, accepted, check_file
@@ -25,6 +24,7 @@ from gptworks.interop.html_file.image import Image, make_image
 from gptworks.interop.html_file.page import model_page
 from gptworks.interop.html_file.shown import shown
 from gptworks.interop.html_file.words import words_of
+from gptworks.kernels.step import refused_architecture
 from gptworks.kernels.wasm import module
 from gptworks.model.gpt import GPT
 from gptworks.planning.params import count_parameters

@@ -10,7 +10,7 @@ from gptworks.config import Recipe
 from gptworks.data.beginnings import Beginning, rule
 from gptworks.device import BusyCores, Precision, advice_on_threads, device_name, memory_figures
 from gptworks.files import shown
-from gptworks.infer.backends.native import refused_architecture
+from gptworks.kernels.step import refused_architecture
 from gptworks.model.moe import busiest_load
 from gptworks.planning.params import count_parameters
 from gptworks.training.events import Evaluation, Listener, Step
