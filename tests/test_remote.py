@@ -27,6 +27,7 @@ from gptworks.files import mirror as mirrors
 from gptworks.files.remote import Remote
 from gptworks.interop.html_file.exporting import export_html
 from gptworks.recipe import load_recipe, parse_recipe, save_recipe
+from gptworks.runs.quantized import quantize_run
 from gptworks.training import remote_run, uploads
 from gptworks.training.distributed.ranks import ALONE
 from gptworks.training.loop import Run
@@ -471,6 +472,15 @@ def test_a_built_dataset_is_read_from_a_store(store: Any, tmp_path: Path) -> Non
     store.pipe_file(shard, store.cat_file(shard)[:-2])
     with pytest.raises(UserError):
         prepare(parse_recipe(remote))
+
+
+def test_a_quantized_run_in_a_store_is_planned_as_it_is_stored(
+    whole: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    quantize_run(whole[1], tmp_path / "small", "int8")
+    uploaded(whole[0], tmp_path / "small")
+    assert gptworks.plan_serving(URL, requests=1).weights == "int8"
+    assert gptworks.plan(URL).parameters.total == gptworks.plan(whole[0]).parameters.total
 
 
 def test_a_run_starts_from_one_in_a_store(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:

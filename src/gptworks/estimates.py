@@ -169,16 +169,17 @@ def _measured(name: str, here: str = "auto") -> Device:
 
 
 def _stored_format(recipe: RecipeLike) -> LoadedWeights:
-    """Return the narrowest format of the weights in a run's best checkpoint, with bf16 for fp16; fp32 for a recipe, a
-    preset, or a run with an adapter."""
-    from gptworks.checkpoint import choose_checkpoint
+    """Return the narrowest format of the weights in a run's newest checkpoint, with bf16 for fp16; fp32 for a recipe, a
+    preset, a run with an adapter, or one without a readable checkpoint."""
+    from gptworks.checkpoint import all_checkpoints
+    from gptworks.files import fetched_path
     from gptworks.quantize.formats import KINDS
     from gptworks.tensors import stored_tensors
 
-    if not isinstance(recipe, str | PathLike) or not (Path(recipe) / "checkpoints").is_dir():
+    if not isinstance(recipe, str | PathLike) or is_preset(recipe):
         return "fp32"
-    checkpoint = choose_checkpoint(Path(recipe))
-    if not checkpoint.is_quantized:
+    checkpoint = next(iter(all_checkpoints(fetched_path(recipe))), None)
+    if checkpoint is None or not checkpoint.is_quantized:
         return "fp32"
     stored = stored_tensors(checkpoint.folder / "model.safetensors", inside=checkpoint.run_dir)
     kinds = {kind for dtype, kind in KINDS.items() if any(tensor.dtype == dtype for tensor in stored.values())}
@@ -238,12 +239,13 @@ def _check_positive(**options: float | None) -> None:
 
 
 def is_preset(target: RecipeLike) -> bool:
-    """Whether a target is a preset's name, or counts as a misspelled one: it is no existing or YAML path, and its
-    closest name is not a shipped recipe's."""
+    """Whether a target is a preset's name, or counts as a misspelled one: it is no URL and no existing or YAML path,
+    and its closest name is not a shipped recipe's."""
+    from gptworks.files import is_url
     from gptworks.presets import PRESETS
     from gptworks.recipes import shipped_paths
 
-    if not isinstance(target, str):
+    if not isinstance(target, str) or is_url(target):
         return False
     if target in PRESETS or Path(target).exists() or target.endswith((".yaml", ".yml")):
         return target in PRESETS
