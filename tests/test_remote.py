@@ -143,6 +143,14 @@ def uploaded(tree: dict[str, Any], local: Path) -> None:
             memory.pipe_file(f"{URL}/{path.relative_to(local).as_posix()}", path.read_bytes())
 
 
+def test_a_machine_that_has_just_started_asks_the_store(
+    whole: tuple[dict[str, Any], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploaded(*whole)
+    monkeypatch.setattr(mirrors.time, "monotonic", lambda: 3.0)
+    assert (fetched_path(URL) / "recipe.yaml").exists()
+
+
 def test_a_checkpoint_without_manifest_is_not_there(whole: tuple[dict[str, Any], Path], store: Any) -> None:
     uploaded(*whole)
     store.rm("/bucket/team/exp/checkpoints/step-000010/manifest.json")

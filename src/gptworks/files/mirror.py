@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ _FRESH_SECONDS = 10.0
 """Time after which a process asks the store again for the state of a folder."""
 _TRIES = 3
 _fetched_at: dict[Path, float] = {}
+"""When this process last asked the store for each mirror, by `time.monotonic`, which may begin at 0 when the machine
+starts."""
 
 
 def local_path(path: str | PathLike[str]) -> Path:
@@ -52,7 +55,7 @@ def fetched_path(path: str | PathLike[str]) -> Path:
     """
     local = local_path(path)
     mirror = mirror_around(local)
-    if mirror is not None and time.monotonic() > _fetched_at.get(mirror, 0) + _FRESH_SECONDS:
+    if mirror is not None and time.monotonic() > _fetched_at.get(mirror, -inf) + _FRESH_SECONDS:
         refresh(mirror)
     return local
 
@@ -83,7 +86,7 @@ def fetched_data(url: str) -> Path:
 
 def keep(mirror: Path) -> None:
     """Never fetch the mirror again in this process, because it trains there."""
-    _fetched_at[mirror] = float("inf")
+    _fetched_at[mirror] = inf
 
 
 def refresh(mirror: Path, session: dict[str, Any] | None = None) -> bool:
@@ -101,7 +104,7 @@ def refresh(mirror: Path, session: dict[str, Any] | None = None) -> bool:
     assert url is not None
     make_folder(mirror.parent)
     with file_lock(mirror.with_name(f".{mirror.name}.lock"), mode=0o600):
-        _fetched_at[mirror] = max(_fetched_at.get(mirror, 0), time.monotonic())
+        _fetched_at[mirror] = max(_fetched_at.get(mirror, -inf), time.monotonic())
         if is_locked(mirror / ".lock"):
             return False
         remote = Remote(url)
@@ -313,6 +316,6 @@ def remove_copy(url: str) -> LocalCopy:
 def _json(path: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(read_regular(path, _MOST_JSON_BYTES))
-    except (OSError, ValueError, UserError):
+    except (OSError, ValueError, RecursionError, UserError):
         return None
     return found if isinstance(found, dict) else None
