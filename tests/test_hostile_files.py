@@ -1,11 +1,12 @@
 """Hostile or mistaken recipes, data folders and prompts: each gives its error message quickly."""
 
+import errno
 import json
 import os
 import re
 import resource
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,26 @@ import pytest
 import yaml
 
 import tiny
+from gptworks import json_files
 from gptworks.checkpoint import checkpoints, choose_checkpoint
+from gptworks.data.cleaned import _read_counts
 from gptworks.data.opened import open_prepared
 from gptworks.data.prepare import prepare
-from gptworks.data.shards import TokenShards
+from gptworks.data.shards import TokenShards, read_manifest
 from gptworks.errors import UserError
 from gptworks.evaluation.results import Evaluation, read_evaluations, save_evaluations
-from gptworks.files import remove_tree, sealed_json
+from gptworks.files import check_sums, remove_tree, sealed_json, unsealed_json
+from gptworks.infer.batch import _tasks
+from gptworks.infer.sampling import SamplingSettings
 from gptworks.interop.huggingface.exporting import export_huggingface
 from gptworks.interop.huggingface.importing import import_huggingface
 from gptworks.interop.huggingface.verify import load_theirs
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.runs.history import read_history
 from gptworks.runs.report import write_report
+from gptworks.training import changes as record_of_changes
 from gptworks.training.loop import train
+from gptworks.training.objectives.distillation import _teacher_of_the_start
 
 LETTERS = "bcdefghij"
 BOMB = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
@@ -134,6 +141,37 @@ def resealed(folder: Path, **changes: Any) -> None:
     tree = json.loads((folder / "manifest.json").read_text()) | changes
     tree.pop("sha256", None)
     (folder / "manifest.json").write_text(sealed_json(tree))
+
+
+NESTED = b'{"sha256": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("manifest.json", read_manifest),
+        ("sums.json", lambda folder: check_sums(folder, 1000)),
+        ("changes.json", record_of_changes.read_history),
+        ("counts.json", lambda folder: _read_counts(folder / "counts.json")),
+        ("tasks.jsonl", lambda folder: list(_tasks((folder / "tasks.jsonl").open("rb"), "tasks", SamplingSettings()))),
+        ("teacher.json", lambda folder: _teacher_of_the_start(folder, folder / "teacher.json")),
+    ],
+)
+def test_json_that_is_nested_too_deeply_is_damaged(name: str, read: Callable[[Path], Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        unsealed_json(NESTED)
+    (tmp_path / name).write_bytes(NESTED)
+    with pytest.raises(UserError, match=r"(broken|damaged|not JSON)"):
+        read(tmp_path)
+
+
+def test_settings_that_may_not_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *_: Any, **__: Any) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(json_files, "read_regular", refuse)
+    with pytest.raises(UserError, match=r"config\.json cannot be read: Permission denied"):
+        json_files.read_json(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ class Checkpoint:
             raise UserError(f"checkpoint {self.folder} is damaged: {manifest} is missing.") from None
         except UserError:
             raise
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise UserError(f"{manifest} is damaged: {error}.") from None
         if tree.get("format") != FORMAT:
             raise UserError(f"{manifest} has format {tree.get('format')} and this gptworks reads {FORMAT}.")

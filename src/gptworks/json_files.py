@@ -20,13 +20,15 @@ def read_json(path: Path, fix: str = "") -> dict[str, Any]:
         fix: advice for the message if the file does not exist.
 
     Raises:
-        UserError: the file does not exist, is not regular or too large, or does not contain a mapping.
-        OSError: the file cannot be opened for another reason.
+        UserError: the file does not exist, cannot be opened, is not regular or too large, or does not contain a
+            mapping.
     """
     try:
         return mapping_of(read_regular(path, MAX_JSON_BYTES, inside=path.parent))
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path}: no such file. {fix}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
     except ValueError as error:
         raise error if isinstance(error, UserError) else UserError(f"{path} is not readable JSON: {error}.") from None
 

@@ -242,8 +242,18 @@ def _write_counts(file: Path, counts: Iterable[FilterCounts]) -> None:
 
 
 def _read_counts(file: Path) -> tuple[FilterCounts, ...]:
-    tree = unsealed_json(read_regular(file, _MAX_COUNTS_BYTES))
-    return tuple(map(FilterCounts.model_validate, tree["filters"]))
+    """Return the filters' counts that `_write_counts` wrote.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    try:
+        tree = unsealed_json(read_regular(file, _MAX_COUNTS_BYTES))
+        return tuple(map(FilterCounts.model_validate, tree["filters"]))
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is damaged ({type(error).__name__}): delete {file.parent} to clean again.") from None
 
 
 def _nothing_left(counts: tuple[FilterCounts, ...]) -> str:

@@ -371,7 +371,7 @@ def _opened(block: _Block) -> _Opened | None:
             if os.fstat(file.fileno()).st_size != begin + n_bytes:
                 return None
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     suffixes = np.frombuffer(memory, "<u4", n_bytes, _HEADER_BYTES)
     places = np.frombuffer(memory, "<u4", n_places, _HEADER_BYTES + 4 * n_bytes)

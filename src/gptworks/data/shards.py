@@ -12,7 +12,6 @@ A shard is closed when it holds enough tokens; a document may continue in the ne
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from pydantic import Field, ValidationError, model_validator
 from gptworks.config import Section
 from gptworks.errors import UserError
 from gptworks.files import map_array, open_regular, read_array, read_regular, sha256_file, unsealed_json
+from gptworks.json_files import mapping_of
 
 FORMAT_VERSION = 4
 MANIFEST_FILE = "manifest.json"
@@ -241,7 +241,7 @@ def read_manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST_FILE
     try:
         data = read_regular(file, MAX_MANIFEST_BYTES, inside=folder)
-        version = json.loads(data)["format_version"]
+        version = mapping_of(data)["format_version"]
         if version == FORMAT_VERSION:
             return Manifest.model_validate(unsealed_json(data))
     except (FileNotFoundError, NotADirectoryError):

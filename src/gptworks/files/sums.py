@@ -26,15 +26,17 @@ def unsealed_json(data: bytes) -> dict[str, Any]:
     """Check a `sealed_json` text and return its mapping.
 
     Raises:
-        ValueError: the data is not a `sealed_json` text, or a byte of it has changed.
-        RecursionError: the data is JSON that is nested too deeply.
+        ValueError: the data is not a `sealed_json` text, is nested too deeply, or a byte of it has changed.
     """
-    tree = json.loads(data)
-    if not isinstance(tree, dict) or "sha256" not in tree:
-        raise ValueError("it does not contain its sha256")
-    contents = {key: value for key, value in tree.items() if key != "sha256"}
-    if sealed_json(contents).encode("utf-8") != data:
-        raise ValueError("its contents have another sha256")
+    try:
+        tree = json.loads(data)
+        if not isinstance(tree, dict) or "sha256" not in tree:
+            raise ValueError("it does not contain its sha256")
+        contents = {key: value for key, value in tree.items() if key != "sha256"}
+        if sealed_json(contents).encode("utf-8") != data:
+            raise ValueError("its contents have another sha256")
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     return contents
 
 
@@ -63,7 +65,7 @@ def check_sums(folder: Path, max_bytes: int) -> None:
             raise ValueError("it does not list the files next to it")
     except (FileNotFoundError, NotADirectoryError):
         return
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): restore it from a copy, or delete it. {_ACCEPT}") from None
     for name, expected in sums.items():
         file = folder / name

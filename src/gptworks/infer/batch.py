@@ -162,7 +162,7 @@ def _tasks(lines: BinaryIO, source: Path, settings: SamplingSettings) -> Iterato
 def _task(line: str, number: int, place: str, settings: SamplingSettings) -> _Task:
     try:
         tree = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: not JSON: {error}.") from None
     if not isinstance(tree, dict) or not isinstance(tree.get("prompt"), str):
         raise UserError(f'{place}: it must be an object with a text, such as {{"prompt": "Once"}}.')
@@ -197,7 +197,7 @@ def _finished(target: Path, ids: set[str | int]) -> set[str | int]:
                     complete_bytes += len(line)
                 elif line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
                     raise ValueError("not the beginning of an output line")
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError):
                 raise UserError(
                     f"{target}, line {number}: not an output of this command. Give another --output."
                 ) from None

@@ -109,7 +109,7 @@ def read_history(run_dir: Path) -> History:
         return TypeAdapter(History).validate_python(unsealed_json(read_regular(path, _MOST_BYTES, inside=run_dir)))
     except FileNotFoundError:
         return History()
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
         problem = error if first is None else f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise UserError(

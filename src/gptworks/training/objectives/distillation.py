@@ -35,14 +35,14 @@ def _teacher_of_the_start(folder: Path, kept: Path) -> Checkpoint:
     """
     try:
         note = unsealed_json(read_regular(kept, _MOST_NOTE_BYTES, inside=kept.parent))
-        checkpoint = checkpoint_of_step(folder, note["step"])
+        checkpoint, sha256 = checkpoint_of_step(folder, note["step"]), note["manifest_sha256"]
     except UserError:
         raise
-    except (FileNotFoundError, ValueError, KeyError) as error:
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{kept} is missing or damaged ({error}): restore it from a copy, or start a new run."
         ) from None
-    if checkpoint.manifest_sha256 != note["manifest_sha256"]:
+    if checkpoint.manifest_sha256 != sha256:
         raise UserError(
             f"objective.teacher={folder}: step {checkpoint.step}, which this run learned from, is missing or has "
             f"changed. Restore {checkpoint.folder} from a copy, or start a new run with another run_dir=."

@@ -116,7 +116,7 @@ class Preference(PairsObjective):
                 f"{path} is missing or damaged: it holds the answers' log-probabilities before the run began, which "
                 f"cannot be computed now. Restore it from a copy, or start a new run with another run_dir=."
             )
-        if described["data"] != self.pairs.train_shards.manifest.fingerprint:
+        if described.get("data") != self.pairs.train_shards.manifest.fingerprint:
             raise UserError(f"{path} is of other pairs than these: restore the data, or give another run_dir=.")
         return reference
 
