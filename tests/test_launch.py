@@ -177,6 +177,8 @@ def test_a_trainjob_starts_each_machine_with_the_recipe_as_it_was_given(tmp_path
         (["--nodes", "2", "--resume", "--rendezvous", "10.0.0.1:x"], "is not HOST:PORT"),
         (["--rendezvous", "10.0.0.1"], "--rendezvous is for several machines"),
         (["--gpus", "2"], "--gpus is for a job"),
+        (["--grace", "300"], "--grace is for a job"),
+        (["--on", "skypilot", "--grace", "120"], "--grace does nothing with --on skypilot"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_before_it_waits_in_a_queue(

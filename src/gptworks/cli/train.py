@@ -89,7 +89,9 @@ def launch(
         Option(min=0, help="Restarts from the last checkpoint after a rank has failed. Left out: 3 in a job, else 0."),
     ] = None,
     gpus: Annotated[str | None, Option(metavar="[TYPE:]N", help="In a job: GPUs of each machine.")] = None,
-    time: Annotated[str | None, Option(help="In a job: the time limit, as its scheduler writes it.")] = None,
+    time: Annotated[
+        str | None, Option(help="With --on slurm or kubeflow: the time limit, as the scheduler writes it.")
+    ] = None,
     partition: Annotated[str | None, Option(help="With --on slurm: the partition.")] = None,
     option: Annotated[
         list[str] | None,
@@ -100,8 +102,13 @@ def launch(
         ),
     ] = None,
     grace: Annotated[
-        int, Option(min=1, max=65535, help="In a job: seconds to save, from the signal to the end.")
-    ] = 120,
+        int | None,
+        Option(
+            min=1,
+            max=65535,
+            help="With --on slurm or kubeflow: seconds to save, from the signal to the end. Left out: 120.",
+        ),
+    ] = None,
     image: Annotated[str | None, Option(help="With --on kubeflow: a container image that has gptworks.")] = None,
     volume: Annotated[
         list[str] | None,
@@ -145,8 +152,8 @@ def launch(
     )  # fmt: skip
     if on == "local":
         refuse_unused(
-            "is for a job", gpus=gpus, time=time, partition=partition, option=asked or None, image=image,
-            volume=volume or None, setup=setup, file=file,
+            "is for a job", gpus=gpus, time=time, partition=partition, option=asked or None, grace=grace,
+            image=image, volume=volume or None, setup=setup, file=file,
         )  # fmt: skip
         host, port = check_local(job, nodes, rendezvous, resume)
     else:

@@ -15,6 +15,9 @@ _COUNT = re.compile(r"([0-9]{1,6})(?::([0-9]{1,6}))?", re.ASCII)
 _GPUS = re.compile(r"(?:([A-Za-z0-9][A-Za-z0-9_.-]*):)?([0-9]{1,4})", re.ASCII)
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*", re.ASCII)
 
+GRACE_SECONDS = 120
+"""Time to save a checkpoint before a job ends, if it is not given."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -34,8 +37,8 @@ class Job:
     """GPUs of each machine."""
     gpu_type: str = ""
     restarts: int = 0
-    grace: int = 120
-    """Seconds between the signal to save a checkpoint and the end of the job; unused with SkyPilot."""
+    grace: int | None = None
+    """Seconds between the signal to save a checkpoint and the end of the job; None: `GRACE_SECONDS`."""
     time: str = ""
     options: dict[str, str] = field(default_factory=dict)
     """Further requests to the scheduler, by the target's own option names."""
@@ -48,6 +51,10 @@ class Job:
     def label(self) -> str:
         """At most 40 characters of the name, only those that every scheduler accepts; `gptworks` if none is left."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].rstrip("-") or "gptworks"
+
+    @property
+    def grace_seconds(self) -> int:
+        return GRACE_SECONDS if self.grace is None else self.grace
 
     @property
     def is_elastic(self) -> bool:

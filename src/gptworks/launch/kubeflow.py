@@ -40,7 +40,7 @@ def job_file(job: Job) -> str:
     if job.time:
         check_time(job.time, r"[1-9][0-9]*", "a number of seconds, with --on kubeflow")
         spec["activeDeadlineSeconds"] = int(job.time)
-    pod: dict[str, object] = {"terminationGracePeriodSeconds": job.grace}
+    pod: dict[str, object] = {"terminationGracePeriodSeconds": job.grace_seconds}
     if job.volumes:
         names = {path: f"volume-{i}" for i, path in enumerate(job.volumes)}
         pod["volumes"] = [

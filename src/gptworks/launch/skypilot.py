@@ -27,7 +27,7 @@ def job_file(job: Job) -> str:
         UserError: an option cannot be used with SkyPilot, or the recipe lies outside the current folder.
     """
     job.refuse_elastic("skypilot", "SkyPilot starts all machines of a job, and starts them again if one is lost.")
-    refuse_unused("does nothing with --on skypilot", time=job.time or None, image=job.image or None)
+    refuse_unused("does nothing with --on skypilot", time=job.time or None, grace=job.grace, image=job.image or None)
     if job.gpus and not job.gpu_type:
         raise UserError(
             f"--gpus {job.gpus} names no type, by which SkyPilot chooses machines: give --gpus h100:{job.gpus}."

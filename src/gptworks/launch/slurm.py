@@ -57,7 +57,7 @@ def job_file(job: Job) -> str:
         asked["gpus-per-node"] = f"{job.gpu_type}:{job.gpus}" if job.gpu_type else str(job.gpus)
     if job.time:
         asked["time"] = job.time
-    asked |= {"signal": f"B:USR1@{job.grace}", "open-mode": "append"} | job.options
+    asked |= {"signal": f"B:USR1@{job.grace_seconds}", "open-mode": "append"} | job.options
     directives = [f"#SBATCH --{key}={_directive(value)}" for key, value in asked.items()]
     directives += ["#SBATCH --requeue", *(["#SBATCH --no-kill"] if job.is_elastic else [])]
     several = job.most_nodes > 1
