@@ -399,6 +399,31 @@ def test_a_longer_context_over_all_of_the_text_is_compared(tmp_path: Path) -> No
     assert finding.after == "after 1,280 tokens"  # a step of another context is other work
 
 
+def evaluated_rows(folder: Path, n_read: int | None, n: int = 300, **model: Any) -> History:
+    """Return a run with the default train.evaluate_sequences that evaluated `n_read` of n held-out rows."""
+    counts = {} if n_read is None else {"sequences": n_read, "sequences_held_out": n}
+    records = [record | (counts if record["kind"] == "validation" else {}) for record in curve([2.0])]
+    return write_run(folder, records, train={"evaluate_sequences": None}, model=model)
+
+
+def test_other_rows_are_compared_exactly_if_they_read_the_same_text(tmp_path: Path) -> None:
+    all_read, part, unknown = (evaluated_rows(tmp_path / f"a{n}", n) for n in (300, 200, None))
+    others = [evaluated_rows(tmp_path / f"b{n}", n, 600, context_length=16) for n in (600, 400, None)]
+    assert [comparability(all_read, one).measure for one in others] == ["loss", None, "loss"]
+    assert [comparability(part, one).measure for one in others] == [None] * 3
+    assert "evaluate_sequences=null, rows of 32 and 16 tokens" in str(comparability(part, others[0]).reasons)
+    for run, other, name in ((all_read, others[2], "bNone"), (unknown, others[0], "aNone")):
+        assert f"which {name} does not record" in comparability(run, other).caveat
+    assert "does not record" not in comparability(all_read, others[0]).caveat
+    same = evaluated_rows(tmp_path / "same", 200)
+    assert comparability(part, same).measure == "loss", "equal rows are the same text"
+    few = []
+    for n in (8, 4):
+        records = [record | {"sequences": n, "sequences_held_out": n} for record in curve([2.0])]
+        few.append(write_run(tmp_path / f"few{n}", records, model={"context_length": 256 // n}))
+    assert comparability(*few).measure == "loss", "8 sequences are asked for, and there are no more"
+
+
 def test_finished_runs_are_compared_with_unfinished_ones_where_both_were_evaluated(tmp_path: Path) -> None:
     """Equal losses at equal steps are no difference, even if one run is longer."""
     ours = repeats(tmp_path / "ours")

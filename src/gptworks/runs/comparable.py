@@ -31,8 +31,8 @@ def comparability(first: History, second: History) -> Comparability:
     """Return the measure in which two runs can be compared, or the reasons why they cannot.
 
     Losses are comparable if the held-out tokens and all settings that decide what a loss measures are equal. Bits per
-    byte are comparable if the tokens differ but the held-out text is the same. If `train.evaluate_sequences` is above
-    0, neither is comparable between rows of different lengths.
+    byte are comparable if the tokens differ but the held-out text is the same. Neither is comparable between rows of
+    different lengths if a run evaluated only a part of the held-out text.
     """
     ours, theirs = _measured(first.recipe), _measured(second.recipe)
     differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
@@ -41,13 +41,9 @@ def comparability(first: History, second: History) -> Comparability:
         for key in differing
         if not key.startswith("tokenizer")
     ]
-    contexts = [run.recipe.row_length for run in (first, second)]
-    windows = first.recipe.train.evaluate_sequences
-    if contexts[0] != contexts[1] and windows:
-        reasons.append(
-            f"with train.evaluate_sequences={windows}, rows of {contexts[0]:,} and {contexts[1]:,} tokens are "
-            f"evaluated on other text: set it to 0, which evaluates all of it"
-        )
+    reason, caveat = _other_windows(first, second)
+    if reason:
+        reasons.append(reason)
     if reasons:
         return Comparability(None, tuple(reasons))
     tokens, texts = (first.data_fingerprint, second.data_fingerprint), (first.text_fingerprint, second.text_fingerprint)
@@ -55,8 +51,35 @@ def comparability(first: History, second: History) -> Comparability:
         return _in_bits(first, second, differing, texts)
     if None in tokens:
         name = (first if tokens[0] is None else second).name
-        return Comparability("loss", caveat=f"{name} has no checkpoint that says which text it was evaluated on")
-    return Comparability("loss")
+        unknown = f"{name} has no checkpoint that says which text it was evaluated on"
+        caveat = f"{unknown}; {caveat}" if caveat else unknown
+    return Comparability("loss", caveat=caveat)
+
+
+def _other_windows(first: History, second: History) -> tuple[str, str]:
+    """Return the reason why rows of different lengths were evaluated on other text, and a note if that is unknown; each
+    is empty if it does not apply. A part of the held-out text is read in evenly spaced rows, so that other rows are
+    other text."""
+    lengths = [run.recipe.row_length for run in (first, second)]
+    whole = [_evaluates_all(run) for run in (first, second)]
+    if lengths[0] == lengths[1] or all(whole):
+        return "", ""
+    rows = f"rows of {lengths[0]:,} and {lengths[1]:,} tokens are evaluated on other text"
+    windows = first.recipe.train.evaluate_sequences
+    if windows or False in whole:
+        given = "null" if windows is None else windows
+        return f"with train.evaluate_sequences={given}, {rows}: set it to 0, which evaluates all of it", ""
+    name = (first if whole[0] is None else second).name
+    return "", f"{rows} if the held-out text is too long to be read as a whole, which {name} does not record"
+
+
+def _evaluates_all(run: History) -> bool | None:
+    """Whether each of a run's evaluations read all of the held-out text; None: its records do not say."""
+    if run.recipe.train.evaluate_sequences == 0:
+        return True
+    counts = [(record.get("sequences"), record.get("sequences_held_out")) for record in run.validation]
+    known = [n_read >= n for n_read, n in counts if isinstance(n_read, int) and isinstance(n, int)]
+    return False if False in known else True if known else None
 
 
 def _in_bits(
