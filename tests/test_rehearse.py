@@ -14,9 +14,12 @@ from gptworks.planning.device_options import DeviceOptions
 from gptworks.planning.device_table import find_device
 from gptworks.planning.run import Plan, plan
 from gptworks.planning.steps import UNKNOWN_SIZE, DataSize
+from gptworks.runs.rehearsal_sheet import sections
+from gptworks.training.rehearsal import fake_ranks
 from gptworks.training.rehearsal.advice import MOST_LOST_SECONDS, advice
 from gptworks.training.rehearsal.dress import Rehearsed
 from gptworks.training.rehearsal.fake_ranks import Placement, RankSteps
+from gptworks.training.rehearsal.new_process import ProcessFailed
 from gptworks.training.rehearsal.traffic import Sent
 
 
@@ -51,6 +54,19 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def lines(rehearsed: dict[str, Any], section: str) -> dict[str, dict[str, Any]]:
     return {line["what"]: line for line in rehearsed["sections"][section]}
+
+
+def test_ranks_whose_process_fails_keep_the_reason_why_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> bytes:
+        raise ProcessFailed("ended by signal 9")
+
+    monkeypatch.setattr(fake_ranks, "output_of", fail)
+    monkeypatch.setattr(fake_ranks, "MOST_DRAWN", 1)
+    asked = planned("gpt2-tiny", 2)
+    placement = fake_ranks.place_ranks(asked)
+    failed, not_built = sections(Rehearsed(asked, (), None, placement, 1.0))["ranks"]
+    assert failed.what == "placement" and "ended by signal 9" in failed.found
+    assert not_built.status == "not checked" and "draws at most 1" in not_built.found
 
 
 def test_each_line_says_whether_it_was_shown_planned_or_not_checked(rehearsed: dict[str, Any]) -> None:

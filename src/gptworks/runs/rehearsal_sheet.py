@@ -92,6 +92,8 @@ def _ranks(r: Rehearsed) -> Iterator[Line]:
         return
     if placed.not_checked is not None:
         yield Line("placement", "not checked", placed.not_checked)
+        if placed.not_built is not None:
+            yield _built(r)
         return
     first, last = placed.ranks[0], placed.ranks[-1]
     parts, planned = first.held_bytes, placed_bytes(r.plan.setting)

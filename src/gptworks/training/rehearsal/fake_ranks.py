@@ -101,7 +101,7 @@ class Placement:
     not_checked: str | None = None
     """Why no rank was placed; None: ranks were placed."""
     not_built: str | None = None
-    """Why no parts were made in memory; None: parts were made, or no rank was placed."""
+    """Why no parts were made in memory; None: parts were made, or the process that makes them failed."""
 
 
 _ASKED, _FOUND = TypeAdapter(Asked), TypeAdapter(Placement)
@@ -120,7 +120,8 @@ def place_ranks(plan: Plan) -> Placement:
         found = _FOUND.validate_json(output_of("fake_ranks", given=_ASKED.dump_json(asked), seconds=MOST_SECONDS))
     except ProcessFailed as failed:
         fewer = f"model.n_layers={max(1, plan.recipe.model.n_layers // 4)}"
-        return Placement(not_checked=f"the ranks' process failed: {failed}. Perhaps fewer layers suffice: {fewer}.")
+        why = f"the ranks' process failed: {failed}. Perhaps fewer layers suffice: {fewer}."
+        return Placement(not_checked=why, not_built=not_built)
     return replace(found, not_built=not_built)
 
 
