@@ -107,6 +107,11 @@ def test_impossible_selections_are_refused(trained_run: Path, arguments: list[st
         printed(trained_run, *arguments)
 
 
+def test_items_that_are_no_windows_are_named(chat: Path) -> None:
+    with pytest.raises(UserError, match="there is no row 99999: an epoch has"):
+        printed(chat, "--window", "99999")
+
+
 def test_a_dataset_and_a_recipe_show_their_documents_and_windows(trained_run: Path, chat: Path) -> None:
     recipe = load_recipe(trained_run)
     folder = data_of(trained_run).prepared.folder

@@ -268,6 +268,7 @@ def test_what_cannot_be_shown_is_refused(http: httpx.Client) -> None:
     refused(http, 400, "sample 12 is not in the batch, which has 12", "step", step=6, sample=12)
     refused(http, 400, "token 500 is in no row", "window", first=500)
     refused(http, 400, "there is no window 99999", "window", window=99_999)
+    refused(http, 400, "there is no pair 99999", "window", model="preferred", window=99_999)
     refused(http, 400, "document 99999 is not in the train split", "document", document=99_999)
     refused(http, 400, "token 4000 is not in document 0", "document", document=0, first=4000)
     refused(http, 400, "less than or equal to 4096", "document", n=5000)

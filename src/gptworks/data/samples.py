@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,8 @@ where each text starts (see `GPT.features`). An objective may add further tensor
 class Samples(ABC):
     """The training samples of a recipe's run, as `train.batch_size` counts them, and its validation sequences."""
 
+    item_name: ClassVar[str]
+    """What an item of the training split is, for messages."""
     per_epoch: int
     """Number of samples in an epoch."""
     n_validation: int
@@ -102,6 +105,8 @@ class Samples(ABC):
 class Windows(Samples):
     """Samples that are windows of text."""
 
+    item_name = "window"
+
     def _open(self) -> None:
         shards, held_out, phases = self.train_shards, self.validation_shards, weights_over_run(self.recipe)
         self._batches = Batches(shards, self.context_length, self.recipe.seed, shards.stretches, phases)
@@ -137,6 +142,8 @@ class Windows(Samples):
 class Conversations(Samples):
     """Samples that are rows of conversations. A row holds several if the objective packs them."""
 
+    item_name = "row"
+
     def _open(self) -> None:
         self._train = training_examples(self.train_shards, self.recipe)
         self._held_out = Examples(self.validation_shards, self.context_length, self.recipe.objective.packs)
@@ -157,6 +164,8 @@ class Conversations(Samples):
 
 class AnswerPairs(Samples):
     """Samples that are preference pairs."""
+
+    item_name = "pair"
 
     def _open(self) -> None:
         self.pairs = {
@@ -200,6 +209,8 @@ class AnswerPairs(Samples):
 
 class Prompts(Samples):
     """Samples that are prompts. The model writes the answers, and the objective makes the batches."""
+
+    item_name = "prompt"
 
     def _open(self) -> None:
         self.examples = {

@@ -147,7 +147,7 @@ class RunData:
         with self.checked():
             self.samples.train_shards.verify()
             if number >= (n := self.samples.n_items):
-                raise UserError(f"there is no window {number}: an epoch has {n}, numbered from 0.")
+                raise UserError(f"there is no {self.samples.item_name} {number}: an epoch has {n}, numbered from 0.")
             return self.samples.rows(number, epoch)
 
     def rows_of_step(
