@@ -222,6 +222,7 @@ def test_a_log_of_many_records_keeps_its_sums_its_best_and_its_end(
     assert run.seconds_by_part == {"forward": 250.0} and run.memory_bytes == {"resident_bytes": 2000}
     assert run.best is not None and run.best["step"] == 333
     assert (run.step, run.tokens, run.seconds) == (1000, 256_000, 500.0)
+    assert "<dt>tokens read</dt>" in to_html(run) and "all tokens of the batches, with padding" in to_html(run)
     assert [record["step"] for record in run.records] == sorted(record["step"] for record in run.records)
     assert "metrics.jsonl holds 2,000 records" in Reader(to_html(run)).text
 

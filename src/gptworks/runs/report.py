@@ -144,7 +144,7 @@ def key_figures_of(run: History) -> Markup:
         tiles.append(("last training loss", loss, f"one batch, {_at(finite[-1])}"))
     tiles += [
         ("parameters", html.large(run.parameters), f"{run.parameters:,}"),
-        ("tokens trained on", html.large(run.tokens), f"{run.tokens:,}"),
+        ("tokens read", html.large(run.tokens), f"{run.tokens:,}"),
         ("training", html.number(run.seconds, *_duration(run.seconds)), "over all sessions"),
         ("throughput", html.large(run.tokens_per_second, "tok/s"), "over the whole run"),
     ]
@@ -323,6 +323,7 @@ def _conventions(run: History) -> str:
         loss = f"Loss is in {run.loss_unit}; validation over the held-out pairs that the recipe asks for. "
     return (
         f"{loss}The training curve is a moving average of single batches, which the thin line shows. "
-        "Throughput counts targets and the seconds of training steps only. Figures are from metrics.jsonl, the last "
-        "outcome from outcome.json. Written by gptworks report."
+        "Tokens and throughput count all tokens of the batches, with padding and tokens that are not learned; the "
+        "seconds are those of training steps only. Figures are from metrics.jsonl, the last outcome from outcome.json. "
+        "Written by gptworks report."
     )
