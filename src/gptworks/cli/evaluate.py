@@ -19,8 +19,10 @@ def evaluate(
     text: options.Texts = None,
     task: Annotated[list[Path] | None, Option(metavar="FILE", help="Ask it the items of a task; repeatable.")] = None,
     shots: Annotated[list[int] | None, Option(help="With --task: solved items before each; repeatable.")] = None,
-    limit: Annotated[int | None, Option(min=1, help="With --task or --harness: ask only this many items.")] = None,
-    chat: Annotated[bool, Option("--chat", help="With --task: ask by the run's chat template.")] = False,
+    limit: Annotated[
+        int | None, Option(min=1, help="With --task or --harness: ask only this many items of each task.")
+    ] = None,
+    chat: Annotated[bool, Option("--chat", help="With --task or --harness: ask by the run's chat template.")] = False,
     run_generated_code: Annotated[
         bool,
         Option(

@@ -174,7 +174,7 @@ class OptimizerSettings(BatchSettings):
     optimizer_state: Fixed[Literal["fp32", "int8"]] = Field(
         "fp32",
         description="Format of AdamW's moments of the blocks' matrices. int8: 8 bits with one scale per 256 values "
-        "(Dettmers et al., 2022).",
+        "(Dettmers et al., 2022); matrices of fewer than 4,096 elements keep fp32.",
     )
     learning_rate: Steering[float] = Field(
         0.02,

@@ -45,7 +45,7 @@ class BPETokenizer(_Tokenizer):
 
 
 class CharTokenizer(_Tokenizer):
-    """One token for each distinct character of the training text."""
+    """One token for each distinct character of the training text, after <|endoftext|> and <unk>, ids 0 and 1."""
 
     type: Measured[Literal["char"]]
 

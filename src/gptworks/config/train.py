@@ -52,7 +52,9 @@ class TrainConfig(OptimizerSettings):
     )
 
     precision: Free[PrecisionName] = Field(
-        "auto", description="auto: bf16 autocast if the hardware multiplies bf16 natively, else fp32."
+        "auto",
+        description="auto: bf16 autocast if the hardware multiplies bf16 natively, else fp16 autocast on a CUDA GPU, "
+        "and fp32 elsewhere.",
     )
     device: Free[DeviceName] = Field("auto", description="auto: CUDA, else MPS, else the CPU.")
     threads: Free[PositiveInt | None] = Field(
