@@ -89,16 +89,13 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor: `number`
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # print ? for characters that the encoding lacks, such as cp1252
-            stream.reconfigure(errors="replace")
 
 
 def _print_any_text() -> None:
-    """Print ? for characters that the output's encoding lacks, instead of failing. In files and pipes on Windows, use
-    UTF-8 instead of a code page, unless PYTHONIOENCODING is set."""
+    """Print ? for characters that the output's encoding lacks, such as cp1252, instead of failing. In files and pipes
+    on Windows, use UTF-8 instead of a code page, unless PYTHONIOENCODING is set."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
+        if isinstance(stream, io.TextIOWrapper):
             is_windows_file = sys.platform == "win32" and not stream.isatty()
             stream.reconfigure(
                 encoding="utf-8" if is_windows_file and "PYTHONIOENCODING" not in os.environ else None,
