@@ -24,7 +24,7 @@ from mcp import Client, StdioServerParameters
 from gptworks.judge.page import PAGE
 
 MOST_WORK = 1.6
-"""Proposals whose step has more FLOPs than this, relative to the champion's, are dropped."""
+"""Proposals whose token takes more FLOPs than this, relative to the champion's, are dropped."""
 LOOK, MOST_PAIRS = 3, 15
 """Pairs of runs between two looks at a try, and maximum number of pairs of a try."""
 WAIT_SECONDS = 600
@@ -81,7 +81,7 @@ class Agent:
             say(f"{name}: {error}")
             return None
         if planned["work"] > MOST_WORK or not planned["affordable_pairs"]:
-            say(f"{name}: dropped, a step has {planned['work']:.2f} times the FLOPs")
+            say(f"{name}: dropped, a token takes {planned['work']:.2f} times the FLOPs")
             return None
         answer: dict[str, Any] = {"pairs": 0, "gain": 1.0, "may_continue": True}
         while answer["may_continue"] and answer["gain"] > 0 and answer["pairs"] < MOST_PAIRS:

@@ -18,14 +18,15 @@ MOST_FACTORS = 4
 
 def next_factor(losses: Mapping[float, float]) -> float | None:
     """Return the factor to try after those in `losses`; None: the search is over. The search begins with 1 and ½. If ½
-    is better, it halves as long as that helps; else it doubles from 2. The loss of a failed run is infinite."""
+    is better, or the run at 1 failed, it halves as long as that helps or all runs failed; else it doubles from 2. The
+    loss of a failed run is infinite."""
     for factor in (1.0, 0.5):
         if factor not in losses:
             return factor
-    step = 0.5 if losses[0.5] < losses[1.0] else 2.0
+    step = 0.5 if losses[1.0] == inf or losses[0.5] < losses[1.0] else 2.0
     factor = 1.0
     while factor * step in losses:
-        if losses[factor * step] >= losses[factor]:
+        if losses[factor * step] >= losses[factor] < inf:
             return None
         factor *= step
     return factor * step if len(losses) < MOST_FACTORS else None

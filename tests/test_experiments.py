@@ -309,7 +309,9 @@ def test_what_no_number_of_runs_decides_has_a_cost_too(experiments: Any) -> None
         ({}, 1), ({1: 2.0}, 0.5), ({1: 2.0, 0.5: 1.9}, 0.25), ({1: 2.0, 0.5: 2.0}, 2), ({1: 2.0, 0.5: 2.1}, 2),
         ({1: 2.0, 0.5: 1.9, 0.25: 1.95}, None), ({1: 2.0, 0.5: 2.1, 2: 1.9}, 4),
         ({1: 2.0, 0.5: 2.1, 2: 1.9, 4: 1.8}, None),
-        ({1: math.inf, 0.5: 1.9}, 0.25), ({1: math.inf, 0.5: math.inf, 2: math.inf}, None),
+        ({1: math.inf, 0.5: 1.9}, 0.25), ({1: math.inf, 0.5: math.inf}, 0.25), ({1: 2.0, 0.5: math.inf}, 2),
+        ({1: math.inf, 0.5: math.inf, 0.25: math.inf}, 0.125), ({1: math.inf, 0.5: math.inf, 0.25: 1.9}, 0.125),
+        ({1: math.inf, 0.5: math.inf, 0.25: math.inf, 0.125: math.inf}, None),
     ],
 )  # fmt: skip
 def test_rates_are_halved_or_doubled_as_long_as_that_helps(

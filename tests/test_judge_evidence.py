@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gptworks.judge.evidence import EFFECT_SCALE, judged, level, log_e_value, spread_floor
+from gptworks.judge.evidence import EFFECT_SCALE, Judgement, judged, level, log_e_value, spread_floor
 
 
 @pytest.fixture
@@ -57,8 +57,23 @@ def test_gains_that_agree_more_than_the_noise_of_earlier_tries_allows_prove_less
     assert judged(lucky, 0.01, 0.001, floor).answer == "open"
 
 
+def test_changes_that_do_nothing_do_not_lower_what_a_try_deviates_at_least() -> None:
+    def deviating(by: float) -> Judgement:
+        return judged([-by, 0.0, by], 0.025, 0.005)
+
+    tried = [deviating(0.008 + number / 1000) for number in range(10)]
+    floor = spread_floor(tried)
+    assert spread_floor([*tried, *[deviating(0.0)] * 100]) == floor
+    assert spread_floor([*tried, *[deviating(1e-6)] * 40]) > 0.6 * floor
+    assert spread_floor([deviating(1e-6), tried[0], deviating(1e-6)]) == spread_floor(tried[:1]), "few tries too"
+    assert spread_floor([*tried, *[deviating(1.0)] * 2]) < 1.2 * floor, "unstable changes do not hide all gains"
+    assert spread_floor([deviating(0.0)]) == 0
+
+
 def test_campaigns_without_an_effect_end_without_a_gain_and_planted_gains_are_found(bench: Any) -> None:
     assert bench.false_share(bench.frugal, "normal", 25, 50) <= 0.05
     assert bench.false_share(bench.adversary, "normal", 3, 30) == 0
+    assert bench.false_share(bench.AGENTS["no-ops"], "rare large losses", 20, 25) <= 0.1
+    assert bench.false_share(bench.AGENTS["flood"], "normal", 5, 20) == 0
     pairs = [needed for _, needed in bench.found(0.005, 4)]
     assert len(pairs) == 20 and all(0 < needed <= 16 for needed in pairs)

@@ -20,13 +20,16 @@ probability of any false gain is at most `error`. `discoveries`: e-LOND (Xu and 
 e-values", AISTATS 2024), where the level is multiplied by 1 + the number of gains accepted before; the expected share
 of false gains among the accepted is at most `error`, whatever the dependence between tries. There, the e-value of a try
 is 1/level if its e-process ever reaches that, else 0, so that stopping may depend on anything.
+
+These bounds need normal gains. Against other noise, a try's deviation counts as at least a share of that of the other
+tries, see `spread_floor`: of one of the largest, so that changes that do next to nothing do not make it small.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from statistics import fmean, median
+from statistics import fmean
 from typing import Literal
 
 from gptworks.runs.sequential import FEWEST_PAIRS
@@ -39,15 +42,12 @@ EFFECT_SCALE = 3.0
 """Scale g of the prior on the effect size. With 2 to 4, the tries that decide most campaigns (effects of 2 to 6
 deviations) need the fewest pairs."""
 
-LEAST_SPREAD = 0.75
-"""A try's deviation counts as at least this share of the deviation that all other tries have together.
+LEAST_SPREAD = 0.7
+"""A try's deviation counts as at least this share of one of the largest of the other tries, see `spread_floor`.
 
 That only lowers the evidence, so the bounds above still hold. Without it, noise that is skewed or has two peaks makes
-few gains agree by chance far more often than normal noise, and up to half of simulated campaigns then err. Normal gains
-need no more pairs with it."""
-
-MOST_SPREAD = 3.0
-"""In the common deviation of all other tries, each deviation counts as at most this multiple of their median."""
+few gains agree by chance far more often than normal noise, and up to half of simulated campaigns then err. With it,
+normal gains need no more pairs, unless some changes make training unstable."""
 
 FLATNESS = 10
 """The 10 in the shares γ_k: the larger it is, the more slowly levels fall. 10 suits campaigns of 10 to 100 tries."""
@@ -109,13 +109,14 @@ SHOWN_ERROR = 0.05
 
 
 def spread_floor(others: Iterable[Judgement | None]) -> float:
-    """Return the minimum to assume for the deviation of a try's gains, from the other tries' judgements; see
-    `LEAST_SPREAD`. 0 if no other try has enough pairs."""
-    deviations = [one.deviation for one in others if one is not None and one.pairs >= FEWEST_PAIRS]
-    if not deviations:
-        return 0.0
-    most = MOST_SPREAD * median(deviations)
-    return LEAST_SPREAD * math.sqrt(fmean(min(each, most) ** 2 for each in deviations))
+    """Return the minimum to assume for the deviation of a try's gains, from the other tries' judgements.
+
+    It is `LEAST_SPREAD` times the k-th largest of their n deviations above 0, with k = ⌊√n⌋: the largest of up to 3,
+    the 2nd of up to 8, the 7th of 50. As long as k of the tries deviate as much as the noise does, it is no less than
+    that share of the least of these k, however little all others deviate; as long as fewer than k are unstable, it is
+    no more than that share of the largest other. 0 if no other try has such a deviation."""
+    deviations = sorted(one.deviation for one in others if one is not None and one.deviation > 0)
+    return LEAST_SPREAD * deviations[-math.isqrt(len(deviations))] if deviations else 0.0
 
 
 def log_e_value(t: float, n: int) -> float:
