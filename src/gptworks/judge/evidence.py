@@ -47,7 +47,7 @@ LEAST_SPREAD = 0.7
 
 That only lowers the evidence, so the bounds above still hold. Without it, noise that is skewed or has two peaks makes
 few gains agree by chance far more often than normal noise, and up to half of simulated campaigns then err. With it,
-normal gains need no more pairs, unless some changes make training unstable."""
+normal gains need about one pair more, and more where some changes make training unstable."""
 
 FLATNESS = 10
 """The 10 in the shares γ_k: the larger it is, the more slowly levels fall. 10 suits campaigns of 10 to 100 tries."""
