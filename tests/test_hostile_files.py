@@ -42,7 +42,7 @@ BOMB = "a: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
 )
 
 RECIPES = {
-    "aliases that stand for a billion values": (BOMB, "more than 100,000 values"),
+    "aliases that stand for a billion values": (BOMB, "more than 100,000 keys and values"),
     "a section that contains itself": ("model: &m\n  x: *m\n", "contains itself"),
     "a list that contains itself": ("&a [*a]", "contains itself"),
     "a key that occurs twice": ("seed: 1\nseed: 2\n", "the key `seed` occurs twice"),

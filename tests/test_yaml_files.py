@@ -38,10 +38,10 @@ def nested_merges(width: int, levels: int) -> str:
 def test_nodes_are_counted_before_they_are_made(text: str) -> None:
     """Refused while composing: at that point there are at most as many nodes as the limit, plus one alias."""
     loader = _Loader(text)
-    with pytest.raises(yaml.YAMLError, match="more than 100,000 values"):
+    with pytest.raises(yaml.YAMLError, match="more than 100,000 keys and values"):
         loader.get_single_node()
     assert loader.n_nodes <= 2 * MAX_NODES and not loader.constructed_objects
-    with pytest.raises(UserError, match=r"line \d+, column \d+: `.+` it has more than 100,000 values"):
+    with pytest.raises(UserError, match=r"line \d+, column \d+: `.+` it has more than 100,000 keys and values"):
         parse_yaml(text, "recipe")
 
 

@@ -32,7 +32,7 @@ except ImportError:
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 100_000
-"""Maximum number of values in a file, counting each use of an alias."""
+"""Maximum number of keys, values, sections and lists in a file, counting each use of an alias."""
 MAX_DEPTH = 64
 """Maximum depth of nested sections and lists, with aliases expanded."""
 MAX_DIGITS = 400
@@ -80,8 +80,8 @@ class Origin(str):
 
 
 class _Loader(Composer, _Parser, SafeConstructor, Resolver):
-    """Loader that refuses YAML that no recipe needs: repeated keys, keys that are not names, deep nesting, aliases for
-    large values, long numbers, and tags of other types."""
+    """Loader that refuses YAML that no recipe needs, such as repeated keys, keys that are not names, more than
+    MAX_NODES nodes or MAX_DEPTH levels (aliases expanded), long or octal numbers, and tags not in `_PLAIN`."""
 
     yaml_constructors = {  # noqa: RUF012
         tag: make for tag, make in SafeConstructor.yaml_constructors.items() if tag in _PLAIN
@@ -93,9 +93,9 @@ class _Loader(Composer, _Parser, SafeConstructor, Resolver):
         SafeConstructor.__init__(self)
         Resolver.__init__(self)
         self.n_nodes = 0
-        """Number of values composed so far, with aliases expanded."""
+        """Number of nodes (keys, values, sections, lists) composed so far, with aliases expanded."""
         self._depth = self._deepest = 0
-        self._sizes: dict[str, tuple[int, int]] = {}  # by anchor: number of values, and nesting levels
+        self._sizes: dict[str, tuple[int, int]] = {}  # by anchor: number of nodes, and nesting levels
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Return the next node.
@@ -117,7 +117,7 @@ class _Loader(Composer, _Parser, SafeConstructor, Resolver):
         if self._deepest > MAX_DEPTH:
             raise _fault(f"it is nested more than {MAX_DEPTH} deep", event)
         if self.n_nodes > MAX_NODES:
-            raise _fault(f"it has more than {MAX_NODES:,} values, aliases counted wherever they are used", event)
+            raise _fault(f"it has more than {MAX_NODES:,} keys and values, each use of an alias counted", event)
         node = super().compose_node(parent, index)
         if event.anchor is not None:
             self._sizes[event.anchor] = self.n_nodes - n_before, self._deepest - self._depth + 1

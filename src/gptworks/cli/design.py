@@ -160,8 +160,9 @@ def plan(
 ) -> None:
     """Estimate a run's FLOPs, memory, time and disk.
 
-    Allocates nothing and needs no weights. Exit code 2: a setting is wrong, or figures are unknown since data is
-    missing. Exit code 3: the run does not fit on the device.
+    Needs no weights, and builds a model only with --measure, which takes real steps; --device this times this machine.
+    Exit code 2: a setting is wrong, or figures are unknown since data is missing. Exit code 3: the run does not fit on
+    the device.
     """
     if as_json:
         refuse_unused("does nothing with --json, which has every figure", details=details)

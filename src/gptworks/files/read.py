@@ -275,8 +275,8 @@ def _check_name(path: Path) -> None:
 
 @contextlib.contextmanager
 def _inside(path: Path, inside: Path) -> Iterator[tuple[Folder, str]]:
-    """Yield the open folder and the name in it that `path` leads to, after each name on the way from `inside` was
-    opened separately. That name is not a link; it is a folder or regular file."""
+    """Yield the open folder that holds the file or folder at `path`, and its name there, which is not a link. Each
+    folder on the way from `inside` is opened from the one above, so that no link leads out."""
     _check_name(path)
     root, names = Path(os.path.realpath(inside)), Path(os.path.normpath(path.relative_to(inside)))
     try:

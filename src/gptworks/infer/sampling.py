@@ -409,7 +409,7 @@ def draw(weights: Tensor, share: Tensor) -> Tensor:
     blocks = F.pad(weights, (0, -weights.size(-1) % _BLOCK)).view(len(weights), -1, _BLOCK)  # B, n blocks, _BLOCK
     ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # B, n blocks
     target = share[:, None] * ends[:, -1:]
-    block = torch.searchsorted(ends, target).clamp(max=ends.size(-1) - 1)  # B 1; NaN: index past the end
+    block = torch.searchsorted(ends, target).clamp(max=ends.size(-1) - 1)  # B, 1; NaN gives an index past the end
     before = F.pad(ends, (1, 0)).gather(1, block)
     inner = blocks[torch.arange(len(block), device=block.device), block[:, 0]].double().cumsum(-1)  # B, _BLOCK
     place = torch.searchsorted(inner, torch.minimum(target - before, inner[:, -1:]))

@@ -40,8 +40,8 @@ def new_pairs(so_far: Try, entered: Mapping[int, Mapping[str, float]], key: byte
 
 
 def check_pairs(folder: Path, entered: Entered, newest: Entry, key: bytes) -> bool:
-    """Check that a try's pairs are those that were entered. Return whether one is missing that is the ledger's newest
-    entry: a crash came before `try.json` was written.
+    """Check that the pairs in a try's `try.json` are those that were entered in the ledger. Return whether only the
+    newest entry's pair is missing there, because of a crash before `try.json` was written.
 
     Args:
         newest: the ledger's newest entry if it is of this try, else empty.

@@ -93,7 +93,7 @@ class MoE(nn.Module):
             layers = [getattr(mlp, name) for mlp in self.experts]
 
             def product(x: Tensor) -> Tensor:
-                x = x.to(tokens.dtype)  # under autocast, a square is float32
+                x = x.to(tokens.dtype)  # relu2 gives float32 under autocast
                 y: Tensor = _GroupedProduct.apply(x, ends, *(one.weight for one in layers))  # type: ignore[no-untyped-call]
                 if own is None:
                     return y

@@ -160,7 +160,7 @@ class _Step(Timeline):
         if self.sharded:
             n_kept = model.n_layers if gathered or self.layout.sharding == "zero2" else 1
             self.hold(COMMUNICATION, 4 * self.shards.outside + n_kept * self.gathered_bytes)
-        if gathered:  # before there is a cache; the buffer receives the last block
+        if gathered:  # before there is a cache; the buffer that receives the last block is still there
             self.mark("blocks gathered to generate texts", self.gathered_bytes, COMMUNICATION)
         bytes_each = self.shapes.product_bytes
         self.hold(CACHE, n_slots * kv_cache_bytes(model, length, bytes_each))

@@ -259,8 +259,8 @@ _LENGTH = {f"train.{name}" for name in ENDS}
 
 
 def _same_rates(before: Recipe, now: Recipe, done: int) -> bool:
-    """Whether the new run length gives the first `done` steps the same learning rates, and weights of tokens beyond the
-    next, as the old one; False if that is unknown."""
+    """Whether the first `done` steps have the same learning rates and the same `train.future_weights` with the new run
+    length as with the old one; False if that is unknown."""
     trains, step = (before.train, now.train), done - 1
     if any(train.future_weights_fall for train in trains):
         return False
