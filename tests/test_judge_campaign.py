@@ -12,6 +12,7 @@ import yaml
 import judging
 from gptworks.errors import RunError, UserError
 from gptworks.judge import Campaign
+from gptworks.judge.ledger import Ledger
 from gptworks.judge.page import to_html
 from gptworks.judge.records import Tried
 from gptworks.recipe import load_recipe
@@ -255,6 +256,100 @@ def test_a_crash_between_the_ledger_and_the_try_loses_nothing(
     assert one.number == 1 and len(one.gains) >= 3 and again.verify() > 0
     again.close()
     Campaign(campaign.folder).close()
+
+
+@pytest.mark.parametrize("error", [OSError, RunError])
+def test_a_pair_that_could_not_be_written_is_trained_again(
+    campaign: Campaign, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def failing(found: Try) -> None:
+        if len(found.pairs) == 2:
+            raise error("no space left on device")
+        write_try(found)
+
+    monkeypatch.setattr("gptworks.runs.try_run.write_try", failing)
+    with pytest.raises(error):
+        campaign.try_change(SAME, pairs=4)
+    monkeypatch.setattr("gptworks.runs.try_run.write_try", write_try)
+    used = campaign.records.used_seconds
+    campaign.try_change(BAD, pairs=3)
+    assert campaign.verify() > 0
+    campaign.close()
+    again = Campaign(campaign.folder)
+    one = again.try_change(SAME, pairs=4)
+    assert one.number == 1 and len(one.gains) == 4 and again.verify() > 0 and again.records.used_seconds >= used
+    again.close()
+
+
+def test_what_a_crash_leaves_unfinished_is_finished(campaign: Campaign, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gain whose end is not in the ledger; and a final comparison that was killed before its first pair."""
+    append = Ledger.append
+
+    def crashed(ledger: Ledger, kind: str, **facts: Any) -> Any:
+        if kind == "ended":
+            raise KeyboardInterrupt
+        return append(ledger, kind, **facts)
+
+    monkeypatch.setattr(Ledger, "append", crashed)
+    with pytest.raises(KeyboardInterrupt):
+        campaign.try_change(GOOD, pairs=4)
+    monkeypatch.setattr(Ledger, "append", append)
+    assert campaign.records.champion == 0
+    assert campaign.try_change(GOOD, pairs=3).accepted and campaign.records.champion == 1
+    (campaign.folder / "final").mkdir()
+    for name in (".lock", "before.yaml", "after.yaml"):
+        (campaign.folder / "final" / name).touch()
+    assert len(campaign.finish()["gains"]) == 5
+
+
+def test_a_stop_during_a_third_run_leaves_the_try_open(campaign: Campaign, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(recipe: Any, *rest: Any) -> bool:
+        return recipe.run_dir.name != "01-in-time" and judging.train(recipe, *rest)
+
+    monkeypatch.setattr("gptworks.runs.try_run.train_to_end", stopped)
+    change = {"train.micro_batch_size": 2}
+    assert campaign.try_change(change, pairs=3).is_open
+    seconds = campaign.records.used_seconds
+    monkeypatch.setattr("gptworks.runs.try_run.train_to_end", judging.train)
+    ended = campaign.try_change(change, pairs=3)
+    assert not ended.is_open and ended.place == "in equal time" and ended.judgement(0.005).answer == "harm"
+    assert campaign.records.used_seconds - seconds < 8, "what was trained before the stop counts once"
+
+
+def test_a_third_run_changes_nothing_of_its_pair(campaign: Campaign, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of runs are not signed: what a pair has of them is not read again."""
+
+    def forging(recipe: Any, *rest: Any) -> bool:
+        if recipe.run_dir.name == "00-in-time":
+            for file in recipe.run_dir.parent.glob("*-before/metrics.jsonl"):
+                file.write_text(file.read_text().replace('"loss": 2', '"loss": 9'))
+        return judging.train(recipe, *rest)
+
+    monkeypatch.setattr("gptworks.runs.try_run.train_to_end", forging)
+    assert max(campaign.try_change({"train.micro_batch_size": 2}, pairs=3).gains) < 0
+
+
+def test_a_third_run_that_is_no_valid_recipe_ends_its_try(campaign: Campaign, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gptworks.runs.try_run.measured_in_turns", lambda _: [0.01, 0.4])
+    with pytest.raises(RunError, match="warmup_steps"):
+        campaign.try_change({"train.eps": 1e-7, "train.warmup_steps": 5}, pairs=3)
+    assert kinds(campaign)[-2:] == ["ended", "head"]
+    monkeypatch.setattr("gptworks.runs.try_run.measured_in_turns", judging.in_turns)
+    assert campaign.try_change(GOOD).accepted
+
+
+def test_a_try_that_trains_shows_its_pairs_so_far(campaign: Campaign, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[tuple[int, float]]()
+
+    def watched(recipe: Any, *rest: Any) -> bool:
+        found = campaign.records
+        seen.append((len(found.tries[0].gains), campaign.pair_seconds(found)))
+        return judging.train(recipe, *rest)
+
+    monkeypatch.setattr("gptworks.runs.try_run.train_to_end", watched)
+    campaign.try_change(SAME, pairs=6)
+    assert [pairs for pairs, _ in seen] == [run // 2 for run in range(len(seen))] and len(seen) >= 6
+    assert {round(seconds) for pairs, seconds in seen if pairs >= 3} == {4}
 
 
 def test_time_before_a_kill_stays_used(campaign: Campaign, monkeypatch: pytest.MonkeyPatch) -> None:

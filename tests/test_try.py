@@ -19,7 +19,7 @@ import tiny
 from gptworks.cli import app
 from gptworks.config import Recipe
 from gptworks.errors import RunError, UserError
-from gptworks.recipe import parse_recipe
+from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.runs.history import read_history
 from gptworks.runs.try_page import to_html, try_lines
 from gptworks.runs.try_results import Design, Pair, Try, read_try, write_try
@@ -155,8 +155,29 @@ def test_another_batch_reads_as_many_tokens(recipe: Path) -> None:
     assert {run: one.max_steps for run, one in last.items() if run != "in-time"} == {"before": 100, "after": 50}
     assert found.step_time is not None and found.step_time.ratio == pytest.approx(0.5, rel=0.02)
     assert found.steps_in_time is not None and 98 <= found.steps_in_time <= 102
-    growing = plan_try(recipe, ["train.smaller_batches=[[40,4]]"], recipe.parent / "growing", 20, 0.005)
-    assert growing.steps_after == 120, "40 steps of 4 samples, then 80 of 8"
+    for number, (stages, steps) in enumerate((([[40, 4]], 120), ([[0.5, 4]], 133), ([[0.9, 4]], 181))):
+        begun = plan_try(recipe, [f"train.smaller_batches={stages}"], recipe.parent / f"growing{number}", 90, 0.005)
+        after = load_recipe(recipe, [*begun.design.changes, f"train.max_steps={begun.steps_after}"]).train
+        assert abs(after.samples_before(begun.steps_after) / 800 - 1) <= 0.02 and begun.steps_after == steps
+    with pytest.raises(UserError, match=r"read 25,600 tokens, and 1[23] with it"):
+        plan_try(recipe, ["train.batch_size=64"], recipe.parent / "large", 90, 0.005)
+
+
+def test_where_steps_differ_by_design_the_mean_of_the_whole_run_counts(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Growing batches and contexts, and an optimizer with rare expensive steps, are no sum of equal steps."""
+    monkeypatch.setattr("gptworks.runs.try_run.measured_in_turns", lambda _: pytest.fail("steps that are not alike"))
+    found = tried(recipe, "train.smaller_batches=[[40,4]]", minutes=20)
+    pair = found.pairs[0]
+    assert pair.step_seconds["after"] == pytest.approx(pair.seconds["after"] / 120)
+    assert found.time_of(pair) == pytest.approx(pair.seconds["after"] / pair.seconds["before"])
+
+
+def test_a_try_of_an_earlier_version_compares_equal_steps(tmp_path: Path) -> None:
+    recipe, changed = (parse_recipe(tiny.recipe_tree(tmp_path, batch_size=size)) for size in (8, 16))
+    pair = Pair(0, 1, {"before": 2.0, "after": 1.9}, {}, {"before": 0.1, "after": 0.2}, None)
+    assert Try(tmp_path, recipe, changed, Design((), 5, 0.005, 5, 100, 2.0), (pair,)).time_of(pair) == 2.0
 
 
 def test_steps_are_measured_in_turns_with_the_threads_of_the_runs(tmp_path: Path) -> None:

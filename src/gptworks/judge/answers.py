@@ -117,9 +117,9 @@ def start(campaign: Campaign) -> Start:
     rules = found.rules
     kind = "the probability of any false gain" if rules.control == "family" else "the expected share of false gains"
     words = (
-        f"{rules.budget_seconds:g} s of machine time; {kind} is at most {rules.error:g}; {rules.steps:,} steps each; "
-        f"the smallest gain that counts is {rules.worth:g} {rules.loss_unit}, in equal time where the same tokens take "
-        f"longer or shorter"
+        f"{rules.budget_seconds:g} s of machine time; {kind} is at most {rules.error:g}; {rules.steps:,} steps "
+        f"without a change; the smallest gain that counts is {rules.worth:g} {rules.loss_unit}, in equal time where "
+        f"the same tokens take longer or shorter"
     )
     fixed = {
         "vocab_size": recipe.model.vocab_size, "objective": recipe.objective.type, "tokenizer": recipe.tokenizer.type,

@@ -23,18 +23,18 @@ from gptworks.data.prepare import prepare
 from gptworks.errors import RunError, UserError
 from gptworks.files import check_links, file_lock, read_regular, sha256_file, write_whole
 from gptworks.judge.begin import BASE, COUNT, FINAL_PAIRS, KEY, LEDGER, SECRET, TRIES, begin
-from gptworks.judge.changes import changed_recipe, check_work, overrides_from, together, work_of_token
+from gptworks.judge.changes import changed_recipe, check_work, key_of, overrides_from, together, work_of_token
 from gptworks.judge.evidence import Control, level, spread_floor
 from gptworks.judge.final import FINAL, final_facts, final_gains
 from gptworks.judge.ledger import Ledger
 from gptworks.judge.page import write_judge_page
-from gptworks.judge.pairs import check_pairs, entered_pairs, new_pairs, signature
+from gptworks.judge.pairs import check_pairs, entered_pairs, is_lost, new_pairs, signature
 from gptworks.judge.records import Records, Tried, facts_of, read_records
 from gptworks.overrides import apply_overrides
 from gptworks.planning.params import count_parameters
 from gptworks.recipe import load_recipe, read_recipe, with_vocab_size
 from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
-from gptworks.runs.trials import Report
+from gptworks.runs.trials import Report, check_comparable
 from gptworks.runs.try_page import write_try_page
 from gptworks.runs.try_results import TRY_FILE, Try, read_try
 from gptworks.runs.try_run import RUN_SECONDS, Rules, plan_try, run_try
@@ -70,6 +70,7 @@ class Campaign:
         try:
             self._key = read_regular(key, 1 << 10, inside=key.parent)
             self._ledger = self._read_ledger()
+            self._note_lost_pair()
             self.verify()
         except BaseException:
             self._lock.release()
@@ -134,11 +135,16 @@ class Campaign:
             )
         if (self.folder / FINAL).exists() and not any(ledger.of_kind("closing")):
             raise UserError(f"{self.folder / FINAL} has no entry in {ledger.path}: it was added. Remove the folder.")
-        newest = ledger.entries[-1]
         for number, pairs in entered_pairs(ledger).items():
-            if check_pairs(self._folder(number), pairs, newest if newest.get("tried") == number else {}, self._key):
-                self._ledger.append("lost", tried=number, pair=newest["pair"])
-        return len(self._ledger.entries)
+            check_pairs(self._folder(number), pairs, self._key)
+        return len(ledger.entries)
+
+    def _note_lost_pair(self) -> None:
+        """Enter that the newest entry's pair is lost, if `try.json` could not be written after it."""
+        for newest in self._ledger.entries[-1:]:
+            if newest["kind"] == "pair" and is_lost(self._folder(newest["tried"]), newest["signature"], self._key):
+                facts = {name: newest[name] for name in ("tried", "pair", "signature")}
+                self._ledger.append("lost", **facts)
 
     def _folder(self, number: int) -> Path:
         """Return the folder of a try; of the final comparison for 0."""
@@ -146,11 +152,15 @@ class Campaign:
 
     def _enter_pairs(self, number: int, so_far: Try) -> None:
         """Enter a try's new pairs into the ledger, each with the time since the last entry; with that of its runs if it
-        is longer, because a killed judge left them running."""
+        is longer and did not count when the try was stopped, because a killed judge left them running."""
+        counted = 0.0
+        for entry in self._ledger.entries:
+            is_end = entry["kind"] in ("ended", "stopped") and entry.get("tried", 0) == number
+            counted = counted + entry["seconds"] if is_end else 0.0 if entry["kind"] == "pair" else counted
         for pair, trained in new_pairs(so_far, entered_pairs(self._ledger).get(number, {}), self._key):
             self._ledger.append(
                 "pair", tried=number, pair=pair.number, signature=signature(pair, self._key),
-                trained=sum(pair.seconds.values()), seconds=max(self._spent(), trained),
+                trained=sum(pair.seconds.values()), seconds=max(self._spent(), trained - counted),
             )  # fmt: skip
 
     def _spent(self) -> float:
@@ -166,11 +176,12 @@ class Campaign:
         its pairs count."""
         found = read_records(self._ledger)
         for one in found.tries:
-            folder = self._folder(one.number)
-            if one.is_open and (self._now is None or self._now[0] != one.number):
-                one.state = "abandoned" if one.state == "running" else one.state
-                if (folder / TRY_FILE).is_file():
-                    one.take(facts_of(read_try(folder)))
+            if not one.is_open:
+                continue
+            if one.state == "running" and (self._now is None or self._now[0] != one.number):
+                one.state = "abandoned"
+            if (self._folder(one.number) / TRY_FILE).is_file():
+                one.take(facts_of(read_try(self._folder(one.number))))
         return found
 
     @property
@@ -231,6 +242,8 @@ class Campaign:
     def _planned(self, overrides: list[str]) -> tuple[Recipe, Recipe, float]:
         recipe = self.champion()
         changed = changed_recipe(self.champion_path, recipe, overrides)
+        for override in overrides:
+            check_comparable(recipe, key_of(override), f"change {override}")
         changed = with_vocab_size(changed, recipe.model.vocab_size)
         if changed == recipe:
             raise UserError(f"{' '.join(overrides)}: the champion says that already. Give a value that differs.")
@@ -267,7 +280,7 @@ class Campaign:
             _, changed, _ = self._planned(overrides)
             identity = _identity(found.champion, changed)
             known = next((one for one in found.tries if one.identity == identity), None)
-            if known is not None and (not known.is_open or len(known.gains) >= pairs):
+            if known is not None and known.state != "abandoned" and (not known.is_open or len(known.gains) >= pairs):
                 return known
             return self._try(overrides, pairs, found, known, identity, count_parameters(changed.model).total)
 
@@ -320,8 +333,12 @@ class Campaign:
         problem, files = "", dict[str, str]()
         try:
             run_try(begun, path, self._report, note, Rules(self._seeds(f"try {number}"), is_ended, is_over))
-        except RunError as error:
+        except (RunError, UserError) as error:
             problem = str(error)
+        self._note_lost_pair()
+        if known is not None and known.state == "judged" and ended.pairs == begun.pairs and not problem:
+            self._now = None
+            return self.tried(number)  # no run was trained
         if ended.pairs:
             write_try_page(ended)
         one.take(facts := facts_of(ended))
@@ -333,7 +350,7 @@ class Campaign:
             files[name] = sha256_file(self.folder / name)
         self._ledger.append(
             "ended", tried=number, answer=answer, problem=problem[:500], files=files,
-            is_open=answer == "open" and len(ended.pairs) < ended.design.most_pairs,
+            is_open=answer == "open" and ended.due(ended=False) is not None,
             seconds=self._spent(), least_deviation=one.least_deviation, **facts,
         )  # fmt: skip
         self._now = None
@@ -368,6 +385,7 @@ class Campaign:
                 try:
                     gains, place = final_gains(self.folder, found, rules, self._report, note)
                 except (RunError, UserError):
+                    self._note_lost_pair()
                     self._ledger.append("stopped", seconds=self._spent())
                     raise
             final = final_facts(gains, place, found)
@@ -388,6 +406,7 @@ class Campaign:
             raise self.busy()
         self._since = time.monotonic()
         try:
+            self._note_lost_pair()
             yield
         finally:
             self._now = None

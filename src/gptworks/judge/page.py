@@ -41,7 +41,7 @@ def to_html(found: Records) -> str:
         else Markup(""),
     ]
     lines = (
-        f"{rules.steps:,} steps each, at least {rules.worth:g} {rules.loss_unit} to matter",
+        f"{rules.steps:,} steps without a change, at least {rules.worth:g} {rules.loss_unit} to matter",
         f"the recipe {rules.recipe}",
     )
     return page(f"{rules.recipe}: judge", lines, parts, _conventions(found))
@@ -85,7 +85,7 @@ def _table(found: Records) -> Markup:
             one.words(worth, found.rules.loss_unit).partition(":")[0] + (f": {one.problem}" if one.problem else ""),
         ])  # fmt: skip
     header = (
-        "try", "change", "to", "pairs", "gain", "95%", "e", "needed", "time of a step", "time", "verdict",
+        "try", "change", "to", "pairs", "gain", "95%", "e", "needed", "time of the same tokens", "time", "verdict",
     )  # fmt: skip
     return html.table(header, "lnlrrrrrrrn", rows)
 
@@ -95,10 +95,10 @@ def _conventions(found: Records) -> str:
     method = "alpha spending" if rules.control == "family" else "e-LOND, Xu and Ramdas, 2024"
     return (
         f"A gain is how much lower the last validation loss is with the change, in {rules.loss_unit}: the mean over "
-        f"pairs of runs that share a secret seed, in equal time where step times differ. The intervals hold the "
-        f"true mean after every pair with 95% probability, each for itself. e is the evidence for a mean gain above "
-        f"0, by an e-process of the t statistic that is valid at any stopping time (Pérez-Ortiz et al., 2024). A "
-        f"change is accepted when e reaches what its try needs and the mean gain is at least {rules.worth:g}. What "
-        f"is needed rises from try to try, so that the error of the whole campaign stays bounded ({method}). An "
-        f"accepted change becomes part of the recipe that later tries change. Written by gptworks judge."
+        f"pairs of runs that share a secret seed, in equal time where the same tokens take longer or shorter. "
+        f"The intervals hold the true mean after every pair with 95% probability, each for itself. e is the evidence "
+        f"for a mean gain above 0, by an e-process of the t statistic that is valid at any stopping time (Pérez-Ortiz "
+        f"et al., 2024). A change is accepted when e reaches what its try needs and the mean gain is at least "
+        f"{rules.worth:g}. What is needed rises from try to try, so that the error of the whole campaign stays bounded "
+        f"({method}). An accepted change becomes part of the recipe that later tries change. Written by gptworks judge."
     )

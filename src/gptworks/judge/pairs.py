@@ -8,11 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from gptworks.errors import UserError
-from gptworks.judge.ledger import Entry, Ledger
+from gptworks.judge.ledger import Ledger
 from gptworks.runs.try_results import TRY_FILE, Pair, Try, read_try
 
 Entered = dict[int, dict[str, float]]
-"""For each pair, by number: its signatures, each with the seconds of training. A third run gives a pair another one."""
+"""For each pair, by number: its signatures, each with the seconds of training. A third run gives a pair another one. A
+signature that was lost is empty: its runs count, and the pair is not there."""
 
 
 def signature(pair: Pair, key: bytes) -> str:
@@ -23,11 +24,11 @@ def entered_pairs(ledger: Ledger) -> dict[int, Entered]:
     """Return the pairs of each try, by its number; 0 is the final comparison."""
     found: dict[int, Entered] = {entry["tried"]: {} for entry in ledger.of_kind("begun")}
     for entry in ledger.of_kind("pair", "lost"):
-        pairs = found.setdefault(entry["tried"], {})
+        signatures = found.setdefault(entry["tried"], {}).setdefault(entry["pair"], {})
         if entry["kind"] == "lost":
-            del pairs[entry["pair"]]
+            signatures[""] = signatures.pop(entry["signature"])
         else:
-            pairs.setdefault(entry["pair"], {})[entry["signature"]] = entry["trained"]
+            signatures[entry["signature"]] = entry["trained"]
     return found
 
 
@@ -39,22 +40,25 @@ def new_pairs(so_far: Try, entered: Mapping[int, Mapping[str, float]], key: byte
             yield pair, sum(pair.seconds.values()) - max(known.values(), default=0.0)
 
 
-def check_pairs(folder: Path, entered: Entered, newest: Entry, key: bytes) -> bool:
-    """Check that the pairs in a try's `try.json` are those that were entered in the ledger. Return whether only the
-    newest entry's pair is missing there, because of a crash before `try.json` was written.
-
-    Args:
-        newest: the ledger's newest entry if it is of this try, else empty.
+def check_pairs(folder: Path, entered: Entered, key: bytes) -> None:
+    """Check that the pairs in a try's `try.json` are those that were entered in the ledger.
 
     Raises:
         UserError: a pair was changed, added or removed.
     """
-    found = read_try(folder).pairs if (folder / TRY_FILE).is_file() else ()
-    missing = entered.keys() - {pair.number for pair in found}
-    changed = {pair.number for pair in found if signature(pair, key) not in entered.get(pair.number, ())}
-    is_lost = not changed and newest.get("kind") == "pair" and missing == {newest["pair"]}
-    if (wrong := sorted(missing | changed)) and not is_lost:
+    found = {pair.number: signature(pair, key) for pair in _pairs_in(folder)}
+    there = {number for number, signatures in entered.items() if any(signatures)}
+    changed = {number for number, one in found.items() if one not in entered.get(number, ())}
+    if wrong := sorted(there - found.keys() | changed):
         raise UserError(
             f"{folder / TRY_FILE}: pair {wrong[0]} is not as the judge entered it. Restore the file from a copy."
         )
-    return is_lost
+
+
+def is_lost(folder: Path, entered: str, key: bytes) -> bool:
+    """Return whether a try's `try.json` lacks the pair with this signature, because writing it failed."""
+    return entered not in (signature(one, key) for one in _pairs_in(folder))
+
+
+def _pairs_in(folder: Path) -> tuple[Pair, ...]:
+    return read_try(folder).pairs if (folder / TRY_FILE).is_file() else ()

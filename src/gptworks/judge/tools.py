@@ -198,7 +198,7 @@ def _server_of(judge: _Judge) -> MCPServer:
 
     @server.tool()
     async def evaluate(number: Number) -> Evaluated:
-        """Show what the runs of a try measured: losses, perplexity, the gain of each pair, the time of a step."""
+        """Show what a try's runs measured: losses, perplexity, the gain of each pair, the time of the same tokens."""
         with _answered():
             campaign = await judge.campaign()
             return evaluated(campaign, campaign.tried(number))

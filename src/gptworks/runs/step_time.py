@@ -2,8 +2,9 @@
 
 Other work on the machine slows down single steps, whole runs or all runs for hours, and whoever shares the machine
 could slow down only one kind of run. So on a CPU, after each pair of runs, steps of both models take turns; other work
-then slows down both. Elsewhere a step's time is the median over parts of the run. The spread between pairs measures the
-noise of the ratio; `sequential` tests the logarithms of the ratios.
+then slows down both. Elsewhere, and where the steps of a run differ by design, times are the runs' own: the median over
+parts of the run, or the mean of all its steps. The spread between pairs measures the noise of the ratio; `sequential`
+tests the logarithms of the ratios.
 """
 
 import math

@@ -96,9 +96,8 @@ def to_html(found: Try) -> str:
         verdict = found.verdict(arm)
         note = f"loss {verdict.value:+.4f} {unit}" if found.pairs else ""
         tiles.append((PLACES[arm], _WORDS[verdict.answer], note))
-    tiles.append(
-        ("pairs", html.number(len(found.pairs)), f"of {design.most_pairs} at most, {design.steps:,} steps each")
-    )
+    pairs = f"of {design.most_pairs} at most, {design.steps:,} steps without the change"
+    tiles.append(("pairs", html.number(len(found.pairs)), pairs))
     if (step := found.step_time) is not None:
         tiles.append(
             ("time of the same tokens", html.rounded(step.ratio, ".2f", "×"), step.interval or "with the change")

@@ -61,7 +61,7 @@ class Pair:
     seconds: dict[str, float]
     """Seconds of training, by arm (before, after, in-time)."""
     step_seconds: dict[str, Annotated[float, Field(gt=0, lt=1e9)]]
-    """Median seconds per step, by arm. Other work on the machine hardly changes a median."""
+    """Seconds per step, by arm, as little disturbed by other work on the machine as possible."""
     share_to_same_loss: float | None
     """Fraction of its steps that the changed run took to reach the other run's final loss; None if it did not."""
 
@@ -99,8 +99,7 @@ class Try:
 
     def time_of(self, pair: Pair) -> float:
         """Return the time of the same tokens with the change divided by that without it, from one pair."""
-        tokens = self.recipe.tokens_per_step / self.changed.tokens_per_step
-        return tokens * pair.step_seconds["after"] / pair.step_seconds["before"]
+        return pair.step_seconds["after"] * self.steps_after / (pair.step_seconds["before"] * self.design.steps)
 
     @cached_property
     def steps_in_time(self) -> int | None:

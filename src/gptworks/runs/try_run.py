@@ -54,7 +54,12 @@ MEASUREMENTS = 2
 LEAST_TURNS, MOST_TURNS, TURN_SECONDS = 5, 100, 4.0
 """Bounds on the turns of steps after a pair of runs: in number, and in seconds of all steps."""
 
+MOST_TOKENS_APART = 0.02
+"""The runs with a change may read at most this fraction more or fewer tokens than those without."""
+
 _SEED_STRIDE = 10_007
+_BEFORE_THE_FIRST_STATE = {".lock", "before.yaml", "after.yaml"}
+"""Files of a try that was killed before it wrote `try.json`."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ def plan_try(
         raise UserError(f"{' '.join(changes)}: the recipe says that already. Give a value that differs.")
     if (folder / TRY_FILE).exists():
         return _found(folder, recipe, changed, tuple(changes), resume)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or {file.name for file in folder.iterdir()} - _BEFORE_THE_FIRST_STATE):
         raise UserError(f"{folder} exists and holds no try: give another --folder.")
     wanted = steps or recipe.train.max_steps
     if wanted is None:
@@ -124,15 +129,40 @@ def plan_try(
             f"{minutes:.3g} minutes are too short: {FEWEST_PAIRS} pairs of runs of {wanted} steps take "
             f"about {least:.1f} minutes here. Give more minutes{', or fewer --steps' if steps else ''}."
         )
-    before, after = (load_recipe(path, [*given, f"train.max_steps={wanted}"]) for given in ((), changes))
-    tokens = before.train.samples_before(wanted) * before.row_length
-    steps_after = max(1, after.train.steps_with(round(tokens / after.row_length)))
+    steps_after = _steps_after(path, changes, wanted)
     threads = _threads(recipe, device, cores)
     design = Design(tuple(changes), minutes, worth, pairs, wanted, ratio, steps_after, threads)
     for arm, length in {"before": wanted, "after": steps_after, "in-time": max(1, round(steps_after / ratio))}.items():
         if arm != "in-time" or third:  # fail here, not later, if a recipe is invalid
             _arm_recipe(path, design, folder, 0, arm, length, None)
     return Try(folder, recipe, changed, design, ())
+
+
+def _steps_after(path: str | Path, changes: Sequence[str], steps: int) -> int:
+    """Return the number of steps in which a run with the change reads as many tokens as `steps` steps without it.
+
+    Raises:
+        UserError: they read another number of tokens, or are too few.
+    """
+
+    def loaded(changes: Sequence[str], steps: int) -> Recipe:
+        return load_recipe(path, [*changes, f"train.max_steps={steps}"])
+
+    before = loaded((), steps)
+    tokens, found = before.train.samples_before(steps) * before.row_length, steps
+    for _ in range(20):  # batches that grow by shares of the run depend on its number of steps
+        after = loaded(changes, found)
+        missing = tokens - after.train.samples_before(found) * after.row_length
+        found = max(1, found + round(missing / after.tokens_per_step))
+    after = loaded(changes, found)
+    read = after.train.samples_before(found) * after.row_length
+    if found < min(steps, LEAST_STEPS) or abs(read / tokens - 1) > MOST_TOKENS_APART:
+        raise UserError(
+            f"{' '.join(changes)}: {steps:,} steps without the change read {tokens:,} tokens, and {found:,} with it "
+            f"{read:,}. Runs of fewer than {LEAST_STEPS} steps, or of other numbers of tokens, do not compare: give "
+            f"more --steps, or a batch that divides their tokens."
+        )
+    return found
 
 
 def _threads(recipe: Recipe, device: torch.device, cores: BusyCores) -> int | None:
@@ -189,21 +219,36 @@ def steps_in_turns(
 
 
 def measured_in_turns(recipes: Sequence[Recipe]) -> list[float]:
-    """Return the median seconds of a training step of each recipe, from steps that take turns.
+    """Return the median seconds of a training step of each recipe, from steps that take turns. With one thread, only
+    the seconds in which it has a core count.
 
     Raises:
         RunError: a step failed.
     """
-    turns = list[tuple[float, ...]]()
+    turns, threads = list[tuple[float, ...]](), recipes[0].train.threads
     try:
-        with cpu_threads(recipes[0].train.threads):
-            for turn in steps_in_turns(recipes):
+        with cpu_threads(threads):
+            for turn in steps_in_turns(recipes, time.process_time if threads == 1 else time.perf_counter):
                 turns.append(turn)
                 if len(turns) == MOST_TURNS or (len(turns) >= LEAST_TURNS and sum(map(sum, turns)) > TURN_SECONDS):
                     break
     except RuntimeError as error:
         raise RunError(f"the measured step failed: {error}. Perhaps memory did not suffice.") from error
     return [median(taken) for taken in zip(*turns, strict=True)]
+
+
+def _step_times(recipes: dict[str, Recipe], runs: dict[str, History]) -> dict[str, float]:
+    """Return the seconds of a step of each run: measured in turns if steps alike are all that the runs consist of; else
+    the mean over the run if its steps differ by design, or the median over its parts."""
+    trains = [recipes[arm].train for arm in ("before", "after")]
+    stages = [(one.smaller_batches, one.shorter_contexts) for one in trains]
+    if stages[0] != stages[1] or any(one.optimizer == "soap" or one.average_last for one in trains):
+        return {arm: run.seconds / run.step for arm, run in runs.items()}
+    times = {arm: step_seconds(run) for arm, run in runs.items()}
+    on_cpu = choose_device(trains[0].device).type == "cpu" and trains[0].threads == trains[1].threads
+    if on_cpu and not recipes["before"].objective.rollouts and trains[0].compile == trains[1].compile:
+        times["before"], times["after"] = measured_in_turns([recipes["before"], recipes["after"]])
+    return times
 
 
 def _rehearsal(recipe: Recipe) -> Rehearsal:
@@ -293,20 +338,15 @@ def _train(
             return None
         recipes[arm], runs[arm] = recipe, read_history(recipe.run_dir)
     runs = {arm: runs[arm] for arm in found.arms if arm in runs}
-    times = {arm: step_seconds(run) for arm, run in runs.items()}
-    if had:
-        times |= found.pairs[number].step_seconds
-    elif choose_device(found.recipe.train.device).type == "cpu":
-        times["before"], times["after"] = measured_in_turns([recipes["before"], recipes["after"]])
     ends = {arm: float(run.validation[-1]["loss"]) for arm, run in runs.items()}
-    return Pair(
-        number,
-        runs["before"].recipe.seed,
-        ends,
-        {arm: run.seconds for arm, run in runs.items()},
-        times,
-        _share_to_reach(runs["after"], ends["before"]),
-    )
+    seconds = {arm: run.seconds for arm, run in runs.items()}
+    if had:  # what a pair has does not change
+        pair, new = found.pairs[number], {arm: step_seconds(runs[arm]) for arm in arms}
+        times, ends, seconds = new | pair.step_seconds, ends | pair.loss, seconds | pair.seconds
+    else:
+        times = _step_times(recipes, runs)
+    share = _share_to_reach(runs["after"], ends["before"])
+    return Pair(number, runs["before"].recipe.seed, ends, seconds, times, share)
 
 
 def _share_to_reach(run: History, loss: float) -> float | None:
