@@ -95,7 +95,7 @@ def test_runs_go_seed_by_seed_and_a_later_session_adds_what_is_missing(session: 
     assert lines[: len(first)] == first
     tuned = [("baseline", 1.0), ("baseline", 0.5), ("baseline", 0.25), ("baseline", 0.125)]
     tuned += [("rate-2", factor) for factor in (1.0, 0.5, 0.25, 0.125)]
-    tuned += [("rate-10", factor) for factor in (1.0, 0.5, 2.0)]
+    tuned += [("rate-10", factor) for factor in (1.0, 0.5, 0.25, 0.125)]  # each fails
     assert [(line["change"], line["rates"], line["seed"]) for line in lines] == [
         *((*each, 1) for each in tuned),
         *((change, rates, seed) for seed in (2, 3) for change, rates in (
@@ -113,9 +113,9 @@ def test_runs_go_seed_by_seed_and_a_later_session_adds_what_is_missing(session: 
     session.train(lambda: None, math.inf)
     assert experiments.read_results(session.results) == lines
     page = importlib.import_module("experiments_page").page(lines)
-    mean = statistics.fmean(lines[i + 1]["loss"] - lines[i]["loss"] for i in (11, 14))
+    mean = statistics.fmean(lines[i + 1]["loss"] - lines[i]["loss"] for i in (12, 15))
     assert f"| rate-2 | open: too few seeds | {mean:+.4f} |  | 2 | 0.125 × | {lines[0]['parameters']:,} |  |" in page
-    assert page.count("no space left on device") == 5  # 3 in the search for rates
+    assert page.count("no space left on device") == 6  # 4 in the search for rates
 
 
 def test_a_source_that_computes_otherwise_has_pairs_of_its_own(

@@ -106,7 +106,7 @@ def starts(sweep: Sweep) -> list[int]:
         ("tokenizer.vocab_size", {"low": 300, "high": 900}, "`tokenizer.vocab_size` is the same in all trials"),
         ("data.sources.0.path", {"choices": ["a", "b"]}, "the same in all trials"),
         ("train.evaluate_sequences", {"choices": [8, 16]}, "decides what the validation loss measures"),
-        ("model.context_length", {"choices": [16, 32]}, "each length is evaluated on other text"),
+        ("model.context_length", {"choices": [16, 32]}, "each length may be evaluated on other text"),
         ("sweep.n_trials", {"low": 1, "high": 9}, "the same in all trials"),
     ],
 )  # fmt: skip

@@ -67,6 +67,8 @@ class Optimizer:
     """How ranks divide the updates of whole matrices; None: each rank updates the parts that it holds."""
     orthogonalizes: bool = False
     """Whether updates are orthogonal matrices times `muon_learning_rate`."""
+    steps_differ: bool = False
+    """Whether some steps take longer by design."""
 
 
 def _adamw(shape: Shape) -> dict[str, StateTensor]:
@@ -141,7 +143,7 @@ OPTIMIZERS = {
     "adamw_int8": Optimizer("AdamW", _adamw_int8),
     "muon": Optimizer("Muon and AdamW", _muon, _muon_scratch, BY_MUON, orthogonalizes=True),
     "normuon": Optimizer("NorMuon and AdamW", _normuon, _muon_scratch, BY_MUON, orthogonalizes=True),
-    "soap": Optimizer("SOAP and AdamW", _soap, _soap_scratch, BY_SOAP),
+    "soap": Optimizer("SOAP and AdamW", _soap, _soap_scratch, BY_SOAP, steps_differ=True),
 }
 """Optimizers by `train.optimizer`; adamw_int8: `train.optimizer=adamw` with `train.optimizer_state=int8`."""
 

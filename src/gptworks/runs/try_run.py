@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from gptworks.config import Recipe
+from gptworks.config.optimizers import OPTIMIZERS
 from gptworks.data.prepare import prepare
 from gptworks.device import (
     BusyCores,
@@ -242,7 +243,7 @@ def _step_times(recipes: dict[str, Recipe], runs: dict[str, History]) -> dict[st
     the mean over the run if its steps differ by design, or the median over its parts."""
     trains = [recipes[arm].train for arm in ("before", "after")]
     stages = [(one.smaller_batches, one.shorter_contexts) for one in trains]
-    if stages[0] != stages[1] or any(one.optimizer == "soap" or one.average_last for one in trains):
+    if stages[0] != stages[1] or any(OPTIMIZERS[one.optimizer].steps_differ or one.average_last for one in trains):
         return {arm: run.seconds / run.step for arm, run in runs.items()}
     times = {arm: step_seconds(run) for arm, run in runs.items()}
     on_cpu = choose_device(trains[0].device).type == "cpu" and trains[0].threads == trains[1].threads
