@@ -53,7 +53,8 @@ MEASUREMENTS = 2
 """Number of times that the step of each model is measured, in alternation. The shortest time counts."""
 
 LEAST_TURNS, MOST_TURNS, TURN_SECONDS = 5, 100, 4.0
-"""Bounds on the turns of steps after a pair of runs: in number, and in seconds of all steps."""
+"""Bounds on the turns of steps after a pair of runs: in number, and in seconds of all steps. Of turns beyond the least,
+there are at most a tenth as many as steps in a run."""
 
 MOST_TOKENS_APART = 0.02
 """The runs with a change may read at most this fraction more or fewer tokens than those without."""
@@ -227,11 +228,12 @@ def measured_in_turns(recipes: Sequence[Recipe]) -> list[float]:
         RunError: a step failed.
     """
     turns, threads = list[tuple[float, ...]](), recipes[0].train.threads
+    most = min(MOST_TURNS, max(LEAST_TURNS, (recipes[0].train.max_steps or 0) // 10))
     try:
         with cpu_threads(threads):
             for turn in steps_in_turns(recipes, time.process_time if threads == 1 else time.perf_counter):
                 turns.append(turn)
-                if len(turns) == MOST_TURNS or (len(turns) >= LEAST_TURNS and sum(map(sum, turns)) > TURN_SECONDS):
+                if len(turns) == most or (len(turns) >= LEAST_TURNS and sum(map(sum, turns)) > TURN_SECONDS):
                     break
     except RuntimeError as error:
         raise RunError(f"the measured step failed: {error}. Perhaps memory did not suffice.") from error
