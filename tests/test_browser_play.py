@@ -366,7 +366,7 @@ def test_settings_that_were_not_changed_become_those_that_the_chosen_model_state
     choose(page, "group/tuned")
     assert shown() == ["0.5", "20", "0.7"]
     page.reload()
-    page.wait_for_selector("#setting-top_k")
+    page.wait_for_function("() => document.getElementById('setting-top_k')?.value === '20'")
     assert shown() == ["0.5", "20", "0.7"]
     page.get_by_role("button", name="Default", exact=True).click()
     assert shown() == ["0.5", "20", "0.9"]
