@@ -5,6 +5,7 @@ complete value, and so a merge key counts as all the keys that it adds.
 """
 
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,17 @@ class Origin(str):
         origin.text = text
         return origin
 
+    @cached_property
+    def _root(self) -> yaml.Node | None:
+        try:
+            return compose_yaml(self.text, self)
+        except UserError:
+            return None
+
     def at(self, key: str) -> str:
         """Return the name with the line of the value at a path such as `data.sources.0.path`, or at the longest part of
         the path that exists."""
-        try:
-            node: Any = compose_yaml(self.text, self)
-        except UserError:
-            return self
+        node: Any = self._root
         line = None
         for name in key.split(".") if key else ():
             if isinstance(node, yaml.MappingNode):
