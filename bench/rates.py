@@ -26,7 +26,7 @@ def next_factor(losses: Mapping[float, float]) -> float | None:
     step = 0.5 if losses[1.0] == inf or losses[0.5] < losses[1.0] else 2.0
     factor = 1.0
     while factor * step in losses:
-        if losses[factor * step] >= losses[factor] < inf:
+        if losses[factor] < inf and losses[factor * step] >= losses[factor]:
             return None
         factor *= step
     return factor * step if len(losses) < MOST_FACTORS else None

@@ -199,25 +199,25 @@ def test_the_column_of_a_table_that_is_surely_text_is_taken_and_all_else_is_list
     assert found.n_bytes == pytest.approx(sum(map(len, texts)), rel=0.05), "of large files an estimate"
 
 
-def test_like_takes_a_recipe_that_says_nothing_of_its_training(texts: Texts, tmp_path: Path) -> None:
-    other = tmp_path / "other.yaml"
-    other.write_text(
+def another_recipe(folder: Path, training: str = "") -> Path:
+    path = folder / "other.yaml"
+    path.write_text(
         "model: {context_length: 64, n_layers: 2, d_model: 64, n_heads: 2}\ntokenizer: {type: bpe, vocab_size: 512}\n"
-        "data: {sources: [{type: python-stdlib}]}\n",
+        f"data: {{sources: [{{type: python-stdlib}}]}}\n{training}",
         encoding="utf-8",
     )
+    return path
+
+
+def test_like_takes_a_recipe_that_says_nothing_of_its_training(texts: Texts, tmp_path: Path) -> None:
+    other = another_recipe(tmp_path)
     draft = like.Like(other, texts, 1, tmp_path / "like.yaml", measure=machine(1e11)).run()
     assert draft.plan.recipe.train.max_steps
     assert draft.plan.recipe.model.d_model == 64
 
 
 def test_like_replaces_a_micro_batch_that_does_not_fit(texts: Texts, tmp_path: Path) -> None:
-    other = tmp_path / "other.yaml"
-    other.write_text(
-        "model: {context_length: 64, n_layers: 2, d_model: 64, n_heads: 2}\ntokenizer: {type: bpe, vocab_size: 512}\n"
-        "data: {sources: [{type: python-stdlib}]}\ntrain: {batch_size: 64, micro_batch_size: 32, max_steps: 9}\n",
-        encoding="utf-8",
-    )
+    other = another_recipe(tmp_path, "train: {batch_size: 64, micro_batch_size: 32, max_steps: 9}\n")
     search = like.Like(other, texts, 1, tmp_path / "like.yaml", measure=machine(1e11))
     peak_bytes = search.run().plan.peak.total_bytes
     search.place, search.measured = replace(search.place, memory_bytes=peak_bytes - 1), {}

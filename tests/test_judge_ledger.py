@@ -69,6 +69,12 @@ def test_an_old_copy_is_refused_and_a_crash_before_the_count_is_not(path: Path) 
     path.write_text(new)
     count.write_text("4")
     assert len(opened(path).entries) == 5
+    count.write_text("many")
+    with pytest.raises(UserError, match="entries, the number of entries, is missing or damaged"):
+        opened(path)
+    count.unlink()
+    with pytest.raises(UserError, match="entries, the number of entries, is missing or damaged"):
+        opened(path)
 
 
 def test_another_key_does_not_fit_and_lines_are_plain_json(path: Path) -> None:

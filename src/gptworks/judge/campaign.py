@@ -23,7 +23,7 @@ from gptworks.data.prepare import prepare
 from gptworks.errors import RunError, UserError
 from gptworks.files import check_links, file_lock, read_regular, sha256_file, write_whole
 from gptworks.judge.begin import BASE, COUNT, FINAL_PAIRS, KEY, LEDGER, SECRET, TRIES, begin
-from gptworks.judge.changes import changed_recipe, check_work, key_of, overrides_from, together, work_of_token
+from gptworks.judge.changes import changed_recipe, check_work, overrides_from, together, work_of_token
 from gptworks.judge.evidence import Control, level, spread_floor
 from gptworks.judge.final import FINAL, final_facts, final_gains
 from gptworks.judge.ledger import Ledger
@@ -34,7 +34,7 @@ from gptworks.overrides import apply_overrides
 from gptworks.planning.params import count_parameters
 from gptworks.recipe import load_recipe, read_recipe, with_vocab_size
 from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
-from gptworks.runs.trials import Report, check_comparable
+from gptworks.runs.trials import Report
 from gptworks.runs.try_page import write_try_page
 from gptworks.runs.try_results import TRY_FILE, Try, read_try
 from gptworks.runs.try_run import RUN_SECONDS, Rules, plan_try, run_try
@@ -143,8 +143,7 @@ class Campaign:
         """Enter that the newest entry's pair is lost, if `try.json` could not be written after it."""
         for newest in self._ledger.entries[-1:]:
             if newest["kind"] == "pair" and is_lost(self._folder(newest["tried"]), newest["signature"], self._key):
-                facts = {name: newest[name] for name in ("tried", "pair", "signature")}
-                self._ledger.append("lost", **facts)
+                self._ledger.append("lost", **{name: newest[name] for name in ("tried", "pair", "signature")})
 
     def _folder(self, number: int) -> Path:
         """Return the folder of a try; of the final comparison for 0."""
@@ -154,9 +153,9 @@ class Campaign:
         """Enter a try's new pairs into the ledger, each with the time since the last entry; with that of its runs if it
         is longer and did not count when the try was stopped, because a killed judge left them running."""
         counted = 0.0
-        for entry in self._ledger.entries:
-            is_end = entry["kind"] in ("ended", "stopped") and entry.get("tried", 0) == number
-            counted = counted + entry["seconds"] if is_end else 0.0 if entry["kind"] == "pair" else counted
+        for entry in self._ledger.of_kind("pair", "ended", "stopped"):
+            if entry.get("tried", 0) == number:
+                counted = 0.0 if entry["kind"] == "pair" else counted + entry["seconds"]
         for pair, trained in new_pairs(so_far, entered_pairs(self._ledger).get(number, {}), self._key):
             self._ledger.append(
                 "pair", tried=number, pair=pair.number, signature=signature(pair, self._key),
@@ -180,8 +179,8 @@ class Campaign:
                 continue
             if one.state == "running" and (self._now is None or self._now[0] != one.number):
                 one.state = "abandoned"
-            if (self._folder(one.number) / TRY_FILE).is_file():
-                one.take(facts_of(read_try(self._folder(one.number))))
+            if ((folder := self._folder(one.number)) / TRY_FILE).is_file():
+                one.take(facts_of(read_try(folder)))
         return found
 
     @property
@@ -242,8 +241,6 @@ class Campaign:
     def _planned(self, overrides: list[str]) -> tuple[Recipe, Recipe, float]:
         recipe = self.champion()
         changed = changed_recipe(self.champion_path, recipe, overrides)
-        for override in overrides:
-            check_comparable(recipe, key_of(override), f"change {override}")
         changed = with_vocab_size(changed, recipe.model.vocab_size)
         if changed == recipe:
             raise UserError(f"{' '.join(overrides)}: the champion says that already. Give a value that differs.")

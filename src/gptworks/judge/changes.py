@@ -11,6 +11,7 @@ from gptworks.errors import UserError, did_you_mean, shortened
 from gptworks.overrides import as_typed, overrides_of
 from gptworks.planning.flops import forward_flops
 from gptworks.recipe import load_recipe
+from gptworks.runs.trials import check_comparable
 from gptworks.training.setup import check_memory
 from gptworks.yaml_files import parse_yaml
 
@@ -93,7 +94,7 @@ def check_allowed(recipe: Recipe, overrides: list[str]) -> None:
     allowed = allowed_settings(recipe)
     paths = {one.path for one in settings(recipe)}
     for override in overrides:
-        key = override.partition("=")[0]
+        key = key_of(override)
         inside = {path for path in paths if path.startswith(f"{key}.")}
         if key in allowed or any(key.startswith(f"{path}.") for path in allowed) or (inside and inside <= set(allowed)):
             continue
@@ -147,6 +148,8 @@ def changed_recipe(path: Any, recipe: Recipe, overrides: list[str]) -> Recipe:
     """
     check_allowed(recipe, overrides)
     changed = load_recipe(path, overrides)
+    for override in overrides:
+        check_comparable(recipe, key_of(override), f"change {override}")
     measured = [
         {one.path: one.value for one in settings(each) if one.role.decides_measure} for each in (recipe, changed)
     ]

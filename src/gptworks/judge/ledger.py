@@ -40,10 +40,7 @@ class Ledger:
         self.entries: list[Entry] = []
         if path.exists():
             self._read()
-        n = int(read_regular(count, 20, inside=count.parent)) if count.exists() else 0
-        if len(self.entries) < n:
-            what = f"it has {len(self.entries):,} entries, and this judge wrote {n:,}"
-            raise self._changed(len(self.entries) + 1, what)
+            self._check_number()
 
     def append(self, kind: str, **facts: Any) -> Entry:
         """Add an entry and return it; the file is on the disk when this returns."""
@@ -88,6 +85,16 @@ class Ledger:
             self.entries.append(json.loads(line))
             previous = _sha256(line)
         raise self._changed(len(lines) + 1, "the head is missing, so entries may have been cut off")
+
+    def _check_number(self) -> None:
+        """Compare the number of entries with the one kept, which a crash may have left one behind."""
+        try:
+            wrote = int(read_regular(self._count, 20, inside=self._count.parent))
+        except (FileNotFoundError, ValueError):
+            raise UserError(f"{self._count}, the number of entries, is missing or damaged: restore it.") from None
+        if len(self.entries) < wrote:
+            what = f"it has {len(self.entries):,} entries, and this judge wrote {wrote:,}"
+            raise self._changed(len(self.entries) + 1, what)
 
     def _unsigned_head(self) -> str:
         tree = json.loads(self._head()) if self._lines else {}

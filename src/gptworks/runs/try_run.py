@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from gptworks.device import (
     free_threads,
     keep_freed_memory,
 )
-from gptworks.errors import RunError, UserError
+from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
 from gptworks.runs.history import History, read_history
 from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
@@ -36,7 +35,7 @@ from gptworks.runs.settings import differences
 from gptworks.runs.step_time import CHUNKS, StepTime, step_seconds
 from gptworks.runs.trials import Report, check_comparable, open_folder, train_to_end
 from gptworks.runs.try_results import TRY_FILE, Design, Pair, Try, read_try, write_try
-from gptworks.training.rehearsal.measure import measure_speed, step_times
+from gptworks.training.rehearsal.measure import measure_speed, median_of_turns, step_times
 from gptworks.training.rehearsal.trace import Rehearsal
 
 EVALUATIONS = 5
@@ -147,17 +146,15 @@ def _steps_after(path: str | Path, changes: Sequence[str], steps: int) -> int:
         UserError: they read another number of tokens, or are too few.
     """
 
-    def loaded(changes: Sequence[str], steps: int) -> Recipe:
-        return load_recipe(path, [*changes, f"train.max_steps={steps}"])
-
-    before = loaded((), steps)
-    tokens, found = before.train.samples_before(steps) * before.row_length, steps
+    before = load_recipe(path, [f"train.max_steps={steps}"])
+    tokens, found, missing = before.train.samples_before(steps) * before.row_length, steps, 0
     for _ in range(20):  # batches that grow by shares of the run depend on its number of steps
-        after = loaded(changes, found)
-        missing = tokens - after.train.samples_before(found) * after.row_length
-        found = max(1, found + round(missing / after.tokens_per_step))
-    after = loaded(changes, found)
-    read = after.train.samples_before(found) * after.row_length
+        found = max(1, found + missing)
+        after = load_recipe(path, [*changes, f"train.max_steps={found}"])
+        read = after.train.samples_before(found) * after.row_length
+        missing = round((tokens - read) / after.tokens_per_step)
+        if not missing:
+            break
     if found < min(steps, LEAST_STEPS) or abs(read / tokens - 1) > MOST_TOKENS_APART:
         raise UserError(
             f"{' '.join(changes)}: {steps:,} steps without the change read {tokens:,} tokens, and {found:,} with it "
@@ -201,7 +198,7 @@ def measured_step_seconds(recipe: Recipe) -> float:
         RunError: a step failed.
     """
     rate = measure_speed(_rehearsal(recipe)).tokens_per_second
-    return recipe.train.batch_size * recipe.row_length / rate
+    return recipe.tokens_per_step / rate
 
 
 def steps_in_turns(
@@ -227,29 +224,25 @@ def measured_in_turns(recipes: Sequence[Recipe]) -> list[float]:
     Raises:
         RunError: a step failed.
     """
-    turns, threads = list[tuple[float, ...]](), recipes[0].train.threads
-    most = min(MOST_TURNS, max(LEAST_TURNS, (recipes[0].train.max_steps or 0) // 10))
-    try:
-        with cpu_threads(threads):
-            for turn in steps_in_turns(recipes, time.process_time if threads == 1 else time.perf_counter):
-                turns.append(turn)
-                if len(turns) == most or (len(turns) >= LEAST_TURNS and sum(map(sum, turns)) > TURN_SECONDS):
-                    break
-    except RuntimeError as error:
-        raise RunError(f"the measured step failed: {error}. Perhaps memory did not suffice.") from error
-    return [median(taken) for taken in zip(*turns, strict=True)]
+    threads, steps = recipes[0].train.threads, recipes[0].train.max_steps or 0
+    clock = time.process_time if threads == 1 else time.perf_counter
+    most = min(MOST_TURNS, max(LEAST_TURNS, steps // 10))
+    with cpu_threads(threads):
+        return median_of_turns(steps_in_turns(recipes, clock), LEAST_TURNS, most, TURN_SECONDS)
 
 
 def _step_times(recipes: dict[str, Recipe], runs: dict[str, History]) -> dict[str, float]:
-    """Return the seconds of a step of each run: measured in turns if steps alike are all that the runs consist of; else
-    the mean over the run if its steps differ by design, or the median over its parts."""
-    trains = [recipes[arm].train for arm in ("before", "after")]
-    stages = [(one.smaller_batches, one.shorter_contexts) for one in trains]
-    if stages[0] != stages[1] or any(OPTIMIZERS[one.optimizer].steps_differ or one.average_last for one in trains):
+    """Return the seconds of a step of each run. If a run's steps differ by design, and not in both runs alike, it is
+    the mean of all its steps. Otherwise it is measured in turns, where a step alone can be, or the median over parts of
+    the run."""
+    before, after = recipes["before"].train, recipes["after"].train
+    alike = (before.smaller_batches, before.shorter_contexts) == (after.smaller_batches, after.shorter_contexts)
+    if not alike or any(OPTIMIZERS[one.optimizer].steps_differ or one.average_last for one in (before, after)):
         return {arm: run.seconds / run.step for arm, run in runs.items()}
     times = {arm: step_seconds(run) for arm, run in runs.items()}
-    on_cpu = choose_device(trains[0].device).type == "cpu" and trains[0].threads == trains[1].threads
-    if on_cpu and not recipes["before"].objective.rollouts and trains[0].compile == trains[1].compile:
+    computes_alike = (before.threads, before.compile) == (after.threads, after.compile)
+    on_cpu = choose_device(before.device).type == "cpu"
+    if on_cpu and computes_alike and not recipes["before"].objective.rollouts:
         times["before"], times["after"] = measured_in_turns([recipes["before"], recipes["after"]])
     return times
 

@@ -85,8 +85,8 @@ def _losses(loaded: LoadedRun) -> list[tuple[int, float | None, float | None]]:
 
 
 def _thinned(rows: list[Any]) -> list[Any]:
-    """Return at most `MOST_LOSSES` rows, by step: all if they fit; else the last, and every so many of those with a
-    held-out loss, which have half the room or what the others leave, and every so many of the others."""
+    """Return at most `MOST_LOSSES` rows, by step: all if they fit, else the last row and evenly spaced others. Rows
+    with a held-out loss have at least half of the room."""
     held = [row for row in rows[:-1] if row[2] is not None]
     others = [row for row in rows[:-1] if row[2] is None]
     room = MOST_LOSSES - 1

@@ -6,7 +6,7 @@ python -m gptworks.training.rehearsal.measure keep|return < rehearsal.json
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from statistics import median
 
@@ -47,15 +47,26 @@ def measure_speed(rehearsal: Rehearsal) -> Measured:
         RunError: a step failed.
     """
     keep_freed_memory()
-    seconds: list[float] = []
+    [seconds] = median_of_turns(zip(step_times(rehearsal), strict=True), 1, SPEED_STEPS, SPEED_SECONDS)
+    return Measured(None, None, rehearsal.tokens_per_step / seconds)
+
+
+def median_of_turns(turns: Iterable[tuple[float, ...]], least: int, most: int, seconds: float) -> list[float]:
+    """Return the median of each column of numbers of seconds, from at least `least` rows, and at most as many as `most`
+    or as sum to `seconds`.
+
+    Raises:
+        RunError: a step failed.
+    """
+    taken = list[tuple[float, ...]]()
     try:
-        for taken in step_times(rehearsal):
-            seconds.append(taken)
-            if sum(seconds) + taken > SPEED_SECONDS or len(seconds) == SPEED_STEPS:
+        for turn in turns:
+            taken.append(turn)
+            if len(taken) == most or (len(taken) >= least and sum(map(sum, taken)) + sum(turn) > seconds):
                 break
     except RuntimeError as error:
         raise RunError(f"the measured step failed: {error}. Perhaps memory did not suffice.") from error
-    return Measured(None, None, rehearsal.tokens_per_step / median(seconds))
+    return [median(column) for column in zip(*taken, strict=True)]
 
 
 _JSON = TypeAdapter(Rehearsal)
