@@ -104,12 +104,17 @@ class Forked:
         """Write `input` to stdin, and read stdout and stderr to their ends. Kills a process that takes longer than the
         timeout."""
         read: dict[str, str] = {}
+        undecoded: list[UnicodeDecodeError] = []
         streams = {name: stream for name in ("stdout", "stderr") if (stream := getattr(self, name))}
         deadline = None if timeout is None else time.monotonic() + timeout
 
         def take(name: str) -> None:
-            with contextlib.suppress(ValueError):  # closed below, too late
+            try:
                 read[name] = streams[name].read()
+            except UnicodeDecodeError as error:
+                undecoded.append(error)
+            except ValueError:  # closed below, too late
+                pass
 
         readers = [threading.Thread(target=take, args=(name,), daemon=True) for name in streams]
         for reader in readers:
@@ -126,6 +131,8 @@ class Forked:
         self.wait(None if deadline is None else max(deadline - time.monotonic(), 1))
         for stream in streams.values():
             stream.close()
+        if undecoded:
+            raise undecoded[0]
         return read.get("stdout"), read.get("stderr")
 
     def __enter__(self) -> "Forked":

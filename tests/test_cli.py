@@ -205,13 +205,17 @@ def test_a_prompt_from_standard_input_is_continued_without_torchs_compiler(folde
 def test_a_terminal_that_lacks_characters_shows_them_as_question_marks(folder: Path, encoding: str, shown: str) -> None:
     """gpt-2#52, aider#1408: UnicodeEncodeError in the middle of a text, on Windows and where the locale is C."""
 
-    def generate(prompt: str, *more: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    def generate(
+        prompt: str, *more: str, run: Path = folder / "run", **options: Any
+    ) -> "subprocess.CompletedProcess[str]":
         environment = {"PYTHONIOENCODING": encoding}
         options = {"encoding": encoding, "env": environment} | options
-        return tiny.gptworks("generate", folder / "run", prompt, "--max-tokens", "2", *more, **options)
+        return tiny.gptworks("generate", run, prompt, "--max-tokens", "2", *more, **options)
 
     printed = generate("l\xefne 東")
     assert printed.returncode == 0 and printed.stdout.startswith(shown), printed.stderr
+    named = generate("l\xefne 東", run=folder / "l\xefne 東").stderr
+    assert f"{shown}: no such run folder" in named
     if encoding == "cp1252":
         as_json = generate("l\xefne 東", "--json")
         assert json.loads(as_json.stdout)["prompt"] == "l\xefne 東", as_json.stderr

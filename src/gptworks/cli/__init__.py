@@ -14,7 +14,7 @@ from typer import Option
 from gptworks import __version__
 from gptworks.cli import compare, convert, data, design, draft, evaluate, generate, inspect, judge, serve, studio, train
 from gptworks.cli.help import Command, Group
-from gptworks.cli.printing import notice
+from gptworks.cli.printing import notice, say
 from gptworks.cli.rehearse import rehearse
 from gptworks.errors import RunError, UserError
 from gptworks.terminal import guard
@@ -105,12 +105,12 @@ def _print_any_text() -> None:
 
 def _fail(message: str, code: int) -> None:
     for line in message.splitlines():
-        typer.echo(f"error: {line}", err=True)
+        notice(f"error: {line}")
     sys.exit(code)
 
 
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, Option("--version", help="Print the version.")] = False) -> None:
     if version:
-        typer.echo(__version__)
+        say(__version__)
         raise typer.Exit

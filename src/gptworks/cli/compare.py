@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from typer import Argument, Option
 
 from gptworks.cli import options
 from gptworks.cli.prepare import prepare_with_progress
-from gptworks.cli.printing import console_of, notice, print_json, show, show_lines, working
+from gptworks.cli.printing import console_of, notice, print_json, say, show, show_lines, working
 from gptworks.errors import refuse_unused
 from gptworks.files import send, shown, url_of
 
@@ -36,7 +35,7 @@ def report(
         with working(f"reading {run}"):
             write_report(read_history(run), path)
     send([path])
-    typer.echo(f"wrote {shown(path)}")
+    say(f"wrote {shown(path)}")
 
 
 def compare(
@@ -71,7 +70,7 @@ def compare(
     if make_band is not None:
         band = bands.make_band(histories)
         bands.write_band(band, make_band)
-        typer.echo(f"wrote {make_band}: {len(band.points)} evaluations of {band.name}, {len(band.seeds)} seeds")
+        say(f"wrote {make_band}: {len(band.points)} evaluations of {band.name}, {len(band.seeds)} seeds")
         return
     given = None if against is None else bands.read_band(against)
     with working(f"comparing {len(runs)} runs"):

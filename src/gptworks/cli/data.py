@@ -9,7 +9,7 @@ from typer import Argument, Option
 
 from gptworks.cli import options
 from gptworks.cli.help import Command, Group
-from gptworks.cli.printing import console_of, notice, print_json, show_lines, working
+from gptworks.cli.printing import console_of, notice, print_json, say, show_lines, working
 from gptworks.errors import UserError, refuse_unused
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def build(
         return
     for split, files in prepared.manifest.splits.items():
         per_token = f", {files.text_bytes / files.tokens:.2f} bytes a token" if files.tokens else ""
-        typer.echo(f"{split:<10} {files.tokens:>13,} tokens  {files.documents:>9,} documents{per_token}")
+        say(f"{split:<10} {files.tokens:>13,} tokens  {files.documents:>9,} documents{per_token}")
 
 
 def _part_of(text: str) -> tuple[int, int]:
@@ -74,9 +74,9 @@ def mix(
     if as_json:
         print_json({"folder": str(out), "mixture": members})
         return
-    typer.echo("tokenizer: {type: dataset}\ndata:\n  mixture:")
+    say("tokenizer: {type: dataset}\ndata:\n  mixture:")
     for member in members:
-        typer.echo(f"    - {{name: {member['name']}, weight: {member['weight']:g}, dataset: {json.dumps(str(out))}}}")
+        say(f"    - {{name: {member['name']}, weight: {member['weight']:g}, dataset: {json.dumps(str(out))}}}")
 
 
 Data = Annotated[
@@ -158,7 +158,7 @@ def search(
     for hit in found.hits:
         console.print(quoted(hit), soft_wrap=True)
     if found.n > len(found.hits) > 0:
-        typer.echo(f"and {found.n - len(found.hits):,} more: --most N shows N of them")
+        say(f"and {found.n - len(found.hits):,} more: --most N shows N of them")
 
 
 @app.command(cls=Command)
@@ -217,7 +217,7 @@ def show(
         console.print(bordered(text["tokens"], console.color_system is not None), soft_wrap=True)
         console.print()
     if tree.get("skipped"):
-        typer.echo("This step was skipped: its gradients were not applied.")
+        say("This step was skipped: its gradients were not applied.")
 
 
 def _title(tree: dict[str, Any], row: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ import typer
 from typer import Option
 
 from gptworks.cli import options
-from gptworks.cli.printing import console_of, notice, print_json, show, show_lines, working
+from gptworks.cli.printing import console_of, notice, print_json, say, show, show_lines, working
 from gptworks.errors import UserError, refuse_unused
 
 
@@ -125,7 +125,7 @@ def describe(
     if as_json:
         print_json(sheet.to_json())
     elif markdown:
-        typer.echo(sheet.to_markdown())
+        say(sheet.to_markdown())
     elif html is None:
         console_of().print(sheet)
 

@@ -6,11 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typer import Argument, Option
 
 from gptworks.cli import options
-from gptworks.cli.printing import notice, print_json, working
+from gptworks.cli.printing import notice, print_json, say, working
 from gptworks.errors import UserError, refuse_unused
 
 Out = Annotated[Path, Option("-o", "--out", metavar="FILE", help="The recipe to write.")]
@@ -67,8 +66,8 @@ def init(
         print_json({"recipe": str(out), "files": [asdict(item) for item in found.items], **figures})
         return
     for line in (*found.lines(), "", *drafted.lines()):
-        typer.echo(line)
-    typer.echo(f"next        gptworks train {shlex.quote(str(out))}")
+        say(line)
+    say(f"next        gptworks train {shlex.quote(str(out))}")
 
 
 def _look(path: Path | None, as_json: bool) -> None:
@@ -83,9 +82,9 @@ def _look(path: Path | None, as_json: bool) -> None:
         print_json({"files": [asdict(item) for item in found.items], "passages": [asdict(one) for one in passages]})
         return
     for line in found.lines():
-        typer.echo(line)
+        say(line)
     for passage in passages:
-        typer.echo(f"\n--- {passage.file}\n{passage.text}")
+        say(f"\n--- {passage.file}\n{passage.text}")
 
 
 def tune(
@@ -115,7 +114,7 @@ def tune(
         print_json(figures | {"plan": plan_json(drafted.plan)})
         return
     for line in (*drafted.data_lines, *drafted.lines()):
-        typer.echo(line)
+        say(line)
     for finding in drafted.findings:
-        typer.echo(f"stops training: {finding.name}: {finding.text}")
-    typer.echo(f"next        gptworks {'inspect' if drafted.findings else 'train'} {out}")
+        say(f"stops training: {finding.name}: {finding.text}")
+    say(f"next        gptworks {'inspect' if drafted.findings else 'train'} {out}")

@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typer import Option
 
 from gptworks.choices import PrecisionName
 from gptworks.cli import options
 from gptworks.cli.prepare import prepare_with_progress
-from gptworks.cli.printing import console_of, notice, print_json, working
+from gptworks.cli.printing import console_of, notice, print_json, say, working
 
 
 def evaluate(
@@ -69,7 +68,7 @@ def evaluate(
     if found.table is not None:
         console_of().print(found.table.rich())
     for line in found.lines:
-        typer.echo(line)
+        say(line)
     for note in found.notes:
         notice(note)
     if found.evaluations and not no_save:

@@ -3,12 +3,11 @@
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from typer import Option
 
 from gptworks.cli import options
 from gptworks.cli.prepare import prepare_with_progress
-from gptworks.cli.printing import console_of, print_json, working
+from gptworks.cli.printing import console_of, print_json, say, working
 from gptworks.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,9 +59,9 @@ def inspect(
         print_json({**figures, **share, "findings": findings, "examples": shown})
         return
     for line in inspection.lines():
-        typer.echo(line)
+        say(line)
     for finding in inspection.findings:
-        typer.echo(f"{'allowed' if finding.name in allowed else 'stops training'}: {finding.name}: {finding.text}")
+        say(f"{'allowed' if finding.name in allowed else 'stops training'}: {finding.name}: {finding.text}")
     _show(shown)
 
 

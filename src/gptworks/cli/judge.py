@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from typer import Argument, Option
 
 from gptworks.cli import options
-from gptworks.cli.printing import notice
+from gptworks.cli.printing import notice, say
 from gptworks.errors import UserError, not_installed
 
 _UNITS = {"": 1.0, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -66,9 +66,9 @@ def judge(
     try:
         found = campaign.records
         if finish:
-            print(campaign.finish()["line"])
+            say(campaign.finish()["line"])
         else:
-            print(f"nothing was changed: entries {campaign.verify()}, tries {len(found.tries)}")
+            say(f"nothing was changed: entries {campaign.verify()}, tries {len(found.tries)}")
     finally:
         campaign.close()
 

@@ -8,15 +8,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
 
+def say(text: str, end: str = "\n") -> None:
+    """Print text on stdout in its own encoding; where that is ASCII, click would print UTF-8."""
+    print(text, end=end, flush=True)
+
+
 def notice(text: str) -> None:
-    typer.echo(text, err=True)
+    """Print text on stderr, as `say` does."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:
@@ -25,7 +29,7 @@ def print_json(value: Any) -> None:
 
     tree = to_jsonable_python(value, by_alias=False, fallback=str)
     writes_all = codecs.lookup(sys.stdout.encoding or "utf-8").name.startswith("utf")
-    typer.echo(json.dumps(tree, indent=2, ensure_ascii=not writes_all))
+    say(json.dumps(tree, indent=2, ensure_ascii=not writes_all))
 
 
 def show(value: Any, as_json: bool) -> None:
@@ -38,7 +42,7 @@ def show_lines(tree: Any, as_json: bool, *lines: str) -> None:
     if as_json:
         print_json(tree)
     else:
-        typer.echo("\n".join(lines))
+        say("\n".join(lines))
 
 
 def console_of(stderr: bool = False) -> "Console":

@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from gptworks.cli import options
 from gptworks.cli.prepare import prepare_with_progress
-from gptworks.cli.printing import notice, working
+from gptworks.cli.printing import notice, say, working
 from gptworks.errors import refuse_unused
 
 Target = Literal["local", "slurm", "skypilot", "kubeflow"]
@@ -62,7 +62,7 @@ def fork(
         from gptworks.training.fork import origin_of
 
         history = read_history(fork_run(*origin_of(run), folder, overrides or []))
-    typer.echo("\n".join([f"{folder}:", *(f"  {line}" for line in history.lines())]))
+    say("\n".join([f"{folder}:", *(f"  {line}" for line in history.lines())]))
     more = " --change train.max_steps=MORE" * (load_recipe(folder).train.max_steps == history.origins[0].step)
     notice(f"Next: gptworks train {shlex.quote(str(folder))} --resume{more}")
 
@@ -170,11 +170,11 @@ def launch(
             sys.exit(run_local(job, str(loaded.run_dir), host, port, resume))
         return
     if dry_run:
-        typer.echo(TARGETS[on].job_file(job), nl=False)
+        say(TARGETS[on].job_file(job), end="")
         return
     path = write_job(on, job, file)
     answer = submit(on, path)
-    typer.echo(answer if answer is not None else str(path))
+    say(answer if answer is not None else str(path))
     if answer is None:
         words = [*TARGETS[on].SUBMIT, str(path)]
         notice(f"{words[0]} is not installed here. Submit the job with: {shlex.join(words)}")
