@@ -61,7 +61,7 @@ class Processes:
 
     def check_room(self) -> None:
         """Raise a UserError if `most` runs that were started here are training."""
-        running = [one.name for one in self.started.values() if one.is_running]
+        running = [one.name for one in list(self.started.values()) if one.is_running]
         if len(running) >= self.most:
             raise UserError(
                 f"{', '.join(running)} still trains, and the page trains {self.most} at once: stop it, wait for it, or "
