@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
 from gptworks.cli import app
@@ -61,6 +62,24 @@ def test_every_command_shown_exists() -> None:
     shown = set(re.findall(r"gptworks (\w+)", " ".join(re.findall(r"`[^`]*`|```.*?```", README + PATH, re.DOTALL))))
     assert shown - {"import", "is"} <= commands
     assert commands <= set(re.findall(r"gptworks (\w+)", README)), "a command is missing in the README"
+
+
+def test_the_readme_shows_each_command_with_its_own_arguments_and_options() -> None:
+    commands = typer.main.get_command(app).commands
+    rows = re.findall(r"^\| `gptworks ([\w-]+)((?:\\\||[^`|])*)` \|", README, re.MULTILINE)
+    assert {name for name, _ in rows} == commands.keys()
+    for name, shown in rows:
+        command = commands[name]
+        if hasattr(command, "commands"):
+            continue
+        options = {spelled for one in command.params for spelled in one.opts}
+        assert set(re.findall(r"--[a-z-]+", shown)) <= options, name
+        words = re.sub(r"\[?--[a-z-]+(?: (?!\[)[^ \]]+)?\]?", "", shown.replace("\\|", "|")).split()
+        given, known = (
+            [re.sub(r"[\[\]]|\.\.\.|…", "", word) for word in each]
+            for each in (words, (one.metavar or "" for one in command.params if one.param_type_name == "argument"))
+        )
+        assert given == [word for word in known if word in given], name
 
 
 def test_every_make_target_shown_exists() -> None:
