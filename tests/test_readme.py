@@ -82,6 +82,25 @@ def test_the_readme_shows_each_command_with_its_own_arguments_and_options() -> N
         assert given == [word for word in known if word in given], name
 
 
+def test_options_shown_with_a_command_are_its_own() -> None:
+    """In documents, messages and pages; a line of code shows one command up to `&&`, `|`, `;` or a comment."""
+    commands = typer.main.get_command(app).commands
+    files = [file for file in (ROOT / "src").rglob("*") if file.suffix in (".py", ".js", ".json", ".md", ".yaml")]
+    n_seen = 0
+    for file in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *files]:
+        text = file.read_text(encoding="utf-8").replace("\\\n", " ")
+        for name, rest in re.findall(r"gptworks ([a-z]+)((?: +[^\s`|;&#]+)+)", text):
+            command, words = commands.get(name), rest.split()
+            if hasattr(command, "commands"):
+                command = command.commands.get(words[0])
+            if command is not None:
+                shown = [word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)]
+                known = {spelled for one in command.params for spelled in (*one.opts, *one.secondary_opts)}
+                n_seen += len(shown)
+                assert {re.sub(r"[^a-z0-9-].*", "", word) for word in shown} <= known | {"--help"}, (file, name, rest)
+    assert n_seen > 150
+
+
 def test_every_make_target_shown_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"make ([a-z-]+)", README):
