@@ -105,6 +105,8 @@ def main() -> None:
     records = list(iter_conversations([ConversationsSource(type="conversations", path=str(options.data))]))
     learned = [one for one in records if not is_held_out(one.prompt, fraction)]
     held_out = [one for one in records if is_held_out(one.prompt, fraction)]
+    if (fewest := min(len(learned), len(held_out))) < options.turns:
+        raise SystemExit(f"--turns {options.turns}: {options.data} has {fewest} learned or held-out records.")
     found: dict[str, dict[str, list[list[float]]]] = {}
     for seed in range(options.seeds):
         for name, overrides in arms(recipe).items():

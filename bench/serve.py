@@ -141,6 +141,8 @@ def running(server: Server, port: int, log: Path) -> Iterator[int]:
                         break
                 except (urllib.error.URLError, OSError):
                     time.sleep(1)
+            else:
+                raise SystemExit(f"{' '.join(server.command)} did not answer in {PATIENCE_SECONDS} seconds.")
             yield process.pid
         finally:
             process.send_signal(signal.SIGTERM)

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from gptworks.config.cleaning import ExactDuplicates, FilterConfig, NearDuplicates, check_order
 from gptworks.data.cleaning import language
 from gptworks.data.cleaning.base import Dropped
-from gptworks.data.cleaning.choose import FILTERS, Cleaner, choose_filters, files_signature
+from gptworks.data.cleaning.choose import FILTERS, Cleaner, choose_filters, clean_signature
 from gptworks.data.cleaning.counts import FilterCounts, merged
 from gptworks.data.cleaning.duplicates import Duplicates
 from gptworks.errors import UserError
@@ -197,6 +197,17 @@ class TestPersonalData:
         assert apply("mask-personal-data", text, kinds=["ip"]).count("<") == 2  # type: ignore[union-attr]
 
     @pytest.mark.parametrize(
+        "secret",
+        [
+            "AKIAABCDEFGHIJKLMNOP", "ASIA" + "B7" * 8, "ghp_" + "a" * 36, "github_pat_" + "1A" * 30,
+            "glpat-" + "x_" * 10, "xoxb-12345-abcde", "AIza" + "S" * 35, "sk-" + "b" * 40, "rk_live_" + "c" * 16,
+            "hf_" + "d" * 30, "eyJ" + ".eyJ".join(["e" * 10, "f" * 10]) + "." + "g" * 10,
+        ],
+    )  # fmt: skip
+    def test_each_kind_of_key_is_masked_in_a_text_without_other_keys(self, secret: str) -> None:
+        assert apply("mask-personal-data", f"token = {secret}") == "token = <key>"
+
+    @pytest.mark.parametrize(
         "text",
         [
             "localhost is 127.0.0.1, the router 192.168.0.1 or fe80::1, and 999.1.1.1 is none",
@@ -236,10 +247,17 @@ class TestDecontamination:
 
     def test_the_items_belong_to_the_signature(self, task: Path) -> None:
         filters = (settings("decontaminate", tasks=[task]), settings("length"))
-        before = files_signature(filters)
+        before = clean_signature(filters)
         file = task.parent / "items.jsonl"
         file.write_text(file.read_text() + json.dumps({"question": "one more " * 8}) + "\n")
-        assert before != files_signature(filters) and len(before) == 1
+        assert before != clean_signature(filters) and len(before) == 1
+
+    def test_a_filter_that_changed_belongs_to_the_signature(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        filters = (settings("mask-personal-data"), settings("length"))
+        before = clean_signature(filters)
+        assert before == ["mask-personal-data 2"]
+        monkeypatch.setattr(FILTERS[type(filters[1])], "version", 2)
+        assert clean_signature(filters) == [*before, "length 2"]
 
     def test_a_file_that_is_not_a_task_is_refused(self, task: Path) -> None:
         task.write_text("type: exact_match\n")

@@ -173,10 +173,12 @@ def test_every_key_of_a_turn_is_read_or_named(tmp_path: Path, name: str) -> None
 
 def test_a_question_that_is_to_be_learned_is_named(tmp_path: Path) -> None:
     for name in LEARNING_SWITCHES:
-        (found,) = read(tmp_path, {"messages": [ASKED[0] | {name: True}, ASKED[1]]})
-        assert found.unread == (f"turn.{name}",)
-        (found,) = read(tmp_path, {"messages": [ASKED[0] | {name: False}, ASKED[1]]})
-        assert found.unread == ()
+        for on in (True, 1, "true", " 1"):
+            (found,) = read(tmp_path, {"messages": [ASKED[0] | {name: on}, ASKED[1]]})
+            assert found.unread == (f"turn.{name}",)
+        for off in (False, 0, "false", "0"):
+            (found,) = read(tmp_path, {"messages": [ASKED[0] | {name: off}, ASKED[1]]})
+            assert found.unread == ()
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ import tiny
 from gptworks.pages.chart import Chart, Series
 from gptworks.recipe import parse_recipe
 from gptworks.runs.history import read_history
-from gptworks.runs.report import to_html, watch_report
+from gptworks.runs.report import has_ended, to_html, watch_report
 from gptworks.training.loop import train
 from gptworks.training.record.curves import smoothed
+from gptworks.training.run_folder import open_run_folder
 from histories import training, validation, write_run
 from test_html import Reader
 
@@ -250,6 +251,15 @@ def test_the_axis_names_what_the_objective_counts(tmp_path: Path, case: str) -> 
     assert (unit == "nats per token") == ("nats per token" in labels)
     if case == "reward":  # the curve is the reward's
         assert [title.text for title in svg.iter("title")][1] == "step 1, 256 tokens: 0.7500"
+
+
+def test_a_run_in_use_has_not_ended_though_its_outcome_is_damaged_and_newer_than_its_log(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [training(1, 3.0)])
+    (run.folder / "outcome.json").write_text("{}", encoding="utf-8")
+    os.utime(run.folder / "metrics.jsonl", ns=(1, 2**39))
+    assert has_ended(run.folder)
+    with open_run_folder(run.recipe, resume=True):
+        assert not has_ended(run.folder)
 
 
 def test_a_run_without_an_outcome_is_reported(tmp_path: Path) -> None:

@@ -18,12 +18,15 @@ from typer.testing import CliRunner
 import tiny
 from gptworks.cli import app
 from gptworks.config import Recipe
+from gptworks.data.prepare import prepare
+from gptworks.device import choose_precision
 from gptworks.errors import RunError, UserError
-from gptworks.recipe import load_recipe, parse_recipe
+from gptworks.recipe import load_recipe, parse_recipe, with_vocab_size
 from gptworks.runs.history import read_history
 from gptworks.runs.try_page import to_html, try_lines
 from gptworks.runs.try_results import Design, Pair, Try, read_try, write_try
 from gptworks.runs.try_run import measured_in_turns, plan_try, run_try
+from gptworks.training.setup import check_memory
 from test_html import Reader
 
 TRAINER = '''
@@ -172,6 +175,17 @@ def test_where_steps_differ_by_design_the_mean_of_the_whole_run_counts(
     pair = found.pairs[0]
     assert pair.step_seconds["after"] == pytest.approx(pair.seconds["after"] / 120)
     assert found.time_of(pair) == pytest.approx(pair.seconds["after"] / pair.seconds["before"])
+
+
+def test_where_both_models_do_not_fit_into_memory_at_once_the_times_of_the_runs_count(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gptworks.runs.try_run.measured_in_turns", lambda _: pytest.fail("both would be in memory"))
+    cpu, one = torch.device("cpu"), load_recipe(recipe)
+    one = with_vocab_size(one, prepare(one).manifest.vocab_size)
+    n_bytes = check_memory(one, cpu, choose_precision("auto", cpu)).peak.total_bytes
+    monkeypatch.setattr("gptworks.device.available_memory_bytes", lambda: n_bytes * 3 // 2)
+    assert all(pair.step_seconds["after"] > 0 for pair in tried(recipe, "train.micro_batch_size=2", minutes=20).pairs)
 
 
 def test_a_try_of_an_earlier_version_compares_equal_steps(tmp_path: Path) -> None:

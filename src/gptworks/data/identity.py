@@ -8,7 +8,7 @@ from typing import Any
 
 from gptworks.chat_template import find_chat_template, find_other_templates
 from gptworks.config import AnyRecipe, FileTokenizer, GPT2Tokenizer, SourceConfig, TokenizerConfig
-from gptworks.data.cleaning.choose import files_signature
+from gptworks.data.cleaning.choose import clean_signature
 from gptworks.data.conversations.reading import READING_VERSION
 from gptworks.data.opened import datasets_in, sha256_text
 from gptworks.data.shards import FORMAT_VERSION
@@ -47,7 +47,7 @@ def made_from(recipe: AnyRecipe) -> dict[str, Any]:
         made["snippets_by"] = [SNIPPETS_VERSION, *platform.python_version_tuple()[:2]]
     if data.validation.by != "tail" and not data.clean and any(map(_may_divide_texts, data.texts)):
         made["held_out_whole"] = True  # earlier datasets lack this: parts of a held-out text may be in their training
-    return made | ({"clean_files": files_signature(data.clean)} if data.clean else {})
+    return made | ({"clean_files": clean_signature(data.clean)} if data.clean else {})
 
 
 def _may_divide_texts(settings: SourceConfig) -> bool:

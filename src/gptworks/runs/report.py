@@ -68,9 +68,11 @@ def watch_report(folder: Path, path: Path, wait: Callable[[float], object] = tim
 def has_ended(folder: Path) -> bool:
     """Return whether a run has an outcome as new as its log, and no process trains it. A crash writes no outcome."""
     log, outcome = folder / "metrics.jsonl", read_outcome(folder)
+    if is_in_use(folder):
+        return False
     if isinstance(outcome, str):  # missing or damaged: compare the times of the files
         return _written(folder / OUTCOME) >= max(1, _written(log))
-    return not is_in_use(folder) and last_step(log) <= outcome.step
+    return last_step(log) <= outcome.step
 
 
 def _written(path: Path) -> int:

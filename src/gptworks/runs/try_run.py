@@ -8,7 +8,7 @@ changed model trained for as long as the first run took. A try that was killed c
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -37,6 +37,7 @@ from gptworks.runs.trials import Report, check_comparable, open_folder, train_to
 from gptworks.runs.try_results import TRY_FILE, Design, Pair, Try, read_try, write_try
 from gptworks.training.rehearsal.measure import measure_speed, median_of_turns, step_times
 from gptworks.training.rehearsal.trace import Rehearsal
+from gptworks.training.setup import check_memory
 
 EVALUATIONS = 5
 """Approximate number of evaluations of each run, the points of its loss curve."""
@@ -241,10 +242,21 @@ def _step_times(recipes: dict[str, Recipe], runs: dict[str, History]) -> dict[st
         return {arm: run.seconds / run.step for arm, run in runs.items()}
     times = {arm: step_seconds(run) for arm, run in runs.items()}
     computes_alike = (before.threads, before.compile) == (after.threads, after.compile)
-    on_cpu = choose_device(before.device).type == "cpu"
-    if on_cpu and computes_alike and not recipes["before"].objective.rollouts:
+    if computes_alike and not recipes["before"].objective.rollouts and _fit_together_on_cpu(recipes.values()):
         times["before"], times["after"] = measured_in_turns([recipes["before"], recipes["after"]])
     return times
+
+
+def _fit_together_on_cpu(recipes: Iterable[Recipe]) -> bool:
+    """Whether the recipes train on a CPU whose memory suffices for all of them at once."""
+    needs = []
+    for recipe in recipes:
+        device = choose_device(recipe.train.device)
+        if device.type != "cpu":
+            return False
+        prepared = with_vocab_size(recipe, prepare(recipe).manifest.vocab_size)
+        needs.append(check_memory(prepared, device, choose_precision(recipe.train.precision, device), force=True))
+    return sum(one.peak.total_bytes for one in needs) <= needs[0].device.memory_bytes
 
 
 def _rehearsal(recipe: Recipe) -> Rehearsal:

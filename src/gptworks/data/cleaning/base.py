@@ -18,6 +18,9 @@ class Dropped:
 class Filter:
     """Keeps, changes or drops a document. A subclass annotates `settings` with its settings class."""
 
+    version = 1
+    """Increased when the same settings begin to change texts in another way, so that datasets are built again."""
+
     def __init__(self, settings: Any) -> None:
         """
         Raises:

@@ -12,13 +12,16 @@ PART_BYTES = 1 << 24
 """Larger documents are cleaned in parts of this size, each treated as a separate document."""
 
 
-def files_signature(settings: tuple[FilterConfig, ...]) -> list[str]:
-    """Return, for each `decontaminate` filter, the sha256 of the word sequences that it looks for.
+def clean_signature(settings: tuple[FilterConfig, ...]) -> list[str]:
+    """Return what decides, besides the settings, how texts are cleaned: for each `decontaminate` filter, the sha256 of
+    the word sequences that it looks for; for each filter with a version above 1, its type and version.
 
     Raises:
-        UserError: a task file of such a filter is missing or broken.
+        UserError: a task file of a `decontaminate` filter is missing or broken.
     """
-    return [DecontaminationFilter(one).signature() for one in settings if isinstance(one, Decontaminate)]
+    sequences = [DecontaminationFilter(one).signature() for one in settings if isinstance(one, Decontaminate)]
+    versions = ((one.type, FILTERS[type(one)].version) for one in settings if type(one) in FILTERS)
+    return sequences + [f"{name} {version}" for name, version in versions if version > 1]
 
 
 def choose_filters(settings: tuple[FilterConfig, ...]) -> list[Filter]:

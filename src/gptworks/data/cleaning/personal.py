@@ -27,7 +27,9 @@ _EMAIL_PART = re.compile(r"@[A-Za-z0-9-]{1,63}\.")
 _IPV4_PART = re.compile(r"\.[0-9]{1,3}\.[0-9]")
 _IPV6_PART = re.compile(r":[0-9A-Fa-f]{0,4}:")
 _PHONE_PARTS = tuple(map(re.compile, (r"\+[0-9]", r"-[0-9]{4}", r"\.[0-9]{4}")))
-_KEY_BEGINS = ("AKIA", "ASIA", "gh", "glpat-", "xox", "AIza", "sk-", "k_live_", "hf_", "eyJ", "PRIVATE KEY-----")
+_KEY_PARTS = (
+    "AKIA", "ASIA", "gh", "github_pat_", "glpat-", "xox", "AIza", "sk-", "k_live_", "hf_", "eyJ", "PRIVATE KEY-----",
+)  # fmt: skip
 
 
 class PersonalDataFilter(Filter):
@@ -40,10 +42,11 @@ class PersonalDataFilter(Filter):
     """
 
     settings: MaskPersonalData
+    version = 2  # version 1 kept most of GitHub's fine-grained tokens
 
     def apply(self, text: str) -> str:
         kinds = self.settings.kinds
-        if "key" in kinds and any(begin in text for begin in _KEY_BEGINS):
+        if "key" in kinds and any(begin in text for begin in _KEY_PARTS):
             text = _KEY.sub("<key>", text)
         if "email" in kinds and _EMAIL_PART.search(text):
             text = _EMAIL.sub("<email>", text)

@@ -142,7 +142,7 @@ def unread_in_turn(turn: Fields, shape: Shape, answers: bool) -> Iterator[str]:
             continue
         if (key := TURN_KEYS.get(name)) is not None:
             if name in LEARNING_SWITCHES and not answers:
-                if turn[name]:  # the switch asks to learn a question, which is never learned
+                if _switch(turn[name]):  # asks to learn a question, which is never learned
                     yield name
             elif shape not in key.read_in and not _asks_nothing(key, turn[name]):
                 yield name
@@ -170,9 +170,7 @@ def learns(turn: Fields, number: int) -> bool:
     for name in LEARNING_SWITCHES:
         if not is_stated(turn, name):
             continue
-        value = turn[name]
-        if isinstance(value, str):
-            value = {"0": 0, "false": 0, "1": 1, "true": 1}.get(value.strip().lower(), value)
+        value = _switch(turn[name])
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise ValueError(
                 f"`{name}` of turn {number} is {short(turn[name])}; it is 1 or true (the answer is learned) or 0 or "
@@ -183,6 +181,13 @@ def learns(turn: Fields, number: int) -> bool:
         said = " and ".join(f"`{name}` {turn[name]!r}" for name in switches)
         raise ValueError(f"turn {number} states {said}, which contradict each other: leave one out")
     return all(switches.values())
+
+
+def _switch(value: Any) -> Any:
+    """Return a switch's value, a bool or a number also if it is written as text; anything else as it is."""
+    if isinstance(value, str):
+        return {"0": 0, "false": 0, "1": 1, "true": 1}.get(value.strip().lower(), value)
+    return value
 
 
 def short(value: Any) -> str:
