@@ -1,4 +1,4 @@
-"""With GPTWORKS_BUILD_NATIVE=1, a wheel carries the C++ built for a kind of processor; without, Python alone."""
+"""Build gptworks' packages. With GPTWORKS_BUILD_NATIVE=1, a wheel contains C++ libraries for one kind of processor."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ BUILDS = os.environ.get("GPTWORKS_BUILD_NATIVE") == "1"
 
 
 class BuildPy(build_py):
-    """Puts a library for each instruction level beside the C++."""
+    """Puts a library for each instruction level next to the C++ sources."""
 
     def run(self) -> None:
         super().run()
@@ -33,14 +33,14 @@ class BuildPy(build_py):
 
 
 class Content(Distribution):
-    """What the wheel holds."""
+    """The package's contents, which depend on the platform if they include libraries."""
 
     def has_ext_modules(self) -> bool:
         return BUILDS
 
 
 class Wheel(bdist_wheel):
-    """For one kind of processor and every Python, because ctypes calls the library."""
+    """A wheel for every Python 3, because ctypes calls the libraries; with libraries, for one kind of processor."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", super().get_tag()[2])

@@ -4,10 +4,10 @@
     gptworks train babylm data.sources.0.path=data/babylm/train_10M
     gptworks evaluate runs/babylm --task data/babylm/pairs.yaml
 
-The six files have the names and sizes of the corpus of 2024, and the same bytes on every machine. The text is of an
-invented language: made-up words, as frequent as Zipf's law says, in a few English sentences with agreement in number.
-So the time of a run on it is that of the corpus. Its losses and its pairs show that training works; they say nothing
-about English, and nothing about BLiMP.
+The six files have the names and sizes of the corpus of 2024, and the same bytes on every machine. The text is in an
+invented language: made-up words, with frequencies by Zipf's law, in a few English sentence patterns with agreement in
+number. A run on this text takes as long as a run on the corpus. The losses and the pairs show that training works; they
+say nothing about English or BLiMP.
 """
 
 import argparse
@@ -26,9 +26,9 @@ class Kind(NamedTuple):
 
     n_bytes: int
     sentences: int
-    """Maximum number of sentences in a line: an utterance has one, a paragraph several."""
+    """Maximum number of sentences in a line."""
     speakers: tuple[str, ...] = ("",)
-    """Beginnings of lines."""
+    """Possible beginnings of a line."""
 
 
 FILES = {
@@ -90,7 +90,7 @@ class Language:
         return f"{next(self._determiners[plural])} {adjective}{next(self._nouns)}{'s' * plural}"
 
     def _after(self, subject: str, right: str) -> str:
-        """Return a sentence: the subject, perhaps a phrase of any number between, the verb, perhaps an object."""
+        """Return a sentence: the subject, perhaps a prepositional phrase, the verb, perhaps an object."""
         between = f" {next(self._prepositions)} {self._phrase(self._chance(0.4))}" if self._chance(0.4) else ""
         rest = f" {self._phrase(self._chance(0.4))}" if self._chance(0.6) else ""
         return f"{subject[0].upper()}{subject[1:]}{between} {right}{rest} ."
@@ -105,7 +105,7 @@ class Language:
         return speaker + " ".join(self.sentence() for _ in range(n)) + "\n"
 
     def pair(self, number: int) -> dict[str, str]:
-        """Return two sentences of which one lacks agreement, with the names of BLiMP's fields."""
+        """Return a sentence with agreement and one without, under the names of BLiMP's fields."""
         plural, verb = bool(number % 2), next(self._verbs)
         right, wrong = (verb + "s" * singular for singular in (not plural, plural))
         sentence = self._after(self._phrase(plural), "{}")

@@ -3,19 +3,19 @@
 A change and the baseline are trained in the same blocks: a block is a seed on one machine, whose effect on all losses
 cancels in a pair's difference. The noise of a difference is pooled over all changes, because each has few pairs.
 
-The intervals may be looked at after every pair, and the next runs may be chosen by what they show. As in Stein's
-procedure ("A two-sample test for a linear hypothesis whose power is independent of the variance", Annals of
-Mathematical Statistics, 1945), the noise comes only from the first pairs of each change, which are trained whatever
-they show: it is independent of the means of these pairs and of all later ones. Given it, the difference after n pairs,
+The intervals may be looked at after every pair, and may decide which runs come next. As in Stein's procedure ("A
+two-sample test for a linear hypothesis whose power is independent of the variance", Annals of Mathematical Statistics,
+1945), the noise is estimated only from the first pairs of each change, which are trained in any case. The estimate is
+independent of the means of these pairs and of all later pairs. Given the estimate σ, the difference after n pairs,
 3 to 300, has an interval of ±k (n/3)^0.05 σ √(2/n), with k from simulation (Wang and Tsiatis, "Approximately optimal
 one-parameter boundaries for group sequential trials", Biometrics, 1987). All looks at all changes are one Gaussian
-vector, so the probability that all their intervals hold is at least the product of the changes' own probabilities,
-whatever runs of the baseline they share (Royen, "A simple proof of the Gaussian correlation conjecture extended to
-multivariate gamma distributions", 2014). So, with a probability of 95%, no interval ever shown excludes its change's
-true difference, whichever changes got more seeds and why.
+vector, so the probability that all intervals hold is at least the product of the changes' own probabilities, even if
+changes share runs of the baseline (Royen, "A simple proof of the Gaussian correlation conjecture extended to
+multivariate gamma distributions", 2014). With a probability of 95%, therefore, no interval ever shown excludes its
+change's true difference, whichever changes got more seeds and why.
 
-This assumes that all changes have equal noise. A change whose pairs scatter significantly more is set apart: its
-interval comes from its own pairs alone, and is valid after every pair too (`gptworks.judge.evidence`).
+The pooled noise assumes that all changes have equal noise. A change whose pairs scatter significantly more is set
+apart: its interval comes only from its own pairs, and is valid after every pair too (`gptworks.judge.evidence`).
 """
 
 import math
@@ -108,8 +108,8 @@ def compare(runs: Runs, baseline: str) -> dict[str, Comparison]:
 
 
 def _noise(losses: Mapping[str, Losses], beside: Losses) -> tuple[float, int]:
-    """Return the standard deviation of the noise in a loss, and its degrees of freedom: from the first pairs of each
-    change, where changes with the same first blocks and the baseline are a randomized complete block design."""
+    """Return the standard deviation of the noise in a loss, from the first pairs of each change, and its degrees of
+    freedom. Changes with the same first blocks form a randomized complete block design with the baseline."""
     squares, freedom = 0.0, 0
     for blocks, names in _designs(losses).items():
         table = np.array([[row[block] for block in blocks] for row in (beside, *(losses[name] for name in names))])
@@ -128,8 +128,8 @@ def _designs(losses: Mapping[str, Losses]) -> dict[frozenset[Block], list[str]]:
 
 
 def _most_scattered(losses: Mapping[str, Losses], beside: Losses, of: int) -> str | None:
-    """Return the change that has significantly more noise than the others, if any: its first losses scatter more around
-    the mean of the others in their blocks (an F test), or all its losses around the baseline's."""
+    """Return the change that has significantly more noise than the others, if any. By an F test, its first losses
+    scatter more around the others' means in the same blocks, or all its losses scatter more around the baseline's."""
     least, found = APART / (2 * max(1, of)), None
     for blocks, names in _designs(losses).items():
         for change in names:
@@ -161,8 +161,8 @@ def _multiple(changes: int, freedom: int) -> float:
 
 @cache
 def _largest() -> NDArray[np.float32]:
-    """Return the largest distance of a mean from 0 over all looks, in half-widths of the interval, of each simulated
-    series; sorted."""
+    """Return, for each simulated series, the largest distance of its mean from 0 over all looks, in units of the
+    interval's half-width; sorted."""
     n = np.arange(FEWEST_RUNS, MOST_RUNS + 1, dtype=np.float32)
     random, widths = _random(), np.sqrt(n) * (n / FEWEST_RUNS) ** GROWTH
     parts = [

@@ -2,8 +2,9 @@
 
     python bench/cleaning.py [FILES]        # default: the sources of Python's library
 
-The text is cut into documents of about 5 kB. MB/s are per CPU time of one thread, the best of three passes. Both sides
-split words at white space, so that rules are compared and not tokenizers. Without datatrove, only ours is measured.
+The text is cut into documents of about 5 kB. MB/s are per CPU time of one thread, the best of three passes. Both
+libraries split words at white space, so that rules are compared and not tokenizers. Without datatrove, only our filters
+are measured.
 """
 
 import json

@@ -1,15 +1,16 @@
-"""Ask a tuned model ten conversations of ten questions, and count exact answers by turn.
+"""Ask a tuned model ten questions in each of ten conversations, and count exact answers by turn.
 
     python bench/conversation.py runs/miniature-pretrain instructions.json [--seeds 3] [--epochs 20] [--json]
 
-`gptworks tune` drafts a recipe for the instructions. It is trained as drafted, and as tune drafted it before: with the
-context cut to the length of the examples, which are kept apart, and as many tokens in a step. Both train for --epochs
-at --rate, so that a small model learns its examples by heart. The questions are examples that the model has learned.
+`gptworks tune` drafts a recipe for the instructions. One model is trained with this recipe. Another has the settings
+that earlier versions drafted: a context as short as the examples, examples that do not attend to each other, and as
+many tokens in a step. Both train for --epochs at --rate, so that a small model learns its examples by heart. The
+questions are examples that the model has learned.
 
-Printed for each turn: the number of exact answers (greedy, in one conversation, as `gptworks chat` answers); the number
-of answers that end; the negative log-likelihood of the right answers in nats per token, after the right answers to the
-earlier questions; and that of held-out questions. The exit code is 1 if the drafted models gave fewer exact answers at
-some turn, summed over the seeds.
+The script prints for each turn: the number of exact answers (greedy, in one conversation, as `gptworks chat` answers);
+the number of answers that end; and the negative log-likelihood of the right answers in nats per token, after the right
+answers to the earlier questions, for learned and for held-out questions. The exit code is 1 if the drafted models gave
+fewer exact answers than the others at some turn, summed over the seeds.
 """
 
 import argparse
@@ -49,7 +50,8 @@ def arms(recipe: Path) -> dict[str, list[str]]:
 
 
 def _context(recipe: Path) -> int:
-    """Return the context that tune chose before: the 99th percentile of examples' lengths, in multiples of 64."""
+    """Return the context that earlier versions of tune chose: the 99th percentile of examples' lengths, rounded up to a
+    multiple of 64."""
     lengths = Examples(TokenShards(prepare(load_recipe(recipe)).folder, "train"), 1, packing=False).n_tokens
     return -(-(int(np.quantile(lengths, 0.99)) - 1) // 64) * 64
 

@@ -6,13 +6,13 @@ numbers, quotes and CJK). Half of the files are JSONL, half Parquet. The tokeniz
 pattern, is trained beforehand on the first 10 MB. Each way runs as its own process tree:
 
     gptworks       gptworks data build, with checks, hashes, a validation split and finished shards
-    nanochat's     documents in batches of 128 to tiktoken, into a buffer, from which tensors of 32 × 2,048 are cut
-    litGPT's       each worker's files to `tokenizers`, a document at a time, as tensors appended to chunks; what
-                   `litdata.optimize` does, which is measured too where it is installed
+    nanochat's     encodes batches of 128 documents with tiktoken, and cuts the ids into tensors of 32 × 2,048
+    litGPT's       encodes each worker's files with `tokenizers`, a document at a time, and appends tensors to chunks;
+                   `litdata.optimize`, which does the same, is measured too if it is installed
 
 The others read only the first `--peer-megabytes`. MB/s are UTF-8 text per wall time, and per CPU time of all processes,
-which depends less on other programs. Memory is that of all processes, measured every second, at its largest; shared
-pages count once.
+which depends less on other programs. Memory is the peak of all processes together, measured every second; shared pages
+count once.
 """
 
 import argparse

@@ -6,10 +6,10 @@
     python bench/experiments.py --times --shakespeare FILE          # times steps with and without each change
     python bench/experiments.py --page                              # writes docs/experiments.md from its .jsonl
 
-The changes are in bench/changes.py; the regimes, recipes of a minute on a core, in bench/regimes/. A run is of one
-thread, and as many train side by side as there are cores. Each run that ends or fails becomes a line of
-docs/experiments.jsonl, to which later sessions add. An interrupted run continues from its folder; to repeat a failed
-run, remove its line.
+The changes are in bench/changes.py. The regimes, which are recipes that train for a minute on a core, are in
+bench/regimes/. A run has one thread; as many runs train at once as there are cores. Each run that ends or fails becomes
+a line of docs/experiments.jsonl, to which later sessions add. An interrupted run continues from its folder; to repeat a
+failed run, remove its line.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def _tree(path: Path) -> dict[str, Any]:
 
 
 def recipe_of(path: Path, places: Sequence[str], change: Change, seed: int, factor: float = 1.0) -> Recipe:
-    """See `Laboratory.recipe`. `places` are overrides of paths in the regime's recipe, which do not affect the loss."""
+    """Return a run's recipe, see `Laboratory.recipe`. The overrides `places` set paths that do not affect the loss."""
     tree = _tree(path)
     baseline = load_recipe(tree, places)
     for setting in change.settings:
@@ -150,7 +150,7 @@ class Session:
     jobs: int = 1
     """Number of runs side by side."""
     hours: float | None = None
-    """Train only runs that decide an open verdict within so many hours, and finish searches for learning rates; None:
+    """Train only runs that decide an open verdict within this many hours, and finish searches for learning rates; None:
     train `seeds` pairs of each change."""
 
     @cached_property
@@ -178,8 +178,8 @@ class Session:
         }  # fmt: skip
 
     def numerics(self, regime: str) -> str:
-        """Return a hash of the baseline's validation losses in `PROBE_STEPS` steps. If the hash has changed, so have
-        rounding or random numbers, and runs from before and after the change are no pairs, even with the same seed."""
+        """Return a hash of the baseline's validation losses in `PROBE_STEPS` steps. A new hash means that rounding or
+        random numbers have changed. Runs with different hashes form no pair, even with the same seed."""
         length = PROBE_STEPS / (self.laboratory.recipe(regime).train.max_steps or 1)
         recipe = self.laboratory.recipe(regime, Change("probe", (), "", length))
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"evaluate_sequences": 16})})

@@ -12,12 +12,12 @@ from verdicts import CORES, WORTH, Regime, Row, regimes_of
 
 
 def write_page(results: Sequence[Result], path: Path) -> None:
-    """Write the page."""
+    """Write the results as a Markdown page."""
     write_whole(path, page(results))
 
 
 def page(results: Sequence[Result]) -> str:
-    """Return the page as Markdown."""
+    """Return the text of the Markdown page."""
     regimes = regimes_of(results)
     return "\n".join([*_heading(regimes, results), *_summary(regimes), *_baselines(regimes), *_tables(regimes)]) + "\n"
 

@@ -11,9 +11,9 @@ records and a table, with a PDF and images next to them). For each:
 
 and two more runs with the same width, depth, context, tokenizer, text, split, batch and minutes of training: one with
 gptworks' old defaults, one with nanoGPT's recipe (settings below). Then one of the models is fine-tuned, with a recipe
-from `gptworks tune`, on --instructions or on questions about the standard library, and asked one. The exit code is 1 if
---minutes is at least 10 and a model of gptworks' recipe has no fewer bits per byte than `xz -9e` on the same held-out
-text.
+from `gptworks tune`, on --instructions or on questions about the standard library, and answers a question. If --minutes
+is at least 10, the exit code is 1 unless each model of gptworks' recipe has fewer bits per byte than `xz -9e` on the
+same held-out text.
 """
 
 import argparse

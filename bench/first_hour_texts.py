@@ -149,9 +149,11 @@ def programs(n_bytes: int) -> list[str]:
 
 
 def write_mixed(folder: Path, english: list[str], code: list[str]) -> int:
-    """Write files of many kinds to a folder: texts, programs, records and a table with a column of text; and a table of
-    numbers and images, from which no text is read, and a PDF, whose line is read only with the extra `sources`. Return
-    the bytes of text, without the PDF's."""
+    """Write files of many kinds to a folder, and return the bytes of text, without the PDF's.
+
+    gptworks reads text from texts, programs, records and a table with a column of text, not from a table of numbers and
+    images. It reads the PDF's line only with the extra `sources`.
+    """
     parts = [english[n::4] for n in range(4)]
     n_bytes = write_texts(folder / "texts", parts[0], ".txt") + write_texts(folder / "notes", parts[1], ".md")
     n_bytes += write_texts(folder / "programs", code, ".py")

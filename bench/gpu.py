@@ -1,13 +1,14 @@
-"""All that a first run on a GPU should measure, in one call: correctness next to the CPU, training at several sizes
-next to a textbook's compiled loop, packed rows, memory next to the plan, decoding, serving, layouts, and a resumed run.
-It prints tables for docs/benchmarks.md.
+"""Measure gptworks on a GPU, all in one call, and print tables for docs/benchmarks.md.
+
+The parts are: correctness compared with the CPU, training at several sizes compared with a textbook's compiled loop,
+packed rows, memory compared with the plan, decoding, serving, layouts, and a resumed run.
 
     python bench/gpu.py                             # on CUDA, at most nine minutes
     python bench/gpu.py --device cpu --tiny         # every part on tiny models, to see that it works
     python bench/gpu.py --only training --only memory
 
-Each part has a process of its own, so that a failure ends only that part; it is reported, and the exit code is 1. Parts
-that no time is left for are named. The text is the standard library's sources.
+Each part has a process of its own, so that a failure ends only that part. The exit code is 1 if a part fails or no time
+is left for it. The text is the standard library's sources.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def main() -> None:
                 pass
             finally:  # also if this process is asked to end
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # what is left of the part, with its servers
+                    os.killpg(process.pid, signal.SIGKILL)  # ends all processes of the part, such as servers
             if ended != 0:
                 print(f"\nFAILED: {'out of time' if ended is None else f'exit code {ended}'}", flush=True)
                 failed.append(part)

@@ -69,7 +69,7 @@ def prompt_tokens(model: ModelConfig) -> int:
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Return the bytes a second that a large sum reads."""
+    """Return the bytes per second that a large sum reads."""
     block = torch.ones(2**26, device=device)
     times = []
     for _ in range(5):

@@ -17,7 +17,7 @@ class Scale:
     """The sizes that are measured."""
 
     trained: dict[str, Shape]
-    """Models with the largest batch that a textbook's loop, which keeps all logits, has memory for on 80 GB."""
+    """Models, each with the largest batch for which a textbook's loop, which keeps all logits, needs at most 80 GB."""
     n_steps: int
     packed: tuple[tuple[int, int, int], ...]
     """For the first model: rows at a time, tokens of a row, and mean tokens of a text in a row."""
@@ -68,7 +68,7 @@ class Setup:
         return choose_precision("auto", self.device).name
 
     def model(self, size: str) -> ModelConfig:
-        """Return the model of a size, which is like GPT-2."""
+        """Return the GPT-2-like model of a size."""
         shape = self.scale.trained[size]
         return train.with_vocabulary(self.recipe(shape, "model"), shape.vocab_size).model
 
@@ -80,7 +80,7 @@ class Setup:
 
 
 def table(*rows: tuple[str, ...]) -> None:
-    """Print rows of a Markdown table, of which the first is the head."""
+    """Print rows of a Markdown table; the first row is the head."""
     for number, row in enumerate(rows):
         print(f"| {' | '.join(row)} |", flush=True)
         if number == 0:

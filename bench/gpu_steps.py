@@ -52,7 +52,7 @@ def steps_of(model: ModelConfig, optimizer: str, precision: str, device: torch.d
     step = Rehearsal(model, settings, device=device.type, precision=precision).new_step()
     torch.manual_seed(0)
     whole = GPT(model)
-    for parameter in whole.parameters():  # projections of zeros would hide what comes before them
+    for parameter in whole.parameters():  # zero projections would hide the layers before them
         if parameter.ndim > 1 and not parameter.any():
             torch.nn.init.normal_(parameter, std=0.02)
     step.model.load_state_dict(whole.state_dict())
@@ -94,7 +94,7 @@ def correctness(setup: Setup) -> None:
 
 
 def step_seconds(step: Callable[[], object], n_steps: int, device: torch.device) -> float:
-    """Return the seconds of a step, the mean after three that are not counted."""
+    """Return the mean seconds of a step, after three warm-up steps."""
     for _ in range(3):
         step()
     synchronize(device)

@@ -2,12 +2,15 @@
 
     python bench/html_file.py [RUN] [--modules FOLDER] [--converter PYTHON]
 
-RUN is a run that Hugging Face's formats can express; without one, two steps of the recipe `demo` are trained: weights
-do not matter here. All decode the same prompt at temperature 0.8, one text at a time, and count the tokens after the
-first: the page as a person uses it, from the click to the drawn text, in Chromium, from a file (one thread) and from a
-local server with the headers that allow threads; transformers.js in the same browser, from the same server, with the
-same model through `export --format hf` and ONNX, in q8 and fp32; our engine in int8, timed like `gptworks generate`.
-The engines alternate, and figures are medians of the rounds.
+RUN is a run that Hugging Face's formats can express. Without RUN, two steps of the recipe `demo` are trained, since
+weights do not matter here. All engines decode the same prompt at temperature 0.8, one text at a time, and count the
+tokens after the first. They alternate, and figures are medians of the rounds. The engines are:
+
+- the page, used as by a person, from the click to the drawn text, in Chromium: from a file (one thread), and from a
+  local server with the headers that allow threads;
+- transformers.js in the same browser, from the same server, with the same model in q8 and fp32, converted by
+  `export --format hf` and ONNX;
+- our engine in int8, timed like `gptworks generate`.
 
 transformers.js is left out, and the reason printed, without a folder of node_modules and a Python for the conversion:
 
@@ -82,14 +85,14 @@ NEW_FACTS = """(before) => {
   const said = [...document.querySelectorAll("p.facts")].at(-1)?.innerText ?? "";
   return said !== before && said.includes("tokens/s");
 }"""
-"""A JavaScript function: whether a new text is complete, since its facts differ from `before` in the seed."""
+"""JavaScript function that returns whether a new text is complete: its facts, with a new seed, differ from `before`."""
 
 
 # ------------------------------------------------------------------------------------------------------ what is made
 
 
 def make_run(folder: Path) -> Path:
-    """Return a run of two steps of the recipe `demo`."""
+    """Train two steps of the recipe `demo`, and return the run folder."""
     run = folder / "demo"
     changes = [f"train.{name}=2" for name in ("max_steps", "evaluate_every", "checkpoint_every", "keep_every")]
     settings = [f"run_dir={run}", "train.sample_every=0", *changes]
@@ -128,7 +131,7 @@ def why_left_out(modules: Path | None, converter: Path | None) -> str | None:
 
 @contextmanager
 def served(folder: Path, modules: Path | None) -> Iterator[str]:
-    """Serve a folder, and `modules` below it, to a page that is isolated; yield the address."""
+    """Serve a folder, and `modules` below it, with the headers that isolate a page; yield the address."""
     if modules is not None:
         (folder / "modules").symlink_to(modules.resolve(), target_is_directory=True)
 
@@ -153,7 +156,7 @@ def served(folder: Path, modules: Path | None) -> Iterator[str]:
 
 
 class Page:
-    """The exported page in a tab, used as a person does."""
+    """The exported page in a tab, used as by a person."""
 
     def __init__(self, tab: Any, address: str, n_threads: int, n_tokens: int) -> None:
         self.tab = tab

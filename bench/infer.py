@@ -10,7 +10,7 @@ decoding must read every weight once per step, and prefill must multiply by each
 llama.cpp is in the `peers` extra; build it for this processor: CMAKE_ARGS="-DGGML_NATIVE=ON" pip install …
 To emulate a processor that has only AVX2, build llama.cpp for it (GGML_NATIVE=OFF) and set
 `ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 GPTWORKS_NATIVE_MARCH=haswell`. If torch emulates bf16 products,
-transformers is left out, and the limit is that of fp32.
+transformers is left out, and the limit is measured in fp32.
 """
 
 import argparse
@@ -240,8 +240,8 @@ class Limits:
 
 
 def weight_bytes() -> dict[str, int]:
-    """Return the bytes of the matrices that a step reads, by engine name; llama.cpp's formats are taken to be the same
-    size, which is true within 6%."""
+    """Return the bytes of the matrices that a step reads, by engine name. llama.cpp's formats are assumed to have the
+    same sizes as ours, which is true within 6%."""
     sizes = {}
     for name in OURS:
         tensors = [tensor for _, matrix in packed_matrices(rounded(name)) for tensor in matrix.buffers(recurse=False)]

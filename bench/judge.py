@@ -30,7 +30,7 @@ NOISES: dict[str, Noise] = {  # each with mean 0 and deviation 1
 
 MOST_PAIRS = 20
 UNSTABLE = 8.0
-"""Deviation of the gains of a change that makes training unstable, as a multiple of that of others."""
+"""Deviation of the gains of a change that makes training unstable, as a multiple of other changes' deviation."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Simulated:
         self, draw: np.random.Generator, noise: Noise, deviation: float, worth: float = 0.002, error: float = 0.05,
         control: Control = "family", unstable: float = 0.0,
     ) -> None:  # fmt: skip
-        """With `unstable`, this share of the changes without effect make training unstable."""
+        """Begin a campaign; the share `unstable` of the changes without effect makes training unstable."""
         self.unstable = unstable
         self.draw, self.noise, self.deviation = draw, noise, deviation
         self.worth, self.error, self.control = worth, error, control
@@ -77,7 +77,7 @@ class Simulated:
         if not self._noise:
             self._noise = self.noise(self.draw, 4096).tolist()
         tried.gains.append(tried.true_gain + tried.deviation * self._noise.pop())
-        if self._latest[0] is not tried:  # as long as it is, other tries do not change
+        if self._latest[0] is not tried:  # between pairs of the same try, other tries stay the same
             self._latest = tried, spread_floor(one.judgement for one in self.tries if one is not tried)
         tried.judgement = judged(tried.gains, tried.level, self.worth, self._latest[1])
         return tried.judgement
@@ -91,8 +91,8 @@ Agent = Callable[[Simulated, Sequence[float]], None]
 
 
 def patient(campaign: Simulated, true_gains: Sequence[float], before_each: int = 0, deviation: float = 0.0) -> None:
-    """Give each change all the pairs that it needs, up to MOST_PAIRS. Before each, try some that do next to nothing:
-    their gains have the given deviation, and could make the noise look small."""
+    """Give each change all the pairs that it needs, up to MOST_PAIRS. Before each change, try `before_each` changes
+    that do almost nothing: their gains have the given deviation, and could make the noise look small."""
     for true_gain in true_gains:
         for _ in range(before_each):
             idle = campaign.begin(0.0, deviation)
@@ -149,8 +149,8 @@ def false_share(
 def found(
     deviation: float, n_campaigns: int, planted: float = 0.02, seed: int = 0, unstable: float = 0.0
 ) -> Iterator[tuple[int, int]]:
-    """Yield (number of the try, pairs needed, or 0 if not found) of each of 5 gains that every campaign has among 45
-    changes without effect, of which the share `unstable` make training unstable."""
+    """Yield the number of the try, and the pairs needed (0: not found), of each of the 5 gains in every campaign. Of
+    its 45 changes without effect, the share `unstable` makes training unstable."""
     draw = np.random.default_rng(seed)
     for _ in range(n_campaigns):
         campaign = Simulated(draw, NOISES["normal"], deviation, worth=planted / 4, unstable=unstable)

@@ -2,12 +2,12 @@
 
     python bench/judge_agent.py --folder runs/campaign --page docs/tries/campaign.html    # an hour on two cores
 
-The agent speaks the Model Context Protocol, as a language model's would, and sees nothing but the judge's answers. It
-plans each proposal and drops those that cost too much. Of the others it asks for three pairs of runs, and for three
-more as long as they look like a gain: the judge's evidence holds whenever it stops. If a change to a decimal number is
-accepted, it proposes half the number next. After its last proposal it ends the campaign. Two of its proposals change
-nothing that matters, so that the page shows what becomes of such changes. The folder must be new; a campaign that was
-interrupted is ended by `gptworks judge --folder F --finish`.
+The agent uses the Model Context Protocol, as a language model would, and sees nothing but the judge's answers. It plans
+each proposal, and drops proposals that cost too much. For every other proposal it asks for three pairs of runs, and for
+three more as long as the change looks like a gain; the judge's evidence is valid whenever the agent stops. If a change
+to a decimal number is accepted, the agent proposes half the number next. After the last proposal it ends the campaign.
+Two of the proposals change nothing that matters, so that the page shows the result of such changes. The folder must be
+new; `gptworks judge --folder F --finish` ends an interrupted campaign.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from mcp import Client, StdioServerParameters
 from gptworks.judge.page import PAGE
 
 MOST_WORK = 1.6
-"""Proposals whose token takes more FLOPs than this, relative to the champion's, are dropped."""
+"""Maximum FLOPs per token of a proposal, relative to the champion's; more expensive proposals are dropped."""
 LOOK, MOST_PAIRS = 3, 15
 """Pairs of runs between two looks at a try, and maximum number of pairs of a try."""
 WAIT_SECONDS = 600

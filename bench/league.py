@@ -11,10 +11,10 @@ gives it the text, TinyShakespeare without its last tenth, and the length. Its s
 after its last step. It competes in the smallest class that holds all its parameters: 1M, 3M or 10M.
 
 A run has a fixed number of steps, so it does not depend on the clock, and a replay gives the same score on the same
-kind of processor. The number is what fits at the speed of a step measured before the run. The time that counts is that
-of the steps of the run itself, with reading batches and the optimizer; not the start, the evaluation and the checkpoint
-after the last step. A run that turns out too slow for its time is stopped before it is scored, and a new one with fewer
-steps begins. Each entry is a line of docs/league.jsonl, with all that a replay needs.
+kind of processor. The speed of a step, measured before the run, determines the number of steps. A run's time is the
+time of its steps, with reading batches and the optimizer, without the start, the evaluation and the checkpoint after
+the last step. A run that turns out too slow is stopped before it is scored, and a new run with fewer steps begins. Each
+entry is a line of docs/league.jsonl, with all that a replay needs.
 """
 
 import argparse
@@ -170,7 +170,7 @@ class Clock:
         return step >= TRIAL * self._steps and seconds + (self._steps - step) * self._step_seconds() > self._limit
 
     def fitting_steps(self) -> int:
-        """Return the number of steps that fit at this speed."""
+        """Return the number of steps that fit in the time at the run's present speed."""
         step, seconds = self._times[-1]
         return max(0, step + int((FITTING * self._limit - seconds) / self._step_seconds()))
 
@@ -236,7 +236,8 @@ def compete(league: League, name: str, seed: int, stop_asked: Callable[[], Any],
 def _train_in_time(
     recipe: Recipe, seconds: float, stop_asked: Callable[[], Any], report: Report
 ) -> tuple[Result | None, Clock]:
-    """Train from the first step, but no longer than it takes to see that the run will not end in time."""
+    """Train from the first step, and return the figures and the clock. A run that will not end in time is stopped, and
+    its figures are None."""
     clock = Clock(recipe, seconds)
     return _train_anew(recipe, lambda: stop_asked() or clock.is_late, report), clock
 

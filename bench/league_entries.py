@@ -10,8 +10,8 @@ from gptworks.files import read_regular
 from gptworks.json_files import MAX_JSON_BYTES, mapping_of
 
 SIZES = {"1M": 1_000_000, "3M": 3_000_000, "10M": 10_000_000}
-"""Most parameters of each class: all of the model's, as `gptworks plan` counts them. Embeddings and other tables count,
-and so do all experts; a tied head counts once."""
+"""Maximum number of parameters in each class, as `gptworks plan` counts them: with embeddings, other tables and all
+experts; a tied head counts once."""
 
 Minutes = Literal[5, 60]
 NAME = r"^[a-z0-9][a-z0-9-]{0,39}$"

@@ -14,13 +14,13 @@ COLUMNS = (
 
 
 def write_page(entries: Sequence[Entry], path: Path) -> None:
-    """Write the page."""
+    """Write the entries as a Markdown page."""
     write_whole(path, page(entries))
 
 
 def tables_of(entries: Sequence[Entry]) -> dict[tuple[str, int], dict[str, list[Entry]]]:
-    """Return the entries by size class and minutes, and then by processor, since only times of one kind of processor
-    compare; fewest bits per byte first. A contender's last entry of a seed counts."""
+    """Return the entries by size class and minutes, and then by processor, since times of different processors are not
+    comparable; fewest bits per byte first. Only the last entry of a contender and seed is included."""
     last = {(one.size, one.minutes, one.processor, one.contender, one.seed): one for one in entries}
     tables = dict[tuple[str, int], dict[str, list[Entry]]]()
     for entry in sorted(last.values(), key=lambda entry: (entry.processor, entry.bits_per_byte)):
@@ -29,7 +29,7 @@ def tables_of(entries: Sequence[Entry]) -> dict[tuple[str, int], dict[str, list[
 
 
 def page(entries: Sequence[Entry]) -> str:
-    """Return the page as Markdown."""
+    """Return the text of the Markdown page."""
     return "\n".join(_lines(entries)) + "\n"
 
 

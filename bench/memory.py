@@ -1,6 +1,8 @@
-"""The memory of a training step, each in its own process: predicted by formula, traced on fake tensors, and measured.
+"""Compare the memory of training steps: predicted by formula, traced on fake tensors, and measured.
 
 python bench/memory.py
+
+Each step is traced and measured in new processes.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""The memory of the ranks of a run: planned, and as their processes hold it, by model, layout and number of ranks.
+"""Compare the planned and the measured memory of a run's ranks, by model, layout and number of ranks.
 
     python bench/memory_of_ranks.py                    # cases of up to 20 GB together
     python bench/memory_of_ranks.py --only fsdp        # cases with this word in their name
 
 Every rank trains three steps with the real loop; a checkpoint is written during the third. The ranks return freed
-memory immediately, so that all their resident memory is in use. The plan is of rank 0, which holds the most: it copies
-the replicated tensors for a checkpoint.
+memory immediately, so that all their resident memory is in use. The plan is for rank 0, which needs the most memory: it
+copies the replicated tensors for a checkpoint.
 """
 
 import argparse
@@ -55,11 +55,11 @@ LAYOUTS = {
 
 
 def watched_rank(out: Path, recipe: Path, overrides: list[str]) -> None:
-    """Train as a rank of a run; write to the file `out`.RANK the bytes by which making and training its model grew this
-    process.
+    """Train as a rank of a run, and write the bytes by which the model and its training grew this process to the file
+    `out`.RANK.
 
-    A narrow model, to which the overrides belong, is trained first in the same way, so that code and threads' stacks
-    are in memory before. The first checkpoint is written while the next step is taken.
+    Before, train a narrow model, which the overrides describe, in the same way, so that code and threads' stacks are
+    already in memory. The first checkpoint is written while the next step is taken.
     """
     torch.set_num_threads(1)
     return_freed_memory()
@@ -104,7 +104,8 @@ def watched_rank(out: Path, recipe: Path, overrides: list[str]) -> None:
 
 
 def recipe_tree(folder: Path, model: dict[str, Any], layout: Layout) -> dict[str, Any]:
-    """Return the recipe of three steps of two micro-batches of 128 tokens on each rank, in float32."""
+    """Write a text and a tokenizer, and return a recipe of three steps in float32. In each step, each rank has two
+    micro-batches of 128 tokens."""
     parallel = {"strategy": "fsdp" if layout.sharding == "fsdp" else "ddp", "tensor_parallel": layout.tensor_parallel}
     text = "".join(f"line {i}: {i * i} times.\n" for i in range(2000))
     (folder / "text.txt").write_text(text, encoding="utf-8")

@@ -1,11 +1,11 @@
 """From text to assistant: train the miniature's phases, then ask each for answers to held-out instructions.
 
-The phases are the base model, instruction tuning, and DPO, on pairs whose rejected answer is about another function.
-An answer follows its instruction if the model ended it with the end token and it has the form of the dataset's answers.
-It is equal if it is the dataset's answer to the letter. That of a docstring is one of many possible, so the shares of
-equal answers are given for all questions and for those whose answer follows from the question.
-Every phase reads the same tokens: the template needs no token that the base lacks. The script fails if a tuned model
-follows fewer than 95% of the instructions or the base 20% or more, or if DPO does not raise the reward margin of
+The phases are the base model, instruction tuning, and DPO on pairs whose rejected answer is about another function. An
+answer follows its instruction if it ends with the end token and has the form of the dataset's answers. An answer is
+equal if it is the dataset's answer to the letter. Many docstrings would be right answers, so the share of equal answers
+is printed for all questions, and for the questions from which the answer follows.
+All phases have the same tokens: the template needs no token that the base lacks. The script fails if a tuned model
+follows fewer than 95% of the instructions, the base follows 20% or more, or DPO does not raise the reward margin of
 held-out pairs.
 
     python bench/pipeline.py [--share 0.1] [--answers 200] [--json]

@@ -1,8 +1,7 @@
 """The learning rates at which bench/experiments.py compares a change: those with which one seed's loss is lowest.
 
 A factor multiplies all rates of a change: AdamW's and Muon's. The baseline's factor is chosen in the same way. The seed
-that chooses takes no part in the comparison. One seed finds a factor that is near the best, not the best for sure: a
-difference is that of the two factors chosen.
+that chooses takes no part in the comparison. One seed finds a factor near the best, which need not be the best itself.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +12,7 @@ from recorded import Place, Result, place_of
 TUNING_SEED = 1
 """The seed whose runs choose the factor."""
 MOST_FACTORS = 4
-"""Number of factors that are tried at most."""
+"""Maximum number of factors that are tried."""
 
 
 def next_factor(losses: Mapping[float, float]) -> float | None:
@@ -49,6 +48,6 @@ def tuning_losses(runs: Iterable[Result], here: Place | None) -> dict[float, flo
 
 
 def tuned_factor(runs: Iterable[Result]) -> float | None:
-    """Return the factor at which a change is compared, that with the lowest loss; None: the search is not over."""
+    """Return the factor with the lowest loss, at which a change is compared; None: the search is not over."""
     losses = tuning_losses(runs, None)
     return min(losses, key=lambda factor: losses[factor]) if next_factor(losses) is None else None

@@ -50,7 +50,7 @@ def place_of(line: Result) -> Place:
 
 
 def _commit() -> str:
-    """Return the repository's commit, with `-dirty` if gptworks' source has changes; empty if git cannot tell."""
+    """Return the repository's commit, with `-dirty` if gptworks' source has changes; empty if git fails."""
     try:
         head = _git("rev-parse", "--short=10", "HEAD")
         return head + ("-dirty" if _git("status", "--porcelain", "--", "src") else "")

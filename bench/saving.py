@@ -2,9 +2,9 @@
 
     python bench/saving.py
 
-The script prints the peak of a step of 4 × 1,024 tokens, traced on fake tensors (nothing is allocated) and measured as
-the growth of a real process's resident memory; with all logits at once (torch's cross-entropy) and with our loss, each
-with and without checkpointing. The plan's formula covers only our loss.
+The script prints the peak memory of a step of 4 × 1,024 tokens: traced on fake tensors (nothing is allocated), and
+measured as the growth of a process's resident memory. The loss is torch's cross-entropy of all logits at once, or our
+chunked one, each with and without checkpointing. The plan's formula covers only our loss.
 """
 
 import argparse

@@ -3,10 +3,11 @@
     python bench/search.py --gigabytes 1 --folder /tmp/search-bench
 
 The text is made of random real lines of Python's standard library and of every installed package, 60 per document. A
-tokenizer of 4,096 tokens, trained on a tenth of them, encodes them until the tokens (two bytes each) reach --gigabytes.
-Phrases are 1 to 64 characters from random positions, some short common words, and some that may not occur. Each is
-searched for twice in the index; one in `--scanned` also by two linear scans: through the decoded text in memory (a
-search in C, as in `grep -F`), and through the tokens, decoded chunk by chunk. The counts must agree.
+tokenizer of 4,096 tokens, trained on a tenth of these lines, encodes them until the tokens (two bytes each) reach
+--gigabytes. Phrases are 1 to 64 characters from random positions, some short common words, and some that may not occur.
+Each is searched for twice in the index. Every `--scanned`-th phrase is also searched for by two linear scans: through
+the decoded text in memory (a search in C, as in `grep -F`), and through the tokens, decoded chunk by chunk. The counts
+must agree.
 """
 
 import argparse
@@ -32,7 +33,7 @@ SHARD_TOKENS, LINES, PIECE = 100_000_000, 60, 1 << 20
 
 
 def lines_of_packages(most_bytes: int) -> list[str]:
-    """Return the distinct lines of fewer than 500 characters in installed Python files, about `most_bytes` of them."""
+    """Return distinct lines of installed Python files, each below 500 characters, about `most_bytes` in all."""
     lines: dict[str, None] = {}
     size = 0
     for name in ("stdlib", "purelib"):
@@ -47,7 +48,7 @@ def lines_of_packages(most_bytes: int) -> list[str]:
 
 
 def make(folder: Path, tokens: int) -> Prepared:
-    """Build the dataset, or use the one of an earlier call."""
+    """Return the dataset, built now or by an earlier call."""
     if (folder / "manifest.json").exists():
         return open_prepared(folder)
     folder.mkdir(parents=True, exist_ok=True)

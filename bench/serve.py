@@ -5,11 +5,11 @@
 The model is GPT-2 124M with random weights and a tokenizer trained on the standard library's sources. 1, 8, 32 and 128
 clients send one prompt after another to /v1/completions (about 64 tokens of the standard library each, all different,
 greedy) and wait for 64 more tokens. `engine` is gptworks without a server: the same requests, as many at once, in one
-process. Only one runs at a time, with all threads; they alternate, and figures are medians over rounds. With
+process. The servers and the engine run in turns, each with all threads; figures are medians over rounds. With
 `--stream`, clients read a stream of events, in which each token is sent separately.
 
-Without --llama-server, it is searched for on PATH; a missing peer is left out, with a message. The clients share one
-process, whose CPU share is printed, and so is each server's CPU share without requests.
+Without --llama-server, the script looks for llama-server on PATH. A missing peer is left out, with a message. All
+clients share one process. The script also prints its CPU share, and each server's CPU share without requests.
 """
 
 import argparse
@@ -63,7 +63,7 @@ PATIENCE_SECONDS = 600
 IDLE_SECONDS = 4
 
 Measure = Callable[[list[str], int], float]
-"""Returns the tokens per second for prompts, given how many of them run at once."""
+"""A function from prompts, and the number of them that run at once, to tokens per second."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,8 @@ def served(port: int, body: dict[str, Any], shares: list[float], prompts: list[s
 
 
 def work_alone(run: Path, orders: Connection) -> None:
-    """Answer each order (prompts, and how many of them run at once) with the engine's tokens per second; None ends the
-    process."""
+    """Answer each order (prompts, and the number of them that run at once) with the engine's tokens per second; None
+    ends the process."""
     engine = load(run, n_slots=max(CONCURRENCY))
     engine.warm_up()
     settings = SamplingSettings(temperature=0, max_tokens=NEW_TOKENS)

@@ -1,7 +1,7 @@
 """Writes instructions with answers about the functions of Python's standard library, read from its own sources.
 
-Three kinds, each with a form that its answer must have: a docstring, a list of parameters, a function's first line.
-The same interpreter gives the same file.
+There are three kinds of answers, each with a fixed form: a docstring, a list of parameters, and a function's first
+line. The same interpreter gives the same file.
 
     python bench/stdlib_instructions.py data/miniature/instructions.jsonl
 """

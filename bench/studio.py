@@ -5,8 +5,8 @@ runs.
     python bench/studio.py                     # 200 runs of 100,000 records: some 5 GB in a temporary folder
     python bench/studio.py --runs 20 --records 10000
 
-Of the curves it prints how long the logs take to be read, how long an answer with the points of all runs takes, and the
-frames per second of scrolling and of zooming by key with all runs drawn. Needs the dev extra and Chromium.
+For the curves, the script prints the time to read the logs, the time of an answer with the points of all runs, and the
+frames per second of scrolling and of zooming by key with all runs drawn. It needs the dev extra and Chromium.
 """
 
 import argparse
@@ -56,7 +56,7 @@ ROUNDS = 7
 
 
 def write_runs(folder: Path, n_runs: int, n_records: int) -> None:
-    """Write runs with falling, jittery losses; all share one text with different numbers, so that writing is fast."""
+    """Write runs with falling, jittery losses. Most records are formatted without `json`, which is faster."""
     draw = random.Random(0)
     for n in range(n_runs):
         run = folder / f"run-{n:03}"

@@ -6,19 +6,19 @@
 Workloads: nanoGPT's character model (10.7M: 6 layers, 6 heads, width 384, context 256) in batches of 16 and 64, and
 GPT-2 124M in batches of 4 × 512; no dropout. The other loops are:
 
-- a textbook's (bench/textbook.py), in fp32 and under bf16 autocast, each compiled too;
-- the same with fused attention: nanoGPT's model and step, rewritten (nanoGPT itself uses bf16 only on GPUs);
-- transformers' Trainer with its defaults, with bf16=True, and compiled;
+- a textbook's (bench/textbook.py), in fp32 and under bf16 autocast, each also compiled;
+- the textbook's with fused attention: nanoGPT's model and step, rewritten (nanoGPT itself uses bf16 only on GPUs);
+- transformers' Trainer with its defaults, with bf16=True, and with bf16=True compiled;
 - litGPT's (bench/litgpt_loop.py), by default compiled and in bf16.
 
 gptworks runs its own training step on its own batches, in the precision it chooses. If the processor has no bf16
 products, or with --precision fp32, only the fp32 loops run, so that one machine can emulate another
 (`ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 GPTWORKS_NATIVE_MARCH=haswell`). Each loop runs in its own process,
-one after the other, in several rounds; ratios are of medians. Tokens are the text's characters, whatever the model's
-vocabulary, which is enlarged if the text has more characters than TinyShakespeare.
+one after the other, in several rounds; ratios are of medians. Tokens are the text's characters, also for GPT-2. The
+character model's vocabulary is enlarged if the text has more characters than TinyShakespeare.
 
-The processor limits the possible ratio to fp32, so rates of large matrix products are measured before each loop and
-printed next to the loops. FLOPs count the model's products, with full attention.
+The processor limits how much faster than fp32 a loop can be, so rates of large matrix products are measured before each
+loop and printed next to the loops. FLOPs count the model's products, with full attention.
 """
 
 import argparse
@@ -76,7 +76,7 @@ WARM_UP_STEPS = 2
 
 
 def available(precision: str, litgpt: Path | None) -> list[str]:
-    """Return the loops that can run here, with bf16 or only in fp32; print which cannot."""
+    """Return the loops that can run here, and print which cannot and why."""
     missing = {
         "bf16": None if precision == "bf16" else "the processor emulates it, or --precision says so",
         "litGPT": None if litgpt else "--litgpt names the interpreter of an environment that has it",

@@ -34,7 +34,7 @@ class Further:
 
 @dataclass(frozen=True)
 class InTime:
-    """A change's loss minus that of a baseline which trains for as long."""
+    """Interval of a change's loss minus the loss of a baseline that trains for as long, and its verdict."""
 
     low: float
     high: float
@@ -53,18 +53,18 @@ class Row:
     parameters: int | None
     """Number of the model's parameters; None: no run finished."""
     comparison: Comparison | None
-    """Last loss minus the baseline's, in nats per token, both at their own factors; None: no seed, text and processor
-    has runs of both."""
+    """Last loss minus the baseline's, in nats per token, both at their own factors; None: the change and the baseline
+    have no runs with the same seed in the same place."""
     step_time: StepTime | None
     """Step time relative to the baseline's, for equally many tokens; None: not measured."""
     verdict: str
     """better, worse, same, no gain, open, withdrawn or failed."""
     further: Further | None
     """The runs that would decide an open verdict; None: the verdict is not open, rates are not tuned, there is no
-    comparison, no change has enough runs to show the noise, or this one has `MOST_RUNS`."""
+    comparison, no change has enough runs to estimate the noise, or this change has `MOST_RUNS`."""
     in_time: InTime | None = None
-    """The comparison in equal time; None: a step takes as long or was not measured, it differs by more than the lengths
-    allow, or a loss has no interval."""
+    """The comparison in equal time; None: the step time equals the baseline's, was not measured, or is beyond half or
+    twice the baseline's, or a loss has no interval."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class Regime:
     baseline: tuple[Result, ...]
     """The finished runs of the baseline that are compared, oldest first."""
     factor: float | None
-    """The baseline's factor; None: it is not known, or the runs at the rates of the recipes are compared, as long as
-    only these have intervals."""
+    """The baseline's factor; None: it is not known, or runs at the recipes' own rates are compared, because only these
+    runs have intervals so far."""
     rows: tuple[Row, ...]
     """By loss, lowest first; then changes without a comparison, then failed ones."""
     runs: tuple[Result, ...]
     worth: float
-    """The smallest difference that matters, in nats per token. Runs before 2026-11-27 do not say how long their tokens
-    are; without later ones, a token counts as a byte."""
+    """The smallest difference that matters, in nats per token. Runs before 2026-11-27 do not record the bytes of a
+    token; without later runs, a token counts as one byte."""
 
 
 def verdict(value: float, margin: float, worth: float) -> str:
@@ -98,7 +98,7 @@ def verdict(value: float, margin: float, worth: float) -> str:
 def regimes_of(results: Sequence[Result], here: Mapping[str, Place] | None = None) -> list[Regime]:
     """Return each regime, in the order of the file. Lines with an earlier recipe of the regime or earlier settings of a
     change are ignored; of a repeated run, only the last line counts. `here` has the place of the next runs, by regime;
-    by default, that of the last run."""
+    by default, the place of the last run."""
     names = dict.fromkeys(line["regime"] for line in results if line["kind"] == "run")
     return [
         _regime(name, [line for line in results if line["regime"] == name], (here or {}).get(name)) for name in names
@@ -161,7 +161,7 @@ def _has_intervals(found: Mapping[str, Comparison]) -> bool:
 
 def compared_runs(runs: Iterable[Result], factors: Mapping[str, float]) -> list[Result]:
     """Return the runs that are compared: those at their change's factor, except those of the tuning seed. Without
-    factors, all at the rates of their recipe."""
+    factors, return all runs at the rates of their recipes."""
     if not factors:
         return [run for run in runs if factor_of(run) == 1]
     return [run for run in runs if run["seed"] != TUNING_SEED and factor_of(run) == factors.get(run["change"])]

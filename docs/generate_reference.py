@@ -30,8 +30,8 @@ PAGES = {
     "objective": ("`objective`", "objective", []),
     "adapter": ("`adapter`", "adapter", ["LoRAConfig"]),
 }
-"""Of each page of settings: its title, the place in a recipe, and its sections in order; those that have a `type` are
-found by the rest of a name."""
+"""Title, place in a recipe, and sections in order, for each page of settings. `KINDS` finds the sections with a
+`type`."""
 KINDS = {
     "tokenizer": "Tokenizer",
     "sources": "Source",
@@ -40,13 +40,13 @@ KINDS = {
 }
 GENERATED = "<!-- Written by docs/generate_reference.py; edit the descriptions in the source instead. -->"
 MOST = 10**9
-"""Larger bounds only catch slips of the keyboard and are left out."""
+"""Larger bounds only catch typing mistakes, so the pages leave them out."""
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 ON_RESUME = {"refused": "no", "recorded": "recorded", "allowed": "yes"}
 
 
 def pages() -> dict[str, str]:
-    """The text of every page by its file's name."""
+    """Return the text of every page by its file's name."""
     schema = Recipe.model_json_schema()
     sections = {**schema["$defs"], "Recipe": schema}
     settings = {name: "\n".join(settings_page(name, sections)) for name in PAGES}
@@ -57,7 +57,7 @@ def pages() -> dict[str, str]:
 
 
 def index_page() -> Iterator[str]:
-    """The list of pages."""
+    """Yield the list of pages."""
     yield "# Reference\n"
     yield "Generated from the settings and the commands; the [guide](../guide.md) shows how they work together.\n"
     yield "* [Commands](commands.md): every command with its arguments and options"
@@ -69,7 +69,7 @@ def index_page() -> Iterator[str]:
 
 
 def settings_page(name: str, sections: dict[str, Any]) -> Iterator[str]:
-    """The settings of a part of a recipe."""
+    """Yield the settings of a part of a recipe."""
     title, _, listed = PAGES[name]
     yield f"# {title}\n"
     yield (
@@ -85,7 +85,7 @@ def settings_page(name: str, sections: dict[str, Any]) -> Iterator[str]:
 
 
 def tasks_page() -> Iterator[str]:
-    """The settings of evaluation tasks."""
+    """Yield the settings of evaluation tasks."""
     yield "# Evaluation tasks\n"
     yield "A task is a YAML file with the settings of its `type`; [Evaluating](../topics/evaluating.md) shows one.\n"
     for kind in get_args(AnyTask):
@@ -95,7 +95,7 @@ def tasks_page() -> Iterator[str]:
 
 
 def section_lines(schema: dict[str, Any], kind: type[Section], by_type: bool) -> Iterator[str]:
-    """A heading, what the section is, and a table of its settings."""
+    """Yield a section's heading, its description, and a table of its settings."""
     fields: dict[str, Any] = dict(schema["properties"])
     heading = f"`type: {fields.pop('type')['const']}`" if by_type else kind.__name__
     yield f"## {heading}\n"
@@ -116,7 +116,7 @@ def section_lines(schema: dict[str, Any], kind: type[Section], by_type: bool) ->
 
 
 def class_named(name: str) -> type[Section]:
-    """The section of this name."""
+    """Return the class of the section with this name."""
     found: list[type[Section]] = [Section]
     for one in found:
         found += one.__subclasses__()
@@ -124,7 +124,7 @@ def class_named(name: str) -> type[Section]:
 
 
 def default_of(schema: dict[str, Any]) -> str:
-    """A setting's default as YAML would have it."""
+    """Return a setting's default as YAML writes it, or a word for it."""
     if "default" not in schema:
         return "*derived*"
     default = schema["default"]
@@ -136,7 +136,7 @@ def default_of(schema: dict[str, Any]) -> str:
 
 
 def value_of(schema: dict[str, Any]) -> str:
-    """What a setting may be, with its bounds."""
+    """Return a description of a setting's values, with their bounds."""
     if "$ref" in schema:
         return linked(schema["$ref"].rpartition("/")[2])
     if "const" in schema:
@@ -164,7 +164,7 @@ def value_of(schema: dict[str, Any]) -> str:
 
 
 def linked(section: str) -> str:
-    """A link to the section's table."""
+    """Return a link to the section's table."""
     for page, (_, _, listed) in PAGES.items():
         if section in listed:
             return f"[{section}]({page}.md#{section.lower()})"
@@ -172,18 +172,18 @@ def linked(section: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text for a cell of a table."""
+    """Return the text with pipes and line breaks escaped, for a cell of a table."""
     return text.replace("|", "\\|").replace("\n", "\\n")
 
 
 def text_of(text: str) -> str:
-    """Prose for a page: names with an underscore become code, and `<` and `*` stay as they are written."""
+    """Return prose for a page: names with an underscore become code, and `<` and `*` are escaped."""
     parts = re.split(r"(`[^`]*`)", re.sub(r"(?<![`\w./-])([\w.]*\w_\w[\w.]*\w)(?![`\w])", r"`\1`", text))
     return "".join(re.sub(r"([<*])", r"\\\1", part) if index % 2 == 0 else part for index, part in enumerate(parts))
 
 
 def commands_page() -> Iterator[str]:
-    """Every command's help."""
+    """Yield every command's help."""
     yield "# Commands\n"
     yield "`gptworks COMMAND --help` prints the same. Commands that print results accept `--json`.\n"
     root = typer.main.get_command(app)
@@ -191,7 +191,7 @@ def commands_page() -> Iterator[str]:
 
 
 def command_lines(command: Any, context: Any) -> Iterator[str]:
-    """A command and those below it."""
+    """Yield the help of a command and of its subcommands."""
     inner: dict[str, Any] = getattr(command, "commands", {})
     if context.parent is not None and not inner:
         yield f"## {context.command_path}\n"
@@ -207,7 +207,7 @@ def command_lines(command: Any, context: Any) -> Iterator[str]:
 
 
 def parameter_rows(parameters: list[Any], context: Any) -> Iterator[str]:
-    """A row of a table for each argument and option."""
+    """Yield a row of a table for each argument and option."""
     for one in parameters:
         if (record := one.get_help_record(context)) is not None:
             name = record[0] if one.param_type_name == "option" else record[0].partition(" <")[0]

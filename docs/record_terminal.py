@@ -4,10 +4,10 @@
     python docs/record_terminal.py record demo.cast "gptworks train demo" "gptworks generate runs/demo …"
     python docs/record_terminal.py draw demo.cast docs/images/demo.svg
 
-The recording is an asciinema v2 cast, which asciinema can play too; its markers say where a command starts and ends.
+The recording is an asciinema v2 cast, which asciinema can play too; its markers show where a command starts and ends.
 The drawing has no script: CSS shows each line of text from the moment it was written until it changed. A command that
-takes much longer than --most seconds is played faster, and the drawing says how much faster while it plays; of a pause
-without output it keeps a second.
+takes much longer than --most seconds is played faster, with a caption that states the speed. A pause without output is
+cut to a second.
 """
 
 import argparse
@@ -31,16 +31,16 @@ import pyte
 COLUMNS, ROWS = 100, 28
 PROMPT = "\x1b[1m$\x1b[0m "
 KEY_SECONDS, PAUSE_SECONDS = 0.04, 1.0
-"""Between two typed characters; before a command is typed."""
+"""Pauses between two typed characters, and before a command is typed."""
 
 FRAME_SECONDS, LAST_SECONDS = 0.125, 6.0
-"""From one state of the drawing to the next at least; how long the last one stays."""
+"""Minimum time between two states of the drawing, and time for which the last state stays."""
 
 WAIT_SECONDS = 1.0
 """The longest pause between two outputs that the drawing keeps."""
 
 CELL, LINE, MARGIN, BAR = 8.4, 18, 18, 36
-"""Width and height of a character, the frame around the text, and the bar above it, in pixels."""
+"""Width and height of a character, margin around the text, and height of the bar above the text, in pixels."""
 
 GROUND, INK, MUTED = "#16181d", "#e9eaec", "#9aa1ac"
 COLOURS = {
@@ -53,11 +53,11 @@ COLOURS = {
     "cyan": "5cc0af",
     "white": "e9eaec",
 }
-"""Those that a terminal names; it gives all others by their values."""
+"""Hex values of the colours that pyte gives by name; it gives other colours as hex values."""
 
 
 class Event(NamedTuple):
-    """One line of a cast. A marker's text is the command that starts there; it is empty where one ends."""
+    """One line of a cast. A marker's text is the command that starts there; it is empty where a command ends."""
 
     seconds: float
     kind: str  # o for output, m for a marker
@@ -65,7 +65,7 @@ class Event(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """An event when the drawing shows it, and how much faster than it happened what follows is played."""
+    """An event, the time at which the drawing shows it, and the speed at which the drawing plays what follows."""
 
     seconds: float
     event: Event
@@ -74,7 +74,8 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the roll of paper that a terminal shows the end of; it stays until another one, or for good."""
+    """One state of a line of the whole output, numbered from its first line. It is visible until `end`; None: it
+    stays."""
 
     number: int
     svg: str
@@ -93,7 +94,7 @@ class Roll(pyte.Screen):
 
 
 def record(commands: list[str]) -> Iterator[Event]:
-    """Type each command at a prompt and run it."""
+    """Type each command at a prompt and run it; yield the events."""
     started = time.monotonic()
 
     def event(kind: str, text: str) -> Event:
@@ -114,7 +115,7 @@ def record(commands: list[str]) -> Iterator[Event]:
 
 
 def output(command: str) -> Iterator[str]:
-    """What a command writes to a terminal of its own."""
+    """Yield the text that a command writes to its own pseudo-terminal."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (ROWS, COLUMNS))
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "LINES": str(ROWS)}
@@ -126,7 +127,7 @@ def output(command: str) -> Iterator[str]:
     while True:
         try:
             data = os.read(ours, 1 << 16)
-        except OSError:  # Linux says so that nobody has the other end open any more
+        except OSError:  # Linux raises this when no process has the other end open
             break
         if not data:
             break
@@ -137,7 +138,7 @@ def output(command: str) -> Iterator[str]:
 
 
 def timed(events: list[Event], most: float) -> list[Moment]:
-    """When each event is shown, so that no command is shown for much longer than `most` seconds."""
+    """Return the moment at which each event is shown; no command is shown for much longer than `most` seconds."""
     ends = iter([event.seconds for event in events if event.kind == "m" and not event.text])
     moments = []
     now, last, faster = 0.0, 0.0, 1.0
@@ -151,7 +152,7 @@ def timed(events: list[Event], most: float) -> list[Moment]:
 
 
 def shown(moments: list[Moment]) -> tuple[list[Line], list[tuple[float, int]]]:
-    """All lines that are ever shown; and from when on how many lines have left the screen."""
+    """Return all states of lines ever shown, and each time at which lines left the screen, with their number so far."""
     screen = Roll(COLUMNS, ROWS)
     stream = pyte.Stream(screen)
     current: dict[int, tuple[str, float]] = {}
@@ -174,7 +175,7 @@ def shown(moments: list[Moment]) -> tuple[list[Line], list[tuple[float, int]]]:
 
 
 def line_svg(characters: list[pyte.screens.Char]) -> str:
-    """The text of a line with its colours and width, as the end of a <text> element; nothing for an empty line."""
+    """Return a line's text with its colours and width, as the end of a <text> element; empty for an empty line."""
     length = len("".join(c.data for c in characters).rstrip())
     if not length:
         return ""
@@ -188,7 +189,7 @@ def line_svg(characters: list[pyte.screens.Char]) -> str:
 
 
 def to_svg(moments: list[Moment]) -> str:
-    """The recording as a picture that moves by CSS alone; where motion is unwanted, it shows the last state."""
+    """Return the recording as an SVG that CSS animates; with prefers-reduced-motion, it shows the last state."""
     total = moments[-1].seconds + LAST_SECONDS
     lines, left = shown(moments)
     names: dict[tuple[float, float | None], str] = {}

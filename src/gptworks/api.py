@@ -142,7 +142,7 @@ def evaluate(
         harness: names of lm-evaluation-harness tasks, or YAML files of such tasks.
         calibration: measure whether tokens predicted with probability p are right in a share p of cases.
         memorization: measure the share of the model's text that is copied from the training text.
-        stride: number of tokens between the starts of windows; None: the context length, for `text` half of it.
+        stride: number of tokens between the starts of windows; None: the context length, or half of it for `text`.
         by_position: also measure each eighth of the context.
         compressors: also measure gzip and xz on the same text.
         precision: precision of matrix products, except in tasks and the harness; None: the run's own.
@@ -150,7 +150,7 @@ def evaluate(
             loading are saved under their own name, such as text-book-int8.
         device: auto, cpu, cuda or mps.
         save: write the results, except those of the validation split, to the run folder and its model card.
-        report: called with a message for each damaged checkpoint, in whose place another is measured.
+        report: called with a message for each damaged checkpoint; an intact one is measured instead.
         prepare: finds or builds the shards of the run's own text; None: `gptworks.prepare`, without reports.
         progress: called with the number of items or tokens done, and their total; not called by the harness.
 

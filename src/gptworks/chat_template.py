@@ -83,7 +83,7 @@ _PROBE = ({"role": "user", "content": "question"}, {"role": "assistant", "conten
 _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 MOST_KEPT = 4
-"""Maximum number of tokenizers that `_rest` caches: at most two for each guard, which depends on clients' texts."""
+"""Maximum number of tokenizers that `_rest` caches. Clients' texts determine the keys, so there may be many."""
 
 
 class ChatTemplate:
@@ -432,8 +432,8 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 def find_chat_template(config: TokenizerConfig) -> str | None:
-    """Return the source of the chat template that a recipe's tokenizer section names, or else that its folder has; None
-    if there is none.
+    """Return the source of the chat template that a recipe's tokenizer section names, or else of the template in the
+    tokenizer's folder; None if there is none.
 
     Raises:
         UserError: neither a built-in template nor a file has the name given; or as `read_templates`.

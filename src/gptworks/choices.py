@@ -1,6 +1,6 @@
 """Types of options that are one of several names, and default sampling settings, in Python and commands.
 
-A small module, so that `--help` is fast.
+The module is small, so that `--help` is fast.
 """
 
 import operator
@@ -28,7 +28,7 @@ ExportFormat = Literal["hf", "gguf", "html"]
 ExportPrecision = Literal["fp32", "bf16", "fp16"]
 """Precision of the weights in a Hugging Face folder."""
 HTMLWeights = Literal["int8", "int4", "bf16", "fp32"]
-"""Number format of the matrices in a model in one HTML file."""
+"""Number format of the matrices in an HTML export."""
 GGUFType = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 """Tensor type of the matrices in a GGUF file."""
 
@@ -56,7 +56,7 @@ SAMPLING = Sampling()
 
 
 class Rule:
-    """What a sampling setting does, and its bounds by pydantic's names: ge, gt, le, lt."""
+    """Help text and bounds of a sampling setting. The bounds have pydantic's names: ge, gt, le, lt."""
 
     _WORDS: ClassVar = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -82,4 +82,4 @@ SAMPLING_RULES = {
     "dry_base": Rule("DRY: factor by which the penalty grows with each repeated token.", ge=1, le=10),
     "dry_allowed_length": Rule("DRY: tokens that may be repeated without a penalty.", ge=1, le=50),
 }
-"""The settings that a recipe or a generation_config.json may state. OpenAI's API has ranges of its own."""
+"""Rules of the sampling settings that a recipe or a generation_config.json may state. OpenAI's API has other ranges."""

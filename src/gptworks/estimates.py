@@ -218,7 +218,7 @@ def rehearse(
         working: called with a description; returns a context for the rehearsal, such as a progress bar.
 
     Raises:
-        UserError: for the reasons of `plan`. What a check of the recipe finds wrong is in the sheet instead.
+        UserError: for the reasons of `plan`. Faults that a check of the recipe finds are in the sheet instead.
     """
     from gptworks.runs.rehearsal_sheet import RehearsalSheet
     from gptworks.training.rehearsal.dress import DISK_GB_PER_SECOND
@@ -239,8 +239,8 @@ def _check_positive(**options: float | None) -> None:
 
 
 def is_preset(target: RecipeLike) -> bool:
-    """Whether a target is a preset's name, or counts as a misspelled one: it is no URL and no existing or YAML path,
-    and its closest name is not a shipped recipe's."""
+    """Whether a target is a preset's name, or counts as a misspelled one. Existing paths, YAML paths, URLs and names
+    closest to a shipped recipe's do not count."""
     from gptworks.files import is_url
     from gptworks.presets import PRESETS
     from gptworks.recipes import shipped_paths

@@ -1,4 +1,4 @@
-"""The processors, instructions and memory that this process may use, also in a container; without importing torch."""
+"""Find the processors, instructions and memory that this process may use, also in a container. Needs no torch."""
 
 import ctypes
 import functools

@@ -98,8 +98,8 @@ _NOTHING = ("null", "~", "None", "")
 def _value_of(location: tuple[Any, ...], text: str) -> Any:
     """Return the value of an override's text, by the type of the setting at `location`.
 
-    Numbers are decimal. Paths and texts are taken literally; names to choose from, too, but without quotes. Settings of
-    other types, such as truth values, lists and sections, are parsed as YAML, or taken literally if that fails.
+    Numbers are decimal. Paths and texts are taken literally; names to choose from lose their quotes. Settings of other
+    types, such as truth values, lists and sections, are parsed as YAML, or taken literally if that fails.
     """
     from gptworks.config import Recipe
     from gptworks.config.explain import leaves, sections_at

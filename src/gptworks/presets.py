@@ -20,7 +20,7 @@ def preset(name: str) -> ModelConfig:
 def expand_preset(settings: Settings) -> Settings:
     """Return the settings with the key `preset` replaced by that preset's settings; other keys override these.
 
-    Settings that the preset does not state are left out, so that those derived from others follow a changed `d_model`.
+    The result lacks settings that the preset does not state, so that derived defaults follow a changed `d_model`.
 
     Raises:
         UserError: no preset has this name.
@@ -64,7 +64,7 @@ def _llama(
 
 
 def _modern(vocab_size: int, d_model: int, n_layers: int, context_length: int) -> Settings:
-    """Settings of the default architecture for small models: choices from training speedruns that other tools support.
+    """Settings of the default architecture for small models, with choices from speedruns that other tools support.
 
     RoPE, RMSNorm, QK-norm, SwiGLU of 8/3 the width, zero-initialized projections, a tied head; 64 channels per head.
     ReLU² is as good at this size, but no architecture of Hugging Face or llama.cpp combines it with QK-norm.
@@ -82,8 +82,8 @@ GPT3_SIZES = {
     "125m": (768, 12, 12), "350m": (1024, 24, 16), "760m": (1536, 24, 16), "1.3b": (2048, 24, 16),
     "2.7b": (2560, 32, 32), "6.7b": (4096, 32, 32), "13b": (5120, 40, 40), "175b": (12288, 96, 96),
 }  # fmt: skip
-"""d_model, n_layers and n_heads of GPT-3's sizes (Brown et al., 2020, table 2.1), except two that do not fit each other
-there: 1.3b has 16 heads, not 24, and 13b has a width of 5120, not 5140."""
+"""d_model, n_layers and n_heads of GPT-3's sizes (Brown et al., 2020, table 2.1). Two values that contradict the
+table's head widths are corrected: 1.3b has 16 heads, not 24, and 13b has a width of 5120, not 5140."""
 
 _GPT3 = {f"gpt3-{size}": _gpt2(50_257, *shape, 2048, init="xavier") for size, shape in GPT3_SIZES.items()}
 

@@ -1,7 +1,7 @@
 """Read, override, check and save recipes.
 
 A recipe is a YAML file with sections such as `model`, `tokenizer`, `data` and `train`. `load_recipe` reads it, applies
-`key.path=value` overrides, completes model and tokenizer from the run that it starts from, and refuses unknown keys,
+`key.path=value` overrides, completes model and tokenizer from the run in `initialize_from`, and refuses unknown keys,
 wrong types and contradictory settings before any work begins.
 """
 
@@ -255,7 +255,7 @@ def parse_recipe(tree: dict[str, Any], origin: str = "recipe", overrides: Mappin
         overrides: overrides already applied, by key; a message about such a setting names its override, not the file.
 
     Raises:
-        UserError: a setting is wrong, or the model contradicts that of the run.
+        UserError: a setting is wrong, or the model contradicts the run's.
     """
     if isinstance(tree.get("model"), dict):
         tree = {**tree, "model": expand_preset(tree["model"])}

@@ -105,7 +105,8 @@ class TensorFile:
         owner: str = "the recipe's model",
         fix: str = "Restore the file from a copy, or use another checkpoint.",
     ) -> None:
-        """
+        """Read the file's header, and check its tensors against `wanted`.
+
         Args:
             wanted: tensors that the file must contain, and no others; None: any finite tensors of known dtypes.
             inside: see `stored_tensors`.

@@ -47,7 +47,7 @@ _PLAIN = {None, *(_TAG + kind for kind in ("null", "bool", "int", "float", "time
 
 
 class Origin(str):
-    """The name of a YAML file in messages, which knows the file's text, so that a message can state a line."""
+    """A YAML file's name for messages. It also has the file's text, so that messages can state line numbers."""
 
     text = ""
 

@@ -1,4 +1,4 @@
-"""The command line: one function per command, which imports what it needs when it runs."""
+"""The command line. Each command is a function that imports its dependencies when it runs."""
 
 import io
 import logging
@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Use": (generate.generate, generate.chat, serve.serve, studio.studio),
     "Convert": (convert.export, convert.quantize, convert.import_),
 }
-"""Heading in the help → the commands under it."""
+"""Commands by their heading in the help."""
 
 for heading, commands in COMMANDS.items():
     for command in commands:
@@ -92,8 +92,8 @@ def _open_standard_streams() -> None:
 
 
 def _print_any_text() -> None:
-    """Print ? for characters that the output's encoding lacks, such as cp1252, instead of failing. In files and pipes
-    on Windows, use UTF-8 instead of a code page, unless PYTHONIOENCODING is set."""
+    """Make stdout and stderr print ? for characters that their encoding lacks, instead of failing. On Windows, let
+    files and pipes use UTF-8 instead of a code page, unless PYTHONIOENCODING is set."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             is_windows_file = sys.platform == "win32" and not stream.isatty()

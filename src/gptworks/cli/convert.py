@@ -152,7 +152,7 @@ def quantize(
 ) -> None:
     """Write a quantized copy of a run.
 
-    Prints how its predictions on held-out text differ from the run's.
+    Prints how the copy's predictions on held-out text differ from the run's.
     """
     from gptworks.device import choose_device
     from gptworks.runs.quantized import quantize_run

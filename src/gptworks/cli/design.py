@@ -160,7 +160,7 @@ def plan(
 ) -> None:
     """Estimate a run's FLOPs, memory, time and disk.
 
-    Needs no weights, and builds a model only with --measure, which takes real steps; --device this times this machine.
+    Needs no weights, and builds a real model only with --measure. With --device this, measures this machine's speed.
     Exit code 2: a setting is wrong, or figures are unknown since data is missing. Exit code 3: the run does not fit on
     the device.
     """

@@ -159,7 +159,7 @@ def generate(
 
 
 def _generate_held_out(engine: "Engine", run: Path, n: int, settings: "SamplingSettings", as_json: bool) -> None:
-    """Continue `n` beginnings of the run's held-out data, and say by which rule they are chosen."""
+    """Print continuations of `n` beginnings in the run's held-out data, and the rule that chose the beginnings."""
     from gptworks.data.beginnings import beginnings, rule
     from gptworks.data.shards import TokenShards
     from gptworks.recipe import load_recipe

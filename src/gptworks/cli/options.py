@@ -62,7 +62,7 @@ Resume = Annotated[bool, Option("--resume", help="Continue what the folder holds
 Force = Annotated[bool, Option("--force", help="Start even if it should not fit in memory.")]
 Slide = Annotated[bool, Option("--slide", help="When the context is full, continue from its last half.")]
 
-# A model or run to plan, its devices and their node, shared by `plan` and `rehearse`.
+# The model or run to plan, the devices and their node: options shared by `plan` and `rehearse`.
 Target = Annotated[
     str,
     Argument(
@@ -93,7 +93,7 @@ HostMemoryGiB = Annotated[float | None, Option(help="Memory of the host of a nod
 
 
 def _sampling(name: str) -> Any:
-    """Return the option of a sampling setting whose default a model may override. None: the option is not given."""
+    """Return the option of a sampling setting. It is None if not given, so that a model may override the default."""
     default = f"{getattr(SAMPLING, name):g}, or the model's own"
     return Option(help=SAMPLING_RULES[name].help, show_default=default)
 

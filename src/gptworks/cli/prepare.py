@@ -44,8 +44,8 @@ def preparing() -> "Iterator[Report]":
 
 
 def prepare_with_progress(recipe: "AnyRecipe", merge: bool = False) -> "Prepared":
-    """Return the recipe's dataset, built with progress bars or reused. Print which it is, and what was not read, as
-    notices.
+    """Return the recipe's dataset, built with progress bars or reused. Print notices about the dataset, and about files
+    that were not read.
 
     Args:
         merge: instead of building, join the parts that were built separately.

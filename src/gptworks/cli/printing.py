@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print text on stdout in its own encoding; where that is ASCII, click would print UTF-8."""
+    """Print text on stdout in the stream's own encoding, unlike click, which writes UTF-8 to an ASCII stream."""
     print(text, end=end, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The command rehearse."""
+"""The command that rehearses a run on many GPUs: rehearse."""
 
 from typing import Annotated
 
@@ -33,7 +33,8 @@ def rehearse(
     """Rehearse a run on many GPUs, on this machine.
 
     Does what can be done without the GPUs: a step on fake tensors, and the placement and collectives of the first and
-    last rank. Each line is shown here, planned, or not checked. Exit code 3: the run does not fit on the device.
+    last rank. Marks each result as shown here, planned, or not checked. Exit code 3: the run does not fit on the
+    device.
     """
     from gptworks.estimates import rehearse as rehearse_recipe
 

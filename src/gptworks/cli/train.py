@@ -33,7 +33,7 @@ def train(
 
     Writes its results to the run folder (run_dir=...).
 
-    Processes that torchrun or `gptworks launch` starts train the model together.
+    If torchrun or `gptworks launch` starts several processes, they train the model together.
     """
     with working("starting"):
         from gptworks.api import train_here
@@ -131,7 +131,7 @@ def launch(
     from gptworks.training.signals import exits_unfinished
 
     if on == "local":
-        context.with_resource(exits_unfinished())  # until `Agent` passes signals on to the ranks
+        context.with_resource(exits_unfinished())  # as long as no `Agent` passes signals on to ranks
 
     from gptworks.api import settings_of, with_changes
     from gptworks.launch.job import Job, check_job, parse_gpus, parse_nodes, parse_pairs

@@ -131,7 +131,7 @@ class Section(Bounded):
 
     removed: ClassVar[Mapping[str, Any]] = {}
     """Settings that were removed because experiments showed no gain, with the values that turned them off: recipes in
-    run folders of earlier versions have those."""
+    run folders of earlier versions have these values."""
 
     @model_validator(mode="before")
     @classmethod

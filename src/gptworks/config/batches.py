@@ -40,7 +40,8 @@ def in_whole_numbers(given: Mapping[str, Any], context_length: int) -> dict[str,
     that is not below the context.
 
     Raises:
-        ValueError: `max_steps` is missing for a share of the run, or a share of the context is no whole token count.
+        ValueError: a share of the run is given without `max_steps`, or a share of the context is not a whole number of
+            tokens.
     """
     steps = given.get("max_steps")
     found = {name: _in_steps(name, given[name], steps) for name in _IN_STAGES if _is_pairs(given.get(name))}

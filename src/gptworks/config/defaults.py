@@ -17,8 +17,8 @@ RATE, RATE_WIDTH = 0.02, 512
 models this rate is divided by the square root of the ratio of widths, as a precaution. Muon's rate does not change."""
 
 ADAMW_RATE_TIMES_WIDTH, HIGHEST_ADAMW_RATE = 0.5, 0.003
-"""Learning rate of optimizers that do not orthogonalize, multiplied by the width, and its maximum. This rate, inverse
-to the width (Yang et al., 2022), is 0.7 to 1.6 times that in table 2.1 of Brown et al. (2020)."""
+"""Learning rate of optimizers that do not orthogonalize, multiplied by the width, and the maximum of the rate. The
+rate, inverse to the width (Yang et al., 2022), is 0.7 to 1.6 times the rate in table 2.1 of Brown et al. (2020)."""
 
 TUNING_RATE_TIMES_WIDTH, HIGHEST_TUNING_RATE = 0.0768, 1e-3
 """AdamW's learning rate for fine-tuning, multiplied by the width (1e-4 × 768), and the maximum of the rate."""

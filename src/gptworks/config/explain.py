@@ -34,7 +34,7 @@ _MEMBER = re.compile(r"bool|int|float|str|none|(literal|tuple|list|dict|constrai
 """Matches the type names that pydantic appends to an error's location if a setting allows several plain types."""
 
 MOST_FAULTS = 50
-"""Maximum number of errors to explain: for each, an unknown name may be compared with all known names."""
+"""Maximum number of errors to explain. It limits the time for comparing unknown names with all known names."""
 
 
 def explain(error: ValidationError, root: type[Section], origin: str, overrides: Mapping[str, str]) -> str:

@@ -70,7 +70,7 @@ class FileSource(Section):
 
     @property
     def sums(self) -> tuple[str, ...]:
-        """The sha256 of each URL's file; empty if the recipe gives none."""
+        """The sha256 of each URL's file, or of the file at `path`; empty if the recipe gives none."""
         return _several(self.sha256)
 
     @property

@@ -4,14 +4,14 @@
     Confined.ask(question) ──► a line of JSON ──► set the limits, answer, lift them
                            ◄── a line of JSON ◄──
 
-A child that exceeds a limit dies, `Task.abandon` kills a child whose answer is no longer needed, and a child that has
-grown by more than `keep_bytes` is ended; then the next question starts another child. Other children are reused: a
-start takes about 0.1 s, an answer 0.1 ms.
+Children are reused, since a start takes about 0.1 s and an answer 0.1 ms. A child ends early in three cases: it exceeds
+a limit; `Task.abandon` kills it because its answer is no longer needed; or it has grown by more than `keep_bytes`. The
+next question then starts another child.
 
 The time limit is for the child's CPU time, so that a busy machine accepts the same questions as an idle one. The memory
 limit is for the growth of the child's address space after the question arrives (RLIMIT_AS). macOS does not enforce
 RLIMIT_AS: there, only the time limit applies, which also limits how much memory can be allocated. Windows has neither
-limit: there, the parent kills a child that has not answered within the seconds of its limit and `START_SECONDS`.
+limit: there, the parent kills a child that has not answered within its time limit plus `START_SECONDS`.
 """
 
 import contextlib

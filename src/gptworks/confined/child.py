@@ -14,7 +14,7 @@ Answer = Callable[[Any], Any]
 
 
 def serve(prepare: Callable[[Any], Answer]) -> None:
-    """Answer questions until the parent closes the pipe. `prepare` makes the `Answer` from the first one, the setup."""
+    """Answer questions until the pipe closes. `prepare` makes the `Answer` from the first question, the setup."""
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # send what libraries print to stderr: it must not look like replies
     answer: Answer | None = None
@@ -67,8 +67,8 @@ def limit_growth(limit: str, n_bytes: int) -> None:
 
 
 HAS_LIMITS = hasattr(signal, "setitimer")
-"""Whether the system limits a process's CPU time and, on Linux, its memory: not Windows, where the parent ends a child
-that takes long."""
+"""Whether the system can limit a process's CPU time and, on Linux, its memory. False on Windows, where the parent kills
+a child that takes too long."""
 
 
 def _limit(seconds: float, n_bytes: int) -> None:

@@ -7,8 +7,8 @@ system: the interpreter and the system's libraries, read-only, and a folder in m
 
 Namespaces and limits do not cover all of the kernel: RLIMIT_AS does not count System V shared memory, semaphores and
 message queues, a process inherits the caller's session keyring, and AF_VSOCK reaches a virtual machine's host. A
-seccomp filter refuses the system calls for these, others that a program does not need, such as ptrace and mount, and
-all that are newer than Linux 5.0.
+seccomp filter therefore refuses the system calls for these features. It also refuses calls that a program does not
+need, such as ptrace and mount, and all calls that are newer than Linux 5.0.
 """
 
 import contextlib
@@ -205,8 +205,8 @@ def _become_program(seconds: int, memory_bytes: int) -> None:
 
 
 def _leave_session_keyring() -> None:
-    """Replace the caller's session keyring with an empty one: system calls other than keyctl, which the filter refuses,
-    can use a keyring too."""
+    """Replace the caller's session keyring with an empty one, because some system calls that the filter allows can use
+    a keyring."""
     if _libc.syscall(_KEYCTL[os.uname().machine != "x86_64"], _JOIN_SESSION_KEYRING, None) < 0:
         error = ctypes.get_errno()
         if error not in (errno.ENOSYS, errno.EPERM):  # the kernel has no keyrings, or refuses keyctl

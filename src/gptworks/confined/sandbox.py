@@ -6,8 +6,8 @@ sizes, and is killed when its time is over. A seccomp filter refuses system call
 System V shared memory and queues) or that read the caller's keyrings. Without namespaces and filter, no program is run.
 
 Not guaranteed: tests and program share an interpreter, so a program that targets this harness can claim to have passed.
-The program cannot know the token that confirms its end in advance, since the parent makes this random token only after
-the end. And kernels have bugs: run malicious programs in a virtual machine.
+A fixed output is not enough for this: a random token confirms the program's end, and the parent makes this token only
+after the program has reported its end. Kernels have bugs: run malicious programs in a virtual machine.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ class Sandbox:
 
     def run(self, program: str, timeout_seconds: float, memory_mib: int) -> str:
         """Run one program and return its outcome; see `run_all`."""
-        from gptworks.confined import jail  # it imports modules that only Linux has
+        from gptworks.confined import jail  # jail imports modules that only Linux has
 
         source = program.encode("utf-8", "replace")
         limits = [str(int(timeout_seconds) + 1), str(memory_mib << 20), str(DISK_BYTES)]

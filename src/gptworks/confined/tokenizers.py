@@ -34,7 +34,7 @@ _PARTS = ("normalizers", "pretokenizers", "decoders")
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Check that a tokenizer cannot lengthen a text, or take time for it, without limit.
+    """Check that there are limits to how much a tokenizer lengthens a text, and to the time that it takes.
 
     Raises:
         UserError: a component breaks a rule. The message names the component and the rule.
@@ -145,11 +145,12 @@ _QUANTIFIER = re.compile(r"(?:[*+?]|\{(\d*)(,?)(\d*)\})([+?]?)")
 
 
 def slow_pattern(pattern: str) -> str | None:
-    """Return why a pattern may take exponential time, or a high power of the text's length, or that it is too long to
-    check; None if it is safe.
+    """Return the reason why a pattern may be slow or cannot be checked; None if it is safe.
 
+    A slow pattern takes time that is exponential in the text's length, or a high power of it.
     Time can be exponential only if a repeated group can match a text in several ways: by a quantifier inside, or by
-    alternatives. The power is at most the number of consecutive long repetitions. Patterns of released models have two.
+    alternatives. The power is at most the number of consecutive long repetitions, of which the patterns of released
+    models have at most two.
     """
     if len(pattern) > _MAX_PATTERN:
         return f"it has more than {_MAX_PATTERN:,} characters"

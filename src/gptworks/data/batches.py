@@ -67,8 +67,8 @@ class Batches:
     An epoch of a dataset visits each of its windows once, in a shuffled order. The windows are adjacent. The first one
     begins at a random position, so the cuts between windows differ from epoch to epoch.
 
-    A sample of given data and weights depends only on the seed and on its position, the number of samples before it in
-    the run. The sizes of batches and micro-batches only decide how many samples are read together.
+    For given data and weights, a sample depends only on the seed and on its position: the number of samples before it
+    in the run. The sizes of batches and micro-batches only decide how many samples are read together.
 
     Args:
         stretches: the token range of each dataset; None: the split is a single dataset.
@@ -115,7 +115,7 @@ class Batches:
         return np.array([self.start(epoch, window) for epoch, window in places], dtype=np.int64)
 
     def items(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """Return each sample's epoch of its dataset, and its window's number over all datasets: two arrays [n]."""
+        """Return two arrays [n]: each sample's epoch in its dataset, and its window's number over all datasets."""
         datasets, numbers = self._shares.draw(samples)
         epochs, found = np.empty_like(samples), np.empty_like(samples)
         for dataset in np.unique(datasets).tolist():

@@ -1,4 +1,4 @@
-"""Choose beginnings of held-out text for samples from a model, by a rule that does not depend on any model."""
+"""Choose beginnings of held-out text for a model to continue, by a rule that does not depend on the model."""
 
 import re
 from collections.abc import Sequence
@@ -48,13 +48,13 @@ def rule(shards: TokenShards, n: int, most_tokens: int) -> str:
 def beginnings(
     shards: TokenShards, tokenizer: Tokenizer, n: int, most_tokens: int, n_following: int = 0
 ) -> list[Beginning]:
-    """Return at most `n` beginnings in the validation split, chosen as `rule` states: equal data gives equal ones.
+    """Return at most `n` beginnings in the validation split, chosen as `rule` states. Equal data gives equal ones.
 
     Args:
         shards: the validation split.
         most_tokens: maximum number of tokens in a text's beginning; a conversation's beginning goes up to an answer.
-        n_following: number of tokens in `Beginning.follows` of a conversation, and about the minimum of a text, unless
-            the document ends before.
+        n_following: number of tokens in `Beginning.follows`: exact for a conversation, about the minimum for a text;
+            fewer where the document ends.
 
     Raises:
         UserError: the split has too little text.
@@ -87,8 +87,8 @@ def _long_documents(shards: TokenShards, most_tokens: int) -> list[int]:
 
 
 def _in_documents(shards: TokenShards, n_long: int, n: int) -> bool:
-    """Return whether to begin inside documents: fewer than `n` are long, or the manifest does not state that whole
-    documents are held out, so that the split may hold ends of documents."""
+    """Return whether to begin inside documents: if fewer than `n` are long, or if the split may hold ends of documents.
+    It may, unless the manifest states that whole documents are held out."""
     made_from = shards.manifest.made_from
     settings = made_from.get("validation")
     stated = settings.get("by") if isinstance(settings, dict) else None

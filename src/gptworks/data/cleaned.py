@@ -118,7 +118,8 @@ def read_texts(data: DataConfig) -> Texts:
 
 
 def cleaned_texts(work: Path, data: DataConfig, report: Report) -> Texts:
-    """Clean a dataset's text if the recipe has filters; return its sources. Jobs cleaned earlier in `work` are skipped.
+    """Return a dataset's sources and jobs, after cleaning the text if the recipe has filters. Jobs that were cleaned
+    earlier in `work` are not cleaned again.
 
     Raises:
         UserError: a source is broken, or no document is left.
@@ -136,7 +137,7 @@ def cleaned_texts(work: Path, data: DataConfig, report: Report) -> Texts:
 def _clean_jobs(
     work: Path, jobs: list[Job], settings: Filters, processes: int, report: Advance
 ) -> tuple[list[Job], tuple[FilterCounts, ...]]:
-    """Clean the jobs that are not cleaned yet. Return jobs over the cleaned documents, and each filter's counts."""
+    """Clean the jobs that are not cleaned yet. Return jobs that read cleaned documents, and each filter's counts."""
     left = [job for job in jobs if not (_folder(work, job.number) / _COUNTS).exists()]
     for _ in in_order(left, _job_cleaner, (work, settings), processes, report):
         pass
@@ -224,7 +225,7 @@ def _compare(work: Path, jobs: list[Job], duplicates: Duplicates) -> None:
 
 
 def _count(counts: dict[int, FilterCounts], source: CleanedDocuments, sizes: np.ndarray, verdicts: Verdicts) -> None:
-    """Add a job's documents to the duplicate filters' counts. The second filter sees only what the first kept."""
+    """Add a job's documents to the duplicate filters' counts. The second filter sees only those that the first kept."""
     seen = np.ones(len(verdicts), dtype=np.bool_)
     for number, one in counts.items():
         kept = seen & (verdicts != number)

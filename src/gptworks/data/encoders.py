@@ -2,7 +2,7 @@
 
 gigatoken implements the patterns of some tokenizers by hand and caches the tokens of each word. It is used only for
 byte-level BPE, with tokens renumbered in the order of the merges and without special tokens. The two libraries have
-different Unicode versions: `tokenizers` encodes texts with a character that they classify differently.
+different Unicode versions. So `tokenizers` encodes each text with a character that they may classify differently.
 """
 
 import functools
@@ -42,7 +42,7 @@ class _Unsuitable(Exception):
 
 
 def plain_encoder(tokenizer: Tokenizer, reason: str = "") -> Encoder:
-    """Return an encoder that uses the tokenizer itself, and `reason` as the reason for it."""
+    """Return an encoder that uses the tokenizer itself; `reason` becomes its `Encoder.reason`."""
 
     def encode(texts: list[str]) -> list[Ids]:
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings(tokenizer, texts)]
@@ -203,7 +203,7 @@ def _has_doubtful(text: str) -> bool:
 
 @functools.cache
 def _known() -> np.ndarray[Any, np.dtype[np.int8]]:
-    """Return the state of every code point: _SAME class in both libraries, _DOUBTFUL, or _NOT_COMPARED so far."""
+    """Return the state of every code point: _SAME (class in both libraries), _DOUBTFUL, or _NOT_COMPARED so far."""
     known = np.full(0x110000, _DOUBTFUL, dtype=np.int8)
     known[:_COMPARED] = _NOT_COMPARED
     known[:0x80] = _SAME
@@ -211,8 +211,8 @@ def _known() -> np.ndarray[Any, np.dtype[np.int8]]:
 
 
 def _doubtful(start: int, end: int) -> np.ndarray[Any, np.dtype[np.int8]]:
-    """Return the state of each code point: _DOUBTFUL if only one library may take it for a letter, a number or white
-    space, else _SAME."""
+    """Return the state of each code point: _DOUBTFUL if the libraries may classify it differently (as a letter, a
+    number, white space or other), else _SAME."""
     points = np.array([point for point in range(max(start, 0x80), end) if not 0xD800 <= point < 0xE000], np.uint32)
     characters = points.tobytes().decode("utf-32-le")
     classes = characters
@@ -235,8 +235,8 @@ def _doubtful(start: int, end: int) -> np.ndarray[Any, np.dtype[np.int8]]:
 
 @functools.cache
 def _probe() -> Any:
-    """Return a tokenizer that shows gigatoken's class of a character by the byte before it that its first byte merges
-    with: `a` for a letter, `1` for a number, `!` for any other character except white space."""
+    """Return a tokenizer that shows gigatoken's class of a character: the character's first byte merges with an `a`
+    before a letter, with a `1` before a number, and with a `!` before any other character except white space."""
     import gigatoken
 
     merges = [(before, byte) for before in "!1a" for byte in _LEADS]
@@ -249,8 +249,8 @@ def _probe() -> Any:
 # white space around them; at '\r'; and at an apostrophe with the letters after it, which llama3 cuts after 's, 't, 're,
 # 've, 'm, 'll, 'd. So these pieces are cut out of the text: `tokenizers` encodes each piece once, and gigatoken encodes
 # the rest. The pattern never looks before the start of a token, and looks only one character beyond white space. So a
-# cut between two tokens changes neither token, unless white space is on its left. If it is uncertain whether tokens end
-# at a cut, `tokenizers` encodes the whole text.
+# cut between two tokens changes neither token, unless white space precedes the cut. If it is uncertain whether tokens
+# end at a cut, `tokenizers` encodes the whole text.
 _SPACES = "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
 _SIGNS = "\xa1-\xa9\xab-\xb1\xb4\xb6-\xb8\xbb\xbf\u2010-\u2027\u2030-\u205e"  # not letters in any Unicode version
 _OTHER = rf"[^\0-\x7f{_SIGNS}]"

@@ -29,7 +29,7 @@ _PLACES = ("path", "url", "sha256")
 
 
 def made_from(recipe: AnyRecipe) -> dict[str, Any]:
-    """Return everything that decides the contents of the dataset, and the origin of its text, as JSON.
+    """Return everything that decides the contents of the dataset, and the origin of its text, as a dict for JSON.
 
     Raises:
         UserError: a source or a file of the tokenizer is missing.
@@ -46,7 +46,7 @@ def made_from(recipe: AnyRecipe) -> dict[str, Any]:
     if data.snippets:  # the version of Python decides which texts are Python
         made["snippets_by"] = [SNIPPETS_VERSION, *platform.python_version_tuple()[:2]]
     if data.validation.by != "tail" and not data.clean and any(map(_may_divide_texts, data.texts)):
-        made["held_out_whole"] = True  # earlier datasets lack this: parts of a held-out text may be in their training
+        made["held_out_whole"] = True  # older datasets lack this key: they may train on parts of held-out texts
     return made | ({"clean_files": clean_signature(data.clean)} if data.clean else {})
 
 

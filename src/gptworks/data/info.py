@@ -46,9 +46,10 @@ class Amount:
 
 @dataclass(frozen=True)
 class Bin:
-    """A histogram bin: the number of documents of `at_least` tokens, a power of two, to less than twice that length."""
+    """A histogram bin: the number of documents with `at_least` tokens or more, but less than twice `at_least`."""
 
     at_least: int
+    """A power of two."""
     documents: int
 
 
@@ -116,7 +117,7 @@ class Info:
     held_out_in_training: int
     """Number of validation documents that have the same tokens as a training document."""
     languages: Languages | None
-    """Languages of the training text; None if there is none, or if the library that guesses them is not installed."""
+    """Languages of the training text; None if the split is missing, or the library that guesses is not installed."""
     cleaning: tuple[Cleaning, ...]
     """Counts of filters, one entry for each dataset that has filters."""
 

@@ -115,7 +115,7 @@ def run_jobs(
 
     Args:
         report: called with the bytes of text encoded since the last call; the first call counts the finished jobs.
-        say: called once for each library that encodes, with a line that names it and the reason.
+        say: called with each new line that names an encoding library and the reason for choosing the library.
 
     Raises:
         UserError: a source is broken, or the tokenizer cannot read the text.
@@ -195,8 +195,8 @@ class _JobWriter:
 
 
 def batch_bytes() -> int:
-    """Return the size of the text to encode in one call: enough for the threads of this process, or for
-    `_MOST_THREADS` if it has more."""
+    """Return the bytes of text to encode in one call: `_BATCH_BYTES` for each thread of this process, counting at most
+    `_MOST_THREADS` threads."""
     threads = int(os.environ.get("RAYON_NUM_THREADS") or usable_cpus())
     return _BATCH_BYTES * min(threads, _MOST_THREADS)
 

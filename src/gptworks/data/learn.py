@@ -43,8 +43,8 @@ _DOCUMENTS_WORTH_A_SPLIT = 20
 
 
 def split_by(data: DataConfig, sources: Sequence[SourceConfig | Source]) -> ValidationSplit:
-    """Return the settings of the validation split. Instead of `auto`, they state document for conversations and pairs,
-    and document or tail for text, depending on the cleaned text."""
+    """Return the settings of the validation split. If they state `auto`, it becomes document for conversations and
+    pairs, and document or tail for text, depending on the cleaned text."""
     if data.validation.by != "auto":
         return data.validation
     by_document, by_tail = (data.validation.model_copy(update={"by": by}) for by in ("document", "tail"))
@@ -60,7 +60,7 @@ def iter_records(data: DataConfig) -> Iterator[Conversation | Pair]:
 
 
 def held_out_of(data: DataConfig, validation: ValidationSplit) -> float:
-    """Return the fraction of the data's prompts to hold out, raised if it holds out none; see `fraction_held_out`."""
+    """Return the fraction of the data's prompts to hold out; see `fraction_held_out`."""
     return fraction_held_out((record.prompt for record in iter_records(data)), validation.fraction)
 
 

@@ -106,8 +106,8 @@ def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Pat
         trained: returns the folder of the tokenizer trained on the text of all datasets; None if it is not trained.
 
     Raises:
-        UserError: a folder is not a dataset of text or lacks the part that a member names, or the datasets or the
-            recipe have different tokenizers.
+        UserError: a folder is not a dataset of text or lacks the part that a member names, or the datasets'
+            tokenizers differ from each other or from the recipe's tokenizer.
     """
     data = recipe.data
     folders = {member.name: member.dataset for member in data.mixture if member.dataset is not None}
@@ -137,7 +137,7 @@ def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Pat
 
 
 def find_mixed(members: Sequence[Member], cache_dir: Path) -> Prepared | None:
-    """Open the folder that holds exactly these members: one that they share, or one that `mixed` made; None if neither.
+    """Open the dataset of exactly these members: a folder that they share, or one that `mixed` made; else None.
 
     Raises:
         UserError: the datasets have different tokenizers, or a file of the folder was changed.

@@ -32,7 +32,7 @@ class Prepared:
 
 
 def find_of_run(recipe: Recipe, run_dir: Path, fingerprint: str) -> Prepared | None:
-    """Find the dataset that a run was trained on, even if its sources are gone; None if it is not found.
+    """Open the dataset that a run was trained on, even if the dataset's sources are gone; None if it is not found.
 
     The search covers `data.cache_dir` and the built datasets that the recipe's mixture names. Relative paths are looked
     up in the current folder and in the four folders above the run, because a trial of a sweep is four folders below the
@@ -61,7 +61,7 @@ def datasets_in(caches: Iterable[Path], named: Iterable[Path] = ()) -> Iterator[
 def open_prepared(folder: str | Path) -> Prepared:
     """Open and check a dataset that `prepare` made; first fetch it, if the folder is the mirror of a remote one.
 
-    The contents of the tokenizer's files are compared with the manifest; of the shards, only the sizes are.
+    The tokenizer's files are compared with the manifest by content, and the shards only by size.
 
     Raises:
         UserError: the folder is not a dataset, or a file in it is missing or was changed.

@@ -89,8 +89,8 @@ def build_part(
 ) -> Path:
     """Do the Kth of N parts of the work on a dataset of text. Return the work folder.
 
-    Each part may be done on another machine. Then `merge_parts` makes the dataset from the folder `jobs` in the work
-    folder, which must hold the jobs of all machines: share the work folder, or copy them there.
+    Each part may be done on another machine. Then `merge_parts` makes the dataset from the jobs of all machines, which
+    must be in the folder `jobs` of the work folder: share the work folder, or copy the jobs there.
 
     Raises:
         UserError, RunError: see `prepare`; UserError also if K is not from 1 to N, or the recipe has a mixture,

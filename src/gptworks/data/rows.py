@@ -60,8 +60,8 @@ class Row:
         texts: Sequence[tuple[int, Sequence[Piece]]],
         answer: Literal["chosen", "rejected"] | None = None,
     ) -> Self:
-        """Return a row of these texts, one after the other. `texts`: each text's number of inputs, and its pieces;
-        here, `Piece.at` is an index in the text."""
+        """Return a row of these texts in order. `texts` has each text's number of inputs, and its pieces, whose `at` is
+        an index in the text."""
         ids, places = [inputs[:0]], [np.empty(0, dtype=np.int64)]
         pieces: list[Piece] = []
         at = shown = 0
@@ -78,7 +78,7 @@ class Row:
         )  # fmt: skip
 
     def part(self, first: int, n: int) -> Self:
-        """Return the row of n inputs from `first` on. This row must hold only one text."""
+        """Return n inputs from `first` on as a new row. The original row must hold a single text."""
         ends = [*(one.at for one in self.pieces[1:]), len(self.ids)]
         pieces = [
             Piece(one.document, one.first + max(first - one.at, 0), max(one.at - first, 0))

@@ -1,7 +1,7 @@
 """The samples that a run reads: windows of text, rows of conversations, preference pairs, or prompts.
 
-Batches depend only on (shards, settings, seed, position), except for prompts, whose answers the model writes; exact
-resuming relies on this. A position counts samples from the start of the run, including those that rollbacks have
+Batches depend only on (shards, settings, seed, position), so a run can resume exactly. Prompts are an exception: the
+model writes their answers. A position counts samples from the start of the run, including those that rollbacks have
 skipped.
 
 Shapes: B samples, T tokens.
@@ -29,15 +29,15 @@ from gptworks.errors import UserError
 
 Batch = tuple[Tensor, ...]
 """Inputs and targets, int64 [B, T] each; the target of an input is the next token, or −100 if it is not learned. If
-rows hold several texts, a third tensor [B, T] has each token's position in its own text, and a fourth, int32 [B, K],
-where each text starts (see `GPT.features`). An objective may add further tensors."""
+rows hold several texts, two tensors follow: each token's position in its own text, int64 [B, T], and the index at which
+each text starts, int32 [B, K] (see `GPT.features`). An objective may add further tensors."""
 
 
 class Samples(ABC):
-    """The training samples of a recipe's run, as `train.batch_size` counts them, and its validation sequences."""
+    """The training samples of a recipe's run, in the unit of `train.batch_size`, and the run's validation sequences."""
 
     item_name: ClassVar[str]
-    """What an item of the training split is, for messages."""
+    """The noun for an item of the training split in messages."""
     per_epoch: int
     """Number of samples in an epoch."""
     n_validation: int
@@ -49,10 +49,10 @@ class Samples(ABC):
         """
         Args:
             folder: the dataset's folder, made by `prepare`.
-            verify: compare the files of the shards with their sha256, and their ids with the vocabulary.
+            verify: compare the shards' files with their sha256, and the token ids with the vocabulary.
 
         Raises:
-            UserError: files are missing or changed, or there is too little text.
+            UserError: files are missing or changed, there is too little text, or the data does not fit the objective.
         """
         self.recipe, self.context_length = recipe, recipe.row_length
         self.train_shards = TokenShards(folder, "train", verify=verify)
@@ -61,7 +61,7 @@ class Samples(ABC):
 
     @abstractmethod
     def _open(self) -> None:
-        """Arrange the tokens of both splits in samples."""
+        """Arrange the tokens of both splits as samples."""
 
     @property
     def n_items(self) -> int:
@@ -78,7 +78,7 @@ class Samples(ABC):
         examples a row joins."""
 
     def item(self, position: int) -> tuple[int, int]:
-        """Return the epoch of the sample at `position` (in a mixture, of its dataset), and the index of its item.
+        """Return the epoch and the item index of the sample at `position`. Datasets of a mixture have their own epochs.
 
         Raises:
             UserError: the sample was made during the run and was not kept.
@@ -90,11 +90,11 @@ class Samples(ABC):
         return shuffled(np.arange(first, first + size), self.per_epoch, self.recipe.seed)
 
     def epochs(self, position: int) -> dict[str, float]:
-        """Return, by name, how many epochs of each dataset of a mixture precede a position; empty without a mixture."""
+        """Return each dataset's epochs before a position, by its name in the mixture; empty without a mixture."""
         return {}
 
     def held_out(self, n_sequences: int) -> Iterator[Batch]:
-        """Yield at most `n_sequences` (0: all) evenly spaced sequences [T] of the validation split, for its loss.
+        """Yield at most `n_sequences` (0: all) evenly spaced sequences [T] of the validation split.
 
         Raises:
             NotImplementedError: the samples are preference pairs or prompts.
@@ -184,7 +184,7 @@ class AnswerPairs(Samples):
         return numbers
 
     def of(self, split: str, pairs: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of both answers of these pairs, in the order of `batch`."""
+        """Return inputs and targets of the pairs with these indices, in the order of `batch`."""
         answers = [self.pairs[split].answer(pair, side) for side in (0, 1) for pair in pairs]
         return padded(answers, self.context_length)
 
@@ -253,7 +253,7 @@ def open_samples(recipe: Recipe, folder: Path, verify: bool = False) -> Samples:
 
 
 _ROUND_TOKENS = 32
-"""The width of padded batches is a multiple of this or the context length, so that kernels see fewer shapes."""
+"""The width of a padded batch is a multiple of this, or the context length, so that kernels see fewer shapes."""
 
 
 def padded_width(longest: int, context_length: int) -> int:

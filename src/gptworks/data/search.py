@@ -162,7 +162,7 @@ class SearchIndex:
         return sum(block.n_tokens for block in self._blocks if _opened(block) is None)
 
     def build(self, threads: int | None = None, report: Progress = lambda done, total: None) -> None:
-        """Write the missing blocks of the index. If this is interrupted, finished blocks are kept.
+        """Write the missing blocks of the index. If the call is interrupted, finished blocks are kept.
 
         Args:
             threads: number of blocks to sort in parallel, each with about 7 bytes of memory per byte of text; None: one
@@ -251,8 +251,8 @@ class SearchIndex:
         """Return the number of occurrences of a phrase, and some of the occurrences.
 
         Args:
-            most: maximum number of occurrences to return: the first ones, or any if an index file has more than 65,536
-                of them.
+            most: maximum number of occurrences to return. They are the first ones, unless an index file has more than
+                65,536 occurrences.
 
         Raises:
             UserError: the phrase cannot be searched, or the index is not complete or does not fit the tokens.

@@ -107,7 +107,7 @@ class ShardWriter:
 
 @contextlib.contextmanager
 def split_writers(folder: Path, dtype: Dtype, shard_tokens: int) -> Iterator[dict[Split, ShardWriter]]:
-    """Yield a writer for each split, on which to call `finish`. If an error ends the work, close the open files."""
+    """Yield a writer for each split; the caller must `finish` each. If an error ends the work, close the open files."""
     writers = {split: ShardWriter(folder, split, dtype, shard_tokens) for split in SPLITS}
     try:
         yield writers

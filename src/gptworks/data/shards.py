@@ -33,9 +33,9 @@ MAX_MANIFEST_BYTES = 1 << 26
 TOKENIZER_FOLDER = "tokenizer"
 
 EXAMPLE = ("record", "text", "question", "answer", "flags")
-"""Columns stored for each example: number of its record, from 0; hashes (ignoring case and white space) of its text,
-of the turns before its last answer, and of that answer; the sum of its flags, which are defined below. The hashes are 0
-for the examples of preference pairs, and of the flags, only NO_END can be set."""
+"""Columns stored for each example: the number of its record, from 0; hashes of its text, of the turns before its last
+answer, and of that answer; the sum of its flags, which are defined below. The hashes ignore case and white space. The
+examples of preference pairs have hashes of 0, and no flag except NO_END."""
 
 NO_END, ALTERED, EMPTY, UNANSWERED, SWAPPED = 1, 2, 4, 8, 16
 """Flags, in this order: an answer has no end token; the template changes an answer; an answer is empty; no answer is
@@ -85,8 +85,8 @@ class Origin(Section):
     shape: str
     records: int
     unread: dict[str, tuple[int, int]] = Field(default_factory=dict)
-    """Keys of records (`tools`) and turns (`turn.name`) that other programs honour and gptworks does not read, each
-    with the count of the records that have it and the number of the first of them."""
+    """Maps each key that other programs honour and gptworks does not read to two numbers: the number of records with
+    the key, and the number of the first such record. Keys of turns begin with `turn.`, such as `turn.name`."""
 
 
 class SplitFiles(Section):
@@ -162,8 +162,8 @@ class Manifest(Section):
     splits: dict[Split, SplitFiles]
     origins: tuple[Origin, ...] = ()
     validation_text_sha256: str | None = None
-    """sha256 of the held-out text before encoding, which is the same for every tokenizer; of a mixture, sha256 of its
-    parts' values. null: conversations."""
+    """sha256 of the held-out text before encoding, which is the same for every tokenizer. For a mixture, the sha256 of
+    its parts' values; null for conversations."""
     parts: tuple[Part, ...] = ()
     """The datasets of a mixture, in order; empty: the folder is one dataset."""
     cleaning: dict[str, Any] | None = None
@@ -188,7 +188,7 @@ class Manifest(Section):
         return bool(self.origins)
 
     def where(self, record: int) -> str:
-        """Return the name of the file or dataset that a record is from, and the record's number in it, from 1.
+        """Return the place of a record, for messages: the name of its file or dataset, and its number there, from 1.
 
         Args:
             record: index of the record among those of all origins, from 0.
@@ -258,7 +258,8 @@ class TokenShards:
 
     Args:
         verify: compare every file with its sha256 and every id with the vocabulary, unless this process has done so
-            since the file last changed. Give False to read no tokens, or if another process has verified them.
+            since the file last changed. Give False if another process has verified them, or to open the split without
+            reading its tokens.
 
     Raises:
         UserError: the split or a file is missing, or a file's size is not the manifest's; with `verify`, also if a

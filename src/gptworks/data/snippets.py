@@ -1,7 +1,7 @@
 """Snippets: extra documents for training, each a few statements from inside a Python file.
 
 A file begins with comments, a docstring or imports, so a model that has read only whole files has hardly seen a text
-that begins with `for` or `with`. The prompts that people type often begin so.
+that begins with `for` or `with`. But people often type prompts that begin with such statements.
 """
 
 import ast
@@ -20,7 +20,7 @@ MOST_LINES = 40
 MOST_CHARACTERS = 200_000
 """Maximum characters of a text to parse: Python takes seconds and much memory for some longer texts."""
 MOST_DEPTH = 200
-"""Maximum levels of a syntax tree. Python parses some deeper trees, to a depth that depends on the caller's stack."""
+"""Maximum levels of a syntax tree. Whether Python can parse deeper trees depends on the caller's stack."""
 
 _ALSO_IN_PROSE = (ast.Assign, ast.Expr)
 _KINDS = (
@@ -30,14 +30,14 @@ _KINDS = (
 """Kinds of statements that a snippet may begin with."""
 
 Place = tuple[int, tuple[int, ...]]
-"""Index of a snippet's first line, and the possible indices of its end, one after its last line."""
+"""Index of a snippet's first line, and its possible ends, each as the index one after the last line."""
 
 
 def with_snippets(parts: Iterable[tuple[Split, Piece]], share: float) -> Iterator[tuple[Split, Piece]]:
-    """Yield the parts, and the snippets of the training documents among them; a held-out document gives none.
+    """Yield the parts, and snippets of the training documents among them.
 
-    Only documents of one piece give snippets. Snippets come after many documents, so that a row seldom has a snippet
-    and its file, from which the model could copy the snippet.
+    Held-out documents, and documents of several pieces, give no snippets. Snippets come after many documents, so that a
+    row seldom has both a snippet and its file, from which the model could copy the snippet.
 
     Args:
         share: size of the snippets as a share of the Python files' size, on average. 0: no snippets.
@@ -66,9 +66,9 @@ def snippets(text: str, share: float) -> list[str]:
     """Return snippets of a Python file: statements that follow each other anywhere in it, with the comment before them
     and without their indentation.
 
-    The choice depends only on the arguments. Of the kinds of statements in `_KINDS`, those that the file has are drawn
-    equally often, so that `while` is not rarer than assignments. A text that is not Python, has nothing but assignments
-    and expressions, or is longer than `MOST_CHARACTERS` gives none.
+    The choice depends only on the arguments. Each kind of statement in `_KINDS` that the file has is drawn equally
+    often, so that `while` is not rarer than assignments. A text gives no snippets if it is not Python, has nothing but
+    assignments and expressions, or is longer than `MOST_CHARACTERS`.
 
     Args:
         share: size of the snippets as a share of the text's size, on average.
@@ -89,7 +89,7 @@ def snippets(text: str, share: float) -> list[str]:
         snippet = textwrap.dedent("\n".join(lines[first : chance.choice(ends)])) + "\n"
         if _parsed(snippet) is None:  # it begins with `elif`, or contains only part of a string
             continue
-        if chance.random() * len(snippet) > left:  # a short file, too, has its share on average
+        if chance.random() * len(snippet) > left:  # a random choice: short files, too, reach the share on average
             break
         found.append(snippet)
         left -= len(snippet)
@@ -114,7 +114,7 @@ def _places(lines: list[str]) -> dict[type, list[Place]]:
         for parent in level:
             for name in ("body", "orelse", "finalbody"):
                 block = getattr(parent, name, [])
-                for number, one in enumerate(block if isinstance(block, list) else []):  # a lambda's body is no list
+                for number, one in enumerate(block if isinstance(block, list) else []):  # not a list: a lambda's body
                     if isinstance(one, _KINDS) and (place := _place(block[number : number + MOST_LINES], lines)):
                         places.setdefault(type(one), []).append(place)
         level = [child for parent in level for child in ast.iter_child_nodes(parent)]

@@ -89,7 +89,7 @@ class Speller:
         self._tokenizer, self._spellings = tokenizer, token_spellings(tokenizer)
 
     def spell(self, token: int) -> tuple[str, list[int] | None]:
-        """Return a text unique to the token, and the token's bytes (None if tokens do not spell bytes)."""
+        """Return the text to show for a token, and the token's bytes (None if tokens do not spell bytes)."""
         if self._spellings is None:
             name = self._tokenizer.id_to_token(token) or ""  # SentencePiece writes a space as ▁
             return name.replace("▁", " ") if isinstance(self._tokenizer.decoder, decoders.Sequence) else name, None

@@ -19,8 +19,8 @@ def split_documents(
     end; the piece in which the tail begins is yielded as two.
 
     Args:
-        opening: returns the first piece of the document that the first of `pieces` continues. Called only with
-            "document", and only if that piece does not begin a document. None: it begins one.
+        opening: returns the first piece of the document inside which `pieces` begin. Called only with "document", and
+            only if the first of `pieces` does not begin a document. None: it begins one.
     """
     if validation.by == "tail":
         yield from _split_tails(pieces, validation.fraction)

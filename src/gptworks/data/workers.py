@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 Advance = Callable[[int], None]
-"""Function to call with the bytes of text done since the last call."""
+"""Function to call with the number of bytes of text done since the last call."""
 
 Report = Callable[[str, int, int | None], None]
 """Function to call with the stage ("waiting", "cleaning", "sample", "tokenizer", "merging", "shards"), the bytes of

@@ -16,7 +16,7 @@ from gptworks.planning.params import count_parameters, require_vocab_size
 from gptworks.units import counted, readable
 
 DEFAULT_LENGTH = 16
-"""Default number of tokens; reference document 002 uses as many."""
+"""Default number of tokens, the same as in reference document 002 (published.py)."""
 REPEATS = 5
 
 
@@ -52,7 +52,8 @@ class Demonstration:
 
 
 def demonstrate(config: ModelConfig, length: int = DEFAULT_LENGTH) -> Demonstration:
-    """Run a model with random weights on `length` random tokens, on the CPU in fp32.
+    """Return the shapes, loss and time of a forward pass with random weights on `length` random tokens, on the CPU in
+    fp32.
 
     Raises:
         UserError: `length` is not between 1 and the context, the vocabulary size is unknown, or this machine has too

@@ -93,7 +93,8 @@ def _serial(attention: list[Row], mlp: list[Row], width: int) -> Iterator[Line]:
 
 
 def _parallel(attention: list[Row], mlp: list[Row], width: int) -> Iterator[Line]:
-    """Yield the lines of two boxes that both read the block's input; a line to the second passes right of the first."""
+    """Yield the lines of two boxes that both read the block's input. The line to the second box runs to the right of
+    the first box."""
     yield f"║     ├────┬{'─' * (width - 15)}╮ ║", ""
     yield from _branch(attention, width - 16, "│ ║")
     yield f"║     │    ╭{'─' * (width - 15)}╯ ║", ""

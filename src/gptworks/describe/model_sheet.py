@@ -1,4 +1,4 @@
-"""The sheet of a model as JSON: its parts and those of one block, with the cost of each, and the totals."""
+"""The data sheet of a model as JSON: the parts of the model and of one block, the cost of each part, and the totals."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True)
 class ModelSheet:
-    """The sheet of a recipe's model."""
+    """The data sheet of a recipe's model, which converts to JSON with the block of one layer."""
 
     recipe: Recipe
     shapes: Mapping[str, Shape]

@@ -37,7 +37,7 @@ def to_html(sheet: Sheet) -> str:
 
 
 def architecture(c: ModelConfig) -> Markup:
-    """Return a drawing of the data flow through the model and one block, like that of `diagram` for a terminal."""
+    """Return a drawing of the data flow through the model and one block, as `diagram` draws it for a terminal."""
     return html.flow_boxes(flow(c), stack(c), f"B × T × {c.vocab_size:,}", c.parallel_residual)
 
 
@@ -67,12 +67,12 @@ def _memory(sheet: Sheet) -> Markup:
 
 
 Share = tuple[str, str, float]
-"""A segment of a bar: the part's kind, which decides the colour; its name; its amount."""
+"""A segment of a bar: kind of the part, which decides the colour; name of the part; amount."""
 
 
 def _shares(sheet: Sheet) -> Markup:
-    """Draw bars of each part's share of the parameters, with experts also of those active for a token, and of the
-    FLOPs."""
+    """Draw a bar with the parts' shares of the parameters and a bar with their shares of the FLOPs. For a model with
+    experts, also draw a bar of the parameters active for a token."""
     count, flops = sheet.parameters, sheet.flops
     stored = dict.fromkeys(NAMES, 0)
     for group in count.groups.values():

@@ -52,7 +52,7 @@ class Part:
     tensors_of: tuple[str, ...] = ()
     """Other modules whose tensors the part uses: a tied head uses the token embedding's."""
     drawn: str = ""
-    """Name of the part's operation in a drawing, next to `weights` and `shape`; empty: only `more_rows` are drawn."""
+    """Name of the part's operation in a drawing, next to `weights` and `shape`; if empty, only `more_rows` is drawn."""
     more_rows: tuple[Row, ...] = ()
     """Further operations in a drawing. One row may cover several parts, such as query, key and value."""
 
@@ -99,7 +99,7 @@ def parts(c: ModelConfig, layer: int | None = 0) -> list[Part]:
     """Return the parts of the model and of one of its blocks, in the order of the data flow.
 
     Args:
-        layer: index of the block; None: the parts that any block has, described as in the first block.
+        layer: index of the block; None: the parts that at least one block has, described as in the first block.
     """
     return [*_input(c), *_attention(c, layer), *_mlp(c), *_output(c)]
 

@@ -57,7 +57,7 @@ def tables(
     Args:
         details: add more figures, FLOPs by part, other precisions and layouts, and the memory of inference.
         unmeasured: advice to print if the machine's speed is unknown.
-        affordable: the training that a given time or budget suffices for, for a table of it; None if neither was given.
+        affordable: the training that a given time or budget suffices for, shown as a table; None if neither was given.
     """
     yield Table((plan.recipe.name, "plan"), "ll", _facts(plan, details, unmeasured))
     if affordable is not None:
@@ -166,8 +166,8 @@ def _checkpoints(plan: Plan) -> str:
 
 
 def _objective(plan: Plan) -> str:
-    """Return a line on how the figures count an objective's rows, and on the passes and weights that it adds; empty if
-    there is neither."""
+    """Return text on the rows, extra passes and extra weights of the objective that the figures count; empty if there
+    are none."""
     objective = plan.recipe.objective
     paired, answers = objective.rows_per_sample == 2, "text" not in objective.sources
     counted = {

@@ -40,8 +40,8 @@ KINDS = {
     "query_key_value": "attention", "attention_scores": "scores", "output_projection": "attention",
     "laboratory": "attention", "future_heads": "head",
 }  # fmt: skip
-"""Kind, which decides the colour, of each group of parameters and each part of the FLOPs; unlisted parts of the FLOPs
-are mlp."""
+"""Maps each group of parameters and each part of the FLOPs to its kind, which decides the colour. Unlisted parts of the
+FLOPs are mlp."""
 
 WORDS = {"query_key_value": "query, key, value", "attention_scores": "scores and weighted sum", "mlp": "MLP"}
 """Displayed names of parts of the FLOPs, if they differ from the keys."""
@@ -83,7 +83,7 @@ class Sheet:
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """(label, text) of the model's main figures."""
+        """The model's main figures as pairs (label, text)."""
         total, active, length = self.parameters.total, self.parameters.active, self.config.context_length
         return [
             ("parameters", f"{total:,}"),

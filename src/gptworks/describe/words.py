@@ -35,7 +35,7 @@ def norm_weights(c: ModelConfig) -> str:
 
 
 def head_norms(c: ModelConfig) -> str:
-    """Return the numbers of weights of the norms of queries and of keys, as text."""
+    """Return the numbers of weights in the query norm and in the key norm, as text."""
     if c.qk_norm == "whole":
         return f"{c.n_heads * c.d_head:,} + {c.n_kv_heads * c.d_head:,}"
     return f"2 of {c.d_head:,}"

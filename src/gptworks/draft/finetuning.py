@@ -47,7 +47,7 @@ ADAPTED: tuple[Literal["full", "int8", "int4"], ...] = ("full", "int8", "int4")
 STEPS_AN_EPOCH, LARGEST_BATCH = 30, 32
 ROW_MULTIPLE, MOST_TIMES_LONGER = 64, 8
 """Rows are a multiple of 64 tokens, or as long as the context. Rows of joined examples are at most 8 times as long as
-rows of single ones."""
+rows of single examples."""
 EPOCHS = ((10_000, 1), (1_000, 2), (0, 3))
 """Pairs of a minimum number of examples, and the number of epochs for that many examples."""
 
@@ -77,8 +77,8 @@ class Tuning(Drafted):
 
 
 def base_run(base: str, report: Callable[[str], None]) -> Path:
-    """Return the run to start from. A Hugging Face folder or a model on the hub is first imported into a folder of
-    runs/ named after its contents, so that the next call finds it.
+    """Return the run to start from. First import a Hugging Face folder, or a model on the hub, into a folder in runs/
+    whose name depends on the contents, so that the next call finds the imported run.
 
     Raises:
         UserError: `base` is neither a run nor a model, or cannot be imported.
@@ -183,7 +183,7 @@ class _Draft:
         self.micro = self.batch
 
     def _join(self) -> None:
-        """Join examples in longer rows, with fewer of them in a batch, so that a step reads as many tokens."""
+        """Join examples in longer rows, with fewer rows in a batch, so that the tokens per step stay the same."""
         self.joins = True
         times = 1
         while times < min(self.batch, MOST_TIMES_LONGER) and 2 * times * self.row <= self.base.context_length:
@@ -191,8 +191,8 @@ class _Draft:
         self.row, self.batch = times * self.row, self.batch // times
 
     def planned(self, prepared: Prepared, device: Device) -> Plan:
-        """Return the plan with the largest micro-batch that fits in memory, or with the smallest if none fits. Halve
-        rows of joined examples, and double the batch, until a micro-batch fits."""
+        """Return the plan with the largest micro-batch that fits in memory, or with the smallest if none fits. To
+        make a micro-batch fit, halve the rows of joined examples and double the batch, as often as needed."""
         while True:
             for micro in divisors(self.batch):
                 self.micro = micro

@@ -14,8 +14,9 @@ from gptworks.recipe import name_for, parse_recipe, read_recipe
 
 
 class Like(Search):
-    """A search that keeps the other recipe's model and measures its step, to choose the number of steps. Of the other
-    training settings, it changes only a warmup that is as long as the run and a micro-batch that does not fit."""
+    """A search that keeps another recipe's model, and measures a step to choose the number of steps. Of the other
+    training settings, it changes only a warmup that is at least as long as the run, and a micro-batch that does not
+    fit in memory."""
 
     def __init__(
         self,

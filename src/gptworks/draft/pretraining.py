@@ -50,15 +50,15 @@ VOCABULARIES = ((1280, 32_768), (768, 16_384), (384, 8192), (0, 4096))
 """Pairs of a width and the largest vocabulary for models of that width or more. The head's cost grows with both."""
 
 LEAST_VOCABULARY, N_BYTES = 512, 256
-"""Minimum size of a vocabulary, unless the text has too few pairs to merge; and its number of single-byte tokens."""
+"""Minimum size of a vocabulary, unless the text has too few pairs to merge; number of single-byte tokens in each."""
 STEP_TOKENS, LEAST_STEP_TOKENS, MANY_TOKENS = 4096, 1024, 2**23
 """Usual and minimum number of tokens per step; runs of more than MANY_TOKENS tokens have larger steps."""
 
 MANY_EPOCHS = 3
-"""From this many epochs on, weights decay strongly."""
+"""Minimum number of epochs for which the recipe sets strong weight decay."""
 
 MOST_CONTEXT, CONTEXT_PER_WIDTH = 1024, 4
-"""Longest context in tokens, a power of 2, and longest context per channel of the width. With longer contexts,
+"""Maximum context in tokens, a power of 2; maximum ratio of the context to the model's width. With longer contexts,
 attention costs more than the matrices."""
 
 GROWING = ((0.35, 0.25), (0.7, 0.5))

@@ -24,8 +24,8 @@ SAMPLE_BYTES, SAMPLE_PARTS = 1 << 21, 64
 """Bytes of text to read for the sample, and the number of evenly spaced parts in which to read them."""
 
 MOST_BYTES = 1 << 26
-"""Bytes of text after which reading stops in a file that is not plain text, such as records or an archive, at the end
-of a unit (see `gptworks.data.sources.base.Unit`); the size of the rest is estimated."""
+"""Bytes of text to read in a file that is not plain text, such as records or an archive. Reading stops at the end of a
+unit (see `gptworks.data.sources.base.Unit`). The size of the rest is estimated."""
 
 PASSAGE_BYTES = 600
 _LISTED = 5
@@ -100,8 +100,8 @@ class Texts:
         return texts
 
     def passages(self, n: int = 10, seed: int = 0) -> list[Passage]:
-        """Return at most `n` random passages of the texts, as training reads them; a byte of text is as likely as any
-        other."""
+        """Return at most `n` random passages of the texts, as training reads them. Every byte of text is equally
+        likely."""
         draw = random.Random(seed)
         read = [item for item in self.items if item.n_bytes]
         found = []
@@ -126,7 +126,7 @@ class Texts:
 
 
 def look_at(path: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> Texts:
-    """Look at the texts in a file, or in a folder and all folders inside it. One bad file never stops this.
+    """Return the texts found in a file, or in a folder and all folders inside it. One bad file never stops the search.
 
     Args:
         progress: called with the numbers of files done and of all files.

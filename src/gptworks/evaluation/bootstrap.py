@@ -31,7 +31,8 @@ def interval(statistics: Floats, figure: Figure) -> Interval:
 
 
 def paired_difference(first: Floats, second: Floats, figure: Figure) -> Interval:
-    """Return the figure of `second` minus that of `first`, both [N, S] over the same items and resampled together."""
+    """Return the figure of `second` minus the figure of `first`, with its interval. Both are [N, S] over the same
+    items, which are resampled together."""
     assert first.shape == second.shape
     width = first.shape[1]
 

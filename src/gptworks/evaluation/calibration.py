@@ -54,7 +54,8 @@ class Calibration:
 
 
 def measure_calibration(model: GPT, windows: Iterable[tuple[Tensor, Tensor]], n_bins: int = 15) -> Calibration:
-    """Compare the probability of the most probable next token with its accuracy, in equal bins (Guo et al., 2017).
+    """Compare the probability of the most probable next token with its accuracy, in bins of equal width (Guo et al.,
+    2017).
 
     Args:
         windows: pairs (inputs, targets) as for `evaluate_loss`; targets of −100 are not counted.

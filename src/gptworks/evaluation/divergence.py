@@ -31,7 +31,8 @@ def measure_divergence(
     windows: Iterable[tuple[Tensor, Tensor]],
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Divergence:
-    """Compare two models with the same vocabulary, in their own dtypes, without dropout.
+    """Return the losses of two models with the same vocabulary, and the divergence of their predictions. Both models
+    compute in their own dtypes, without dropout.
 
     Args:
         windows: pairs (inputs, targets), as for `evaluate_loss`; targets of −100 are not counted.

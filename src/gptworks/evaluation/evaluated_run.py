@@ -52,8 +52,8 @@ class EvaluatedRun:
         progress: Progress = lambda done, total: None,
     ) -> None:
         """
-        Args: as for `gptworks.evaluate`. `precision` applies to losses and calibration; what the engine scores or
-            generates, for tasks and memorization, is computed in the model's dtype.
+        Args: as for `gptworks.evaluate`. `precision` applies to losses and calibration. For tasks and
+            memorization, the engine scores and generates text in the model's dtype.
 
         Raises:
             UserError: run, checkpoint or device is missing, files are damaged, or a quantized run's format is not
@@ -108,13 +108,13 @@ class EvaluatedRun:
     def validation(
         self, stride: int | None = None, by_position: bool = False, compressors: bool = False
     ) -> dict[str, Any]:
-        """Compute loss, perplexity and bits per byte over the entire validation split, as JSON. The arguments are those
-        of `gptworks.evaluate`. If the run learned answers alone, only their tokens count; of preference pairs, only
-        the chosen answers.
+        """Compute loss, perplexity and bits per byte over the entire validation split, as JSON; for the arguments, see
+        `gptworks.evaluate`. If the run learned only answers, only tokens of answers count; in preference pairs, only
+        tokens of the chosen answers.
 
         Raises:
             UserError: the stride is not between 1 and the context length, `stride` or `by_position` is given for a run
-                that learned answers alone, `by_position` has no window as long as the context, `compressors` is given
+                that learned only answers, `by_position` has no window as long as the context, `compressors` is given
                 for conversations or a tokenizer that does not restore the text, or for the reasons of `prepared`.
         """
         context, round_trips = self.model.config.context_length, self.prepared.manifest.round_trips
@@ -192,7 +192,8 @@ class EvaluatedRun:
         return self._evaluation("memorization", found.measured(), found.n_texts, self.prepared.manifest.fingerprint)
 
     def of_these_weights(self, found: Evaluation) -> Evaluation:
-        """Return `found`; if loading rounded the weights, with their format in its name, settings and notes."""
+        """Return the evaluation `found`. If loading rounded the weights, add their format to its name, settings and
+        notes."""
         if self.rounded_to is None:
             return found
         note = f"weights rounded to {self.rounded_to} as they were loaded; the run's own are in fp32"

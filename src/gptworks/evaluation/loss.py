@@ -30,7 +30,8 @@ class LossReport:
     """The loss over a set of targets, and the figures that follow from it."""
 
     total_nats: float
-    """Sum of −ln p(target) over the targets; in another `unit`, of the losses of `n_tokens` pairs or prompts."""
+    """Sum of −ln p(target) over the targets. If `unit` is not nats per token, sum of the losses of `n_tokens` pairs or
+    prompts."""
     n_tokens: int
     """Number of targets, 1 or more."""
     text_bytes: int | None = None
@@ -50,8 +51,8 @@ class LossReport:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per byte of text, comparable between tokenizers and with compressors; None without text or its
-        size."""
+        """Bits per byte of text, comparable between tokenizers and with compressors; None if `text_bytes` is None or
+        0."""
         return None if not self.text_bytes else self.total_nats / math.log(2) / self.text_bytes
 
 
@@ -89,7 +90,7 @@ def evaluate_loss(
     Raises:
         UserError: the text has no target to count.
     """
-    nats, n_tokens = [torch.zeros((), device=model.device)], 0  # read once, at the end: the host need not wait
+    nats, n_tokens = [torch.zeros((), device=model.device)], 0  # read at the end, so that the host need not wait
     batches, on_cuda = batches_of(windows), model.device.type == "cuda"
     with eval_mode(model), torch.inference_mode():
         for batch in batches if workers is None else workers.split_batches(batches):
@@ -132,7 +133,7 @@ def evaluate_by_position(
     token_bytes: Sequence[int] | None = None,
 ) -> list[PositionLoss]:
     """Compute the loss in each of `n_parts` equal parts of the context, to see whether a model uses a long context.
-    Parts without a target are left out, such as those that a context shorter than `n_parts` leaves empty.
+    Parts without a target are left out, for example if the context is shorter than `n_parts`.
 
     Args:
         windows: as for `evaluate_loss`; windows shorter than the context are left out, so that all parts cover the same

@@ -38,7 +38,8 @@ class Measurements:
 
     @cached_property
     def lines(self) -> list[str]:
-        """Lines of text: the figures of the validation split; losses by position and bins of other evaluations."""
+        """Lines of text with the figures of the validation split, or with the losses by position and the bins of other
+        evaluations."""
         return [f"{name:<15}  {value}" for name, value in self._rows()]
 
     @property

@@ -75,7 +75,7 @@ def measure_memorization(
     Args:
         n_texts: maximum number of texts; a short held-out text has room for fewer.
         prompt_tokens: tokens of each prompt.
-        text_tokens: tokens of each continuation, at most as many as the context leaves beside the prompt.
+        text_tokens: tokens of each continuation; fewer if the prompt leaves less room in the context.
         autocast: function that returns the context manager in which to compute the losses.
 
     Raises:

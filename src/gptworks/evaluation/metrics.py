@@ -1,4 +1,4 @@
-"""Figures of evaluations, each computed from sums of its items' statistics.
+"""Figures of evaluations, each computed from sums of the items' statistics.
 
 Intervals and comparisons of runs need the statistics. sacrebleu computes BLEU and chrF, rouge-score ROUGE.
 """
@@ -20,8 +20,8 @@ def means(values: Sequence[float]) -> Floats:
 
 
 def share_of_best(scores: Sequence[float], right: Collection[int]) -> float:
-    """Return an item's accuracy: the share of right choices among those with the highest score. A tie of two, one of
-    them right, counts as half; a model that scores all choices alike has the accuracy of guessing.
+    """Return an item's accuracy: the share of right choices among those with the highest score. A tie between a
+    right and a wrong choice counts 1/2. A model that scores all choices equally has the accuracy of guessing.
 
     Args:
         right: the indices of the right choices.
@@ -103,5 +103,6 @@ def _scorer(metric: str) -> Any:
 
 
 def pass_at_k(n_samples: int, n_right: int, k: int) -> float:
-    """Estimate P(a right one among k samples): 1 − C(n_samples − n_right, k) / C(n_samples, k) (Chen et al., 2021)."""
+    """Estimate the probability that at least one of k samples is right: 1 − C(n_samples − n_right, k) / C(n_samples, k)
+    (Chen et al., 2021)."""
     return 1 - math.comb(n_samples - n_right, k) / math.comb(n_samples, k)

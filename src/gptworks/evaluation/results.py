@@ -146,8 +146,8 @@ def number(value: float) -> str:
 
 
 def save_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Write evaluations to the run folder, replacing those of the same names, and rewrite the model card's section. If
-    `run_dir` is the mirror of a remote folder, upload the files."""
+    """Write evaluations to the run folder, replacing evaluations of the same names, and rewrite the model card's
+    section. If `run_dir` is the mirror of a remote folder, upload the files."""
     folder = run_dir / FOLDER
     make_folder(folder)
     for one in evaluations:

@@ -31,8 +31,8 @@ def run_task(
 ) -> Evaluation:
     """Ask a model the items of a task, and score its answers.
 
-    An item whose shots exceed the context gets as many shots as fit, and one that equals too many other items gets
-    fewer; notes in the result count such items.
+    An item gets fewer shots if not all of them fit in the context, or if too many other items equal the item. Notes in
+    the result count such items.
 
     Args:
         run, step: the run's name and the checkpoint's step, for the result.
@@ -77,8 +77,9 @@ class Asked:
         self._n_short = self._n_equal = 0
 
     def context(self, item: Item, room: int) -> tuple[str, list[int]]:
-        """Return the text ("" with a chat template) and the tokens before an answer, with as many shots as leave the
-        context room for `room` more tokens, of which the model does not read the last.
+        """Return the text ("" with a chat template) and the tokens before an answer, with as many shots as fit in the
+        context together with `room` more tokens. The last of these tokens may lie beyond the context, because the model
+        does not read it.
 
         Raises:
             UserError: the item does not fit even without shots.
@@ -108,7 +109,7 @@ class Asked:
     def pairs(self, item: Item, choices: Sequence[str]) -> list[tuple[list[int], list[int]]]:
         """Return (context, continuation) as token ids for each choice. All contexts have the same shots."""
         longest = max(len(encode_text(self.engine.tokenizer, choice)) for choice in choices)
-        text, ids = self.context(item, longest + 1)  # one more, since the border may take another token
+        text, ids = self.context(item, longest + 1)  # encoding both texts together may add one token
         if self.template is not None:
             return [(ids, encode_text(self.engine.tokenizer, choice)) for choice in choices]
         rest, delimiter = partial(encode_text, self.engine.tokenizer), self.task.settings.delimiter

@@ -1,4 +1,4 @@
-"""Measure how well a model predicts a given text; of the figures, bits per byte is comparable between tokenizers."""
+"""Measure how well a model predicts a given text. Only bits per byte can be compared between tokenizers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class TextTokens:
         begin = document_frame(tokenizer)[0]
         self.tokens: Int64s = np.array([*begin, *encoding.ids], dtype=np.int64)
         self.starts: Int64s = np.array([0] * len(begin) + [start for start, _ in encoding.offsets], dtype=np.int64)
-        """Index of the character of the text at which each token begins."""
+        """Index of the character in the text at which each token begins."""
         self.n_tokens = len(self.tokens)
         self.round_trips = tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
         sizes = token_bytes(tokenizer)

@@ -96,7 +96,7 @@ class Folder:
         os.rmdir(self._at(name), dir_fd=self._descriptor)
 
     def remove_tree(self, name: str) -> None:
-        """Delete a folder and what it contains, as far as that is possible."""
+        """Delete a folder with its contents, as far as possible."""
         shutil.rmtree(self._at(name), ignore_errors=True, dir_fd=self._descriptor)
 
     def sync(self) -> None:
@@ -105,7 +105,7 @@ class Folder:
             try:
                 os.fsync(self._descriptor)
             except OSError as error:
-                if error.errno != errno.EBADF:  # the descriptor is one of O_PATH
+                if error.errno != errno.EBADF:  # the folder was opened with O_PATH
                     raise
 
     def set_mode(self, mode: int) -> None:
@@ -126,7 +126,7 @@ def set_mode(descriptor: int, mode: int | None) -> None:
 
 def lock_open(descriptor: int, *, shared: bool = False) -> bool:
     """Lock a file or folder until it is closed; return False if another process has removed it meanwhile."""
-    with contextlib.suppress(OSError, ImportError):  # without locks, leftovers stay
+    with contextlib.suppress(OSError, ImportError):  # without locks, nothing removes leftovers
         import fcntl
 
         fcntl.flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)

@@ -31,13 +31,13 @@ SESSIONS, OWN_SESSION, VERSIONS = ".sessions", ".session.json", ".remote.json"
 SEAL, CHECKPOINTS, LARGE = "manifest.json", "checkpoints", ".safetensors"
 _MOST_JSON_BYTES = 1 << 24
 _MOST_SMALL_BYTES = 1 << 32
-"""Maximum bytes of a run's small files in all (`_is_small`)."""
+"""Maximum total bytes of a run's small files; see `_is_small`."""
 _FRESH_SECONDS = 10.0
 """Time after which a process asks the store again for the state of a folder."""
 _TRIES = 3
 _fetched_at: dict[Path, float] = {}
-"""When this process last asked the store for each mirror, by `time.monotonic`, which may begin at 0 when the machine
-starts."""
+"""Time (`time.monotonic`) at which this process last asked the store for the state of each mirror's folder. A missing
+time counts as -inf, not 0, because this clock may begin at 0 when the machine starts."""
 
 
 def local_path(path: str | PathLike[str]) -> Path:
@@ -46,8 +46,8 @@ def local_path(path: str | PathLike[str]) -> Path:
 
 
 def fetched_path(path: str | PathLike[str]) -> Path:
-    """Return the `local_path` of a path. If it is in a mirror, first make the mirror current, at most every
-    `_FRESH_SECONDS`, except for the tensors of checkpoints, which `fetch_missing` fetches.
+    """Return the `local_path` of a path. If the path is in a mirror, first make the mirror current, at most once per
+    `_FRESH_SECONDS`. Tensors of checkpoints are left to `fetch_missing`.
 
     Raises:
         UserError: the URL cannot be used, or the store refuses access or holds names that are not read.
@@ -65,7 +65,8 @@ def fetched_data(url: str) -> Path:
     files that have not changed there are not fetched again.
 
     Raises:
-        UserError: nothing is there, it cannot be used, or the store refuses access. RunError: the store or disk fails.
+        UserError: nothing is there, the URL cannot be used, or the store refuses access. RunError: the store or disk
+            fails.
     """
     path = mirror_of(url)
     remote = Remote(url)
@@ -90,12 +91,14 @@ def keep(mirror: Path) -> None:
 
 
 def refresh(mirror: Path, session: dict[str, Any] | None = None) -> bool:
-    """Make a mirror current; return whether its files, except tensors of checkpoints, are now the store's. The mirror
-    stays unchanged while a process trains there, or if this machine was the last to train there, as it may have files
-    that the store lacks. If another machine trained there since, a mirror with such files is renamed, with a warning.
+    """Make a mirror current, except for tensors of checkpoints, and return True.
+
+    Return False, and change nothing, if a process trains there or if this machine was the last to train there, since
+    its mirror may have files that the store lacks. If another machine has trained there since, a mirror with such files
+    is renamed, with a warning.
 
     Args:
-        session: the last session before this process's own; None: read it.
+        session: the last session before this process's own; None: read it from the store.
 
     Raises:
         UserError, RunError: see `fetched_path`.
@@ -149,7 +152,7 @@ def written_by(session: dict[str, Any]) -> Any:
 
 
 def last_session(remote: Remote, entries: dict[str, Entry]) -> dict[str, Any] | None:
-    """Return the newest session of a remote folder, with its `number`; None if it has none."""
+    """Return the newest session of a remote folder, with its `number`; None if the folder has no session."""
     numbers = [name.rpartition("/")[2] for name in entries if name.startswith(f"{SESSIONS}/")]
     newest = max((int(one) for one in numbers if one.isascii() and one.isdigit() and len(one) < 16), default=None)
     if newest is None:
@@ -262,7 +265,7 @@ def send(paths: Iterable[Path]) -> None:
 
 @dataclass(frozen=True)
 class LocalCopy:
-    """What this machine has of a folder or file in a store."""
+    """This machine's copy of a folder or file in a store."""
 
     url: str
     path: Path
@@ -277,7 +280,7 @@ def local_copies() -> list[LocalCopy]:
     for path in sorted(cache_root().glob("*/*")):
         url, why = url_of(path), ""
         if path.name.startswith("."):
-            if not path.is_dir():  # a lock
+            if not path.is_dir():  # a lock, or a file's version
                 continue
             url, why = url_of(path.with_name(path.name[1:].rpartition(".")[0])), "kept aside, not in the store"
         elif is_locked(path / ".lock"):

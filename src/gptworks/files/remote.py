@@ -92,7 +92,7 @@ def mirror_around(path: Path) -> Path | None:
 
 
 def shown(path: Path) -> str:
-    """Return how messages show a path: a mirror as its URL, other paths as they are."""
+    """Return a path as messages show it: a mirror as its URL, other paths unchanged."""
     return url_of(path) or str(path)
 
 
@@ -120,9 +120,10 @@ class Remote:
         self._base: str = self._store._strip_protocol(self.url)
 
     def _call(self, what: str, work: Callable[[], T], tries: int = _TRIES) -> T:
-        """
+        """Return the result of `work`, tried again after errors that may pass. `what` names the object in messages.
+
         Raises:
-            FileNotFoundError, FileExistsError: as the store says.
+            FileNotFoundError, FileExistsError: from the store, unchanged.
             UserError: the store refuses the access, or the object does not have the checksum that it stores.
             RunError: the store fails at every try.
         """
@@ -206,7 +207,7 @@ class Remote:
 
     def download(self, name: str, n_bytes: int, file: BinaryIO) -> None:
         """Write the bytes of an object, which must have `n_bytes`, to a file: several blocks at once, each tried again
-        if it fails or comes short.
+        if it fails or is too short.
 
         Raises:
             FileNotFoundError: the object does not exist. UserError: no access. RunError: the store fails.
@@ -232,7 +233,8 @@ class Remote:
         """Write an object.
 
         Args:
-            new: only if it does not exist: S3's and Azure's `If-None-Match: *`, Google's `ifGenerationMatch=0`.
+            new: write only if the object does not exist (`If-None-Match: *` on S3 and Azure, `ifGenerationMatch=0` on
+                Google).
 
         Raises:
             FileExistsError: with `new`, it exists. UserError: no access. RunError: the store fails.

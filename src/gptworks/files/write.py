@@ -41,7 +41,7 @@ from gptworks.files.temporary import (
 _ADVICE = "No part of it is left; make room or permission there and try again."
 _COPIED_BYTES = 1 << 20
 _MOST_BYTES = 1 << 30
-"""Bytes of one write: Linux writes less than 2 GiB at once."""
+"""Maximum bytes of one write call; Linux writes less than 2 GiB at once."""
 _one_writes = threading.Lock()
 
 

@@ -59,8 +59,8 @@ class Admission:
 
         Args:
             prompt, settings, n_samples, overflow, changes: as in `Engine.pieces`.
-            prompt_logprobs: report in `Request.prompt_logprobs` the log-probabilities of the prompt's tokens, and of
-                this many most likely tokens at each position. None: report nothing.
+            prompt_logprobs: report the log-probabilities of the prompt's tokens, and of this many most likely tokens at
+                each position, in `Request.prompt_logprobs`. None: report nothing.
             score_from: index of the first prompt token to report; earlier tokens may be reused from the cache.
             generates: False: score the prompt only; see `Request`.
             listener: called with each piece, or with the error that ends the request, in the thread of `Engine.step`.
@@ -110,8 +110,10 @@ class Admission:
         return Request(ids, samples, overflow, scores, listener)
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """Return a prompt's token ids. Of a text: its ids, between the special tokens that the tokenizer puts around a
-        prompt, such as bos; of an empty text: the tokens that begin a document.
+        """Return a prompt's token ids.
+
+        A text's ids include the special tokens that the tokenizer puts around a prompt, such as bos. An empty text
+        gives the tokens that begin a document.
 
         Warns (UserWarning) of characters or words that the tokenizer does not know.
 
@@ -140,7 +142,7 @@ class Admission:
         """Return the grammar compiler for this tokenizer; the first call makes it.
 
         Raises:
-            UserError: llguidance is not installed, or a token's text depends on its neighbours in this tokenizer.
+            UserError: llguidance is not installed, or a token's text depends on its neighbors in this tokenizer.
         """
         with self._constraints_lock:
             if self._constraints is None:

@@ -213,7 +213,7 @@ def _finished(target: Path, ids: set[str | int]) -> set[str | int]:
 
 
 def _ended(line: bytes) -> tuple[str | int, bool]:
-    """Return the id in an output line, and whether its prompt failed. ValueError, TypeError: it is no output line."""
+    """Return an output line's id, and whether its prompt failed. Raises ValueError or TypeError for other lines."""
     outcome = json.loads(line)
     failed = set(outcome) == {"id", "error"}
     if not failed and not {"id", "completions"} <= set(outcome):

@@ -47,7 +47,7 @@ class ChatSession:
         """The conversation as messages of user and assistant."""
         self.n_turns = 0
         self.n_forgotten = 0
-        """Number of oldest tokens (of `TurnSession`: messages) that the model no longer reads; see `forgotten`."""
+        """Number of oldest tokens (in a `TurnSession`: messages) that the model no longer reads."""
         self.pace = Pace()
         """Decoding speed of the last answer, over the part that the caller has read."""
         self.finish_reason: FinishReason | None = None
@@ -73,8 +73,8 @@ class ChatSession:
 
     @property
     def forgotten(self) -> str:
-        """The oldest part of the conversation that the model no longer reads, such as "40 tokens", in a `TurnSession`
-        such as "4 messages"; empty if none."""
+        """Size of the oldest part of the conversation, which the model no longer reads: text such as "40 tokens", or "4
+        messages" in a `TurnSession`. Empty if the model reads everything."""
         return counted(self.n_forgotten, "token") if self.n_forgotten else ""
 
     @property

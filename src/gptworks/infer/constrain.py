@@ -102,7 +102,7 @@ class Constraints:
     """Compiles grammars for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises a UserError without llguidance, or if a token's text depends on its neighbours in this tokenizer."""
+        """Raises a UserError without llguidance, or if a token's text depends on its neighbors in this tokenizer."""
         try:
             import llguidance
         except ImportError:
@@ -197,7 +197,7 @@ def _setup(tokenizer: Tokenizer, n_tokens: int) -> dict[str, Any]:
     """Return the tokenizer in the form that `read_tokenizer` takes; add an end-of-text token if it has none.
 
     Raises:
-        UserError: a token's text depends on its neighbours in this tokenizer.
+        UserError: a token's text depends on its neighbors in this tokenizer.
     """
     special, spellings = special_tokens(tokenizer), token_spellings(tokenizer)
     if spellings is not None:

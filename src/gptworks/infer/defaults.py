@@ -42,8 +42,11 @@ def stated_sampling(generation: Mapping[str, Any]) -> tuple[dict[str, Any], tupl
 
 
 def sampling_of(tokenizer_folder: Path) -> Sampling:
-    """Return the default sampling settings of the run with this tokenizer folder; SAMPLING if it states none, or if its
-    generation_config.json cannot be read. Loading the run reports such a file."""
+    """Return the default sampling settings of the run with this tokenizer folder.
+
+    These are SAMPLING if the folder has no generation_config.json, or one that cannot be read. Loading the run reports
+    an unreadable file.
+    """
     file = tokenizer_folder / GENERATION_CONFIG
     try:
         stated, _ = stated_sampling(read_json(file) if file.exists() else {})

@@ -63,7 +63,7 @@ class EngineFailed(RunError):
 
 
 class Engine:
-    """Generates text with one model and its tokenizer. A backend (`choose_backend`) computes on its device."""
+    """Generates text with one model and its tokenizer. A backend (`choose_backend`) computes on the model's device."""
 
     def __init__(
         self,
@@ -170,7 +170,8 @@ class Engine:
                 sample i do not depend on n_samples.
             overflow: error: a prompt longer than the context is refused, and a sample that fills the context ends with
                 finish reason "context". slide: a sample that fills the context continues from its last
-                `restart_tokens`, half the context, recomputed; a longer prompt is cut to as many.
+                `restart_tokens` tokens (half the context), which are computed again. A prompt longer than the context
+                is cut to its last `restart_tokens` tokens.
             changes: settings by name that replace those of `settings`, such as temperature=0.8.
 
         Raises:

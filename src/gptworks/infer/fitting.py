@@ -18,7 +18,7 @@ class Fitted(NamedTuple):
     """A conversation as a prompt."""
 
     ids: list[int]
-    """Token ids, with the text that precedes an answer; at most as many as the context."""
+    """Token ids, ending with those that precede an answer; no more than fit in the context."""
     n_dropped: int
     """Number of oldest messages left out, system messages not counted."""
 

@@ -1,9 +1,9 @@
 """Token healing: draw the end of a prompt again, so that it does not matter where the prompt was cut.
 
 A tokenizer may spell `def ` with a separate token for the space, but in training texts the space belongs to the token
-of the name that follows, so the model rarely saw the prompt's last token. That token is therefore removed (several are,
-if it begins inside a character), and the first tokens drawn must spell the removed text again, and may go beyond it
-(Lundberg, 2023: "The art of prompt design: prompt boundaries and token healing").
+of the name that follows, so the model rarely saw the prompt's last token. Healing therefore removes this token, or
+several if it begins inside a character. The first tokens drawn must spell the removed text again; the last of them may
+continue beyond it (Lundberg, 2023: "The art of prompt design: prompt boundaries and token healing").
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,7 @@ class Healing:
         return self._spellings.allowed(self._left) if self._left else None
 
     def push(self, token: int) -> bool:
-        """Add a token; return False, since it never completes a text."""
+        """Add a token; return False, because healing never completes a text."""
         self._left = self._left[len(self._spellings.text([token])) :]
         return False
 

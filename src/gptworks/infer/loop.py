@@ -47,7 +47,7 @@ class EngineLoop:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._wake, self._ending = threading.Event(), False
-        self._accepting = threading.Lock()  # held to queue a request and to set `_ending`, so none is queued after it
+        self._accepting = threading.Lock()  # held to queue a request or to set `_ending`, after which none is queued
         self._streams: set[Stream] = set()
         self._to_wake: deque[Stream] = deque()
         self._left: deque[Stream] = deque()  # streams to cancel: their readers have left
@@ -62,8 +62,8 @@ class EngineLoop:
         """Accept no more requests, finish or end the current ones, and wait until the engine's thread has stopped.
 
         drain: let requests finish, unless their reader has left or the thread was never started; False: end them with
-            an EngineStopped. If this call blocks an asyncio loop, readers in that loop cannot read meanwhile: a stream
-            that gets more further pieces than context tokens × unfinished texts ends with a SlowReader.
+            an EngineStopped. If this call blocks an asyncio loop, readers in that loop cannot read meanwhile. A stream
+            there ends with a SlowReader if it gets more new pieces than `Engine.context` per unfinished text.
         """
         self.check()
         with self._accepting:
@@ -114,7 +114,7 @@ class EngineLoop:
         return Stream(self, max_unread, patience)
 
     def enqueue(self, request: Request) -> None:
-        """Queue a request, as `Engine.enqueue`; every request queued here ends. Thread-safe.
+        """Queue a request, as `Engine.enqueue`, and wake the engine's thread, which ends every request. Thread-safe.
 
         Raises:
             EngineStopped: the loop is closed.
@@ -236,7 +236,7 @@ class Stream:
             self._loop._to_wake.append(self)
 
     def bound(self, n_pieces: int) -> None:
-        """Limit the unread pieces to those now unread plus `n_pieces` per unfinished text; more cancel the stream."""
+        """Cancel the stream if more pieces than those now unread plus `n_pieces` per unfinished text become unread."""
         most = len(self._unread) + n_pieces * max(1, self._n_unfinished)
         self._max_unread = most if self._max_unread is None else min(most, self._max_unread)
 

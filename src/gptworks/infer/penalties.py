@@ -15,23 +15,24 @@ if TYPE_CHECKING:
     from gptworks.infer.sampling import Sampler, SamplingSettings
 
 LONGEST_REPEAT = 64
-"""Repetitions of more tokens than this count as this long, so that a long prompt is searched in little time."""
+"""Maximum number of repeated tokens that are counted, so that a long prompt is searched in little time."""
 _LARGEST = 1e30
 """Maximum DRY penalty: a logit stays finite, so that a text whose tokens are all penalized has a next token."""
 
 
 class Repeats:
-    """Finds tokens that would go on repeating earlier text, prompt included: the DRY penalty, "Don't Repeat Yourself"
-    (p-e-w, 2024: text-generation-webui, pull request 5677; llama.cpp's --dry-multiplier), without sequence breakers.
+    """Finds tokens that would continue a repetition of earlier text, prompt included.
 
-    Each token of the text takes time in proportion to the text's length.
+    This is the DRY penalty, "Don't Repeat Yourself" (p-e-w, 2024: text-generation-webui, pull request 5677; llama.cpp's
+    --dry-multiplier), without sequence breakers. Each token of the text takes time in proportion to the text's length.
     """
 
     def __init__(self, text: Sequence[int]) -> None:
         """text: the tokens of the prompt."""
         self._tokens = np.array(text, np.int64)
         self._lengths = np.zeros(len(text), np.int64)
-        """For each token: how many tokens, up to and with it, equal the end of the text; at most LONGEST_REPEAT."""
+        """For each token: length of the longest run of tokens that ends with it and also ends the text, at most
+        LONGEST_REPEAT."""
         self._n = max(0, len(text) - LONGEST_REPEAT)
         for token in text[self._n :]:
             self.push(token)

@@ -93,7 +93,8 @@ class Request:
     """A submitted request: `take` returns its new pieces, unless a listener gets them.
 
     Each of its samples is a continuation of the prompt. A request without samples only scores the prompt, and gets one
-    piece when this is done; the prompt may be one token longer than the context, since its last token is not computed.
+    piece when this is done. Such a prompt may be one token longer than the context, since its last token is not
+    computed.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class Request:
                 _LOG.error("the reader of a request that failed raised an error itself", exc_info=raised)
 
     def close(self) -> None:
-        """For the engine: mark the request as ended, and release what only computing it needs."""
+        """For the engine: mark the request as ended, and release its logits and constraints."""
         self.done, self.first_logits = True, None
         for sample in self.samples:
             sample.constraint = None

@@ -62,8 +62,8 @@ class SamplingSettings:
     presence_penalty: float = SAMPLING.presence_penalty
     """Number subtracted once from the logit of each token that was already generated (OpenAI's definition). 0: off."""
     dry_multiplier: float = SAMPLING.dry_multiplier
-    """Above 0: subtract multiplier · base^(n − allowed) from the logit of a token that would go on repeating earlier
-    text, where n ≥ allowed is the number of tokens repeated so far (see `Repeats`). 0: off."""
+    """Above 0: subtract multiplier · base^(n − allowed) from the logit of a token that would continue a repetition of
+    earlier text, where n ≥ allowed is the number of tokens repeated so far (see `Repeats`). 0: off."""
     dry_base: float = SAMPLING.dry_base
     """Factor by which the penalty of `dry_multiplier` grows with each repeated token."""
     dry_allowed_length: int = SAMPLING.dry_allowed_length
@@ -254,12 +254,12 @@ def pick(
     """Choose a token for each row of logits [B, V] by the row's random number in `shares`, each in (0, 1].
 
     The token is the first id at which the cumulative probability, after temperature and filters, reaches the random
-    number; greedy rows take the most likely token. On CUDA, the host reads the tokens once; it waits again only for
-    rows whose token the `CANDIDATES` most likely ones do not decide, and for `processed`.
+    number; greedy rows take the most likely token. On CUDA, the host reads all tokens at once. It waits for the device
+    again only for `processed`, and for rows that the `CANDIDATES` most likely tokens do not decide.
 
     Args:
         processed: see `sample`.
-        has_nan: whether a logit is NaN, read together with the tokens; None: no logit is.
+        has_nan: whether a logit is NaN, a tensor that the host reads together with the tokens; None: no logit is NaN.
 
     Raises:
         RunError: `has_nan` is true.
@@ -334,7 +334,7 @@ def _pick_of_all(logits: Tensor, settings: Sequence[SamplingSettings], share: Te
 
 
 def _pick_of_candidates(logits: Tensor, settings: Sequence[SamplingSettings], share: Tensor) -> _Picked:
-    """Filter and draw among the `CANDIDATES` most likely tokens; `_filter` says for which rows this is certain."""
+    """Filter and draw among the `CANDIDATES` most likely tokens; `_filter` decides which rows are certain."""
     scores = logits / _column([s.temperature for s in settings], logits)
     values, ids = scores.topk(min(CANDIDATES, scores.size(-1)))  # B K
     kept, certain = _filter(scores, values, settings)
@@ -361,8 +361,8 @@ def _report(
 def _filter(scores: Tensor, values: Tensor, settings: Sequence[SamplingSettings]) -> tuple[Tensor, Tensor]:
     """Filter the K best scores of each row: `values` [B, K], in descending order, from `scores` [B, V].
 
-    Returns which values to keep, bool [B, K], and for which rows this is certain, bool [B]: if no score outside the K
-    best would be kept, and top-p does not separate tied values.
+    Returns which values to keep, bool [B, K], and which rows are certain, bool [B]. A row is certain if no score
+    outside the K best would be kept, and top-p does not separate tied values.
     """
     size, n = scores.size(-1), values.size(-1)
     rank = torch.arange(n, device=values.device)

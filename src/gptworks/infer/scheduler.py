@@ -8,7 +8,7 @@ multiples of `prefill_tokens`, whatever else the step computes.
 
 A slot keeps its tokens when its text ends, and a new text with the same beginning starts from them (prefix reuse). The
 scheduler's record of a slot lists only tokens that the slot really has: `plan` removes tokens that a `Work` will
-overwrite, and `commit` adds tokens that it has computed. So texts may be admitted, and slots copied, at any time.
+overwrite, and `commit` adds computed tokens. Texts may therefore be admitted, and slots copied, at any time.
 """
 
 import itertools
@@ -153,7 +153,10 @@ class Scheduler:
         return admitted, copies
 
     def plan(self) -> list[Work]:
-        """Return the next step's `Work` items; forget cached tokens that they overwrite. Call `commit` after each."""
+        """Return the next step's `Work` items; forget cached tokens that they overwrite.
+
+        Call `commit` for each item after it is computed.
+        """
         plan, budget = [], self.prefill_tokens
         for job in self.running:
             n_left = len(job.tokens) - job.n_computed

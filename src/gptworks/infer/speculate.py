@@ -1,7 +1,7 @@
 """Speculative decoding: a drafter proposes tokens, which the model checks in one step (Leviathan et al., 2023).
 
-A draft token is accepted if the model draws the same token with the text's own random number. So drafts change only the
-speed, not the text, whether it is greedy or sampled, except for rounding in some backends (`Backend.invariant`).
+A draft token is accepted if the model draws the same token with the text's own random number. Drafts therefore change
+only the speed, not the greedy or sampled text, except for rounding in some backends (`Backend.invariant`).
 """
 
 from collections.abc import Sequence

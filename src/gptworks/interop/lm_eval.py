@@ -3,9 +3,10 @@
     gptworks evaluate runs/mine --harness lambada_openai                                       # or a task's YAML file
     python -m gptworks.interop.lm_eval --model gptworks --model_args run=runs/mine --tasks …   # the harness's command
 
-Texts are encoded and truncated as in the harness's `hf` model, so scores equal those of the exported folder, except
-that `hf` gives probability to rows of the embedding without a token, and the engine does not. A text without a context,
-such as a sentence of BLiMP, follows the begin-of-text token, or else end-of-text; all tokens of the text count.
+Texts are encoded and truncated as in the harness's `hf` model, so scores equal those of the exported folder. One
+difference remains: `hf` gives probability to rows of the embedding without a token, and the engine does not. A text
+without a context, such as a sentence of BLiMP, follows the begin-of-text token, or the end-of-text token if the
+tokenizer has no begin-of-text token. All tokens of the text count.
 
 The harness takes the first of tied choices, so a model that scores all choices equally gets 100% if the right one
 always comes first. A multiple choice with `acc` therefore also gets `acc, ties shared`, in which the right one of n
@@ -254,8 +255,8 @@ def _evaluation(name: str, found: dict[str, Any], run: str, step: int) -> Evalua
 
 
 def _shares(samples: Sequence[dict[str, Any]]) -> list[float]:
-    """Return the accuracy of each item of a multiple choice, with ties shared. Return an empty list if the items are no
-    multiple choices or do not name the right choice, as in tasks with a separate context for each choice."""
+    """Return the accuracy of each item of a multiple choice, with ties shared. Return an empty list if the items are
+    not multiple choices or do not name the right choice, as in tasks with a separate context for each choice."""
     shares = []
     for one in samples:
         scores, right = [score for score, *_ in one["filtered_resps"]], one["target"]
@@ -277,7 +278,8 @@ def _tasks_of(group: str, found: dict[str, Any]) -> list[str]:
 
 def _of_group(name: str, tasks: Sequence[Evaluation], found: dict[str, Any]) -> Evaluation:
     """Return the result of a group, with the metrics that the harness aggregates. Each is the mean over all items or
-    the mean of the tasks' means, whichever equals the harness's value. If neither does, the value has no interval."""
+    the mean of the tasks' means, whichever equals the harness's value. If neither mean equals it, the value has no
+    interval."""
     metrics, figures = {}, found["groups"][name]
     for label in tasks[0].metrics:
         stated = "acc" if label == TIES_SHARED else label

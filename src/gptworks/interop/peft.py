@@ -1,11 +1,12 @@
 """Adapters in PEFT's file format: `export_adapter` writes a run's adapter, `import_adapter` makes a run from one.
 
-    adapter_config.json           rank, alpha and the adapted modules of transformers
+    adapter_config.json           rank, alpha and the names of the adapted modules in transformers
     adapter_model.safetensors     base_model.model.<module>.lora_A.weight [r, I], lora_B.weight [O, r]
 
+r: rank; I: inputs; O: outputs.
+
 If transformers joins several of our matrices into one (query, key and value of a GPT-2), their adapters become one
-adapter, without loss: its rank is the sum of their ranks, its A is stacked, and its B is block-diagonal. I: inputs;
-O: outputs.
+adapter, without loss: its rank is the sum of their ranks, its A is stacked, and its B is block-diagonal.
 """
 
 import json
@@ -58,7 +59,7 @@ TENSORS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 UPRIGHT = (TRANSPOSED, TRANSPOSED_THIRDS)
-"""Layouts of matrices that transformers stores as [I, O] (inputs, outputs). PEFT's A is [r, I] and B [O, r] for all."""
+"""Layouts of matrices that transformers stores as [I, O]. PEFT stores A as [r, I] and B as [O, r] for these too."""
 
 Pair = tuple[Tensor, Tensor]
 """A [r, I] and B [O, r] of one matrix, to which the adapter adds scale · B·A."""
@@ -171,7 +172,7 @@ def to_peft(family: Family, config: ModelConfig, adapter: LoRAConfig, tensors: M
 
 
 def _places(family: Family, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Place, list[str]]]:
-    """Yield the `Place` in transformers of each weight that may have an adapter, and our names of the modules in it.
+    """Yield the `Place` in transformers of each weight, and our names of the modules that it holds.
 
     Raises:
         UserError: an adapter belongs to experts that transformers stores as one tensor, not as modules.
@@ -309,8 +310,8 @@ def from_peft(
 ) -> tuple[LoRAConfig, dict[str, Tensor]]:
     """Convert PEFT's settings and tensors (by name, without PEFT's prefix) to our adapter.
 
-    All adapted modules get the largest rank, padded with zeros, and the first module's scale; B absorbs the ratio of
-    scales. Modules of the same kinds that have no adapter in PEFT get one of zeros.
+    Every adapter gets the largest rank, padded with zeros, and the first module's scale; its B absorbs the ratio of
+    the scales. A module of an adapted kind that has no adapter in PEFT gets an adapter of zeros.
 
     Args:
         weights: our weights of the base, by name.
@@ -320,7 +321,8 @@ def from_peft(
         initialization changed.
 
     Raises:
-        UserError: a tensor does not belong to the model, has a wrong shape or rank, or A or B is missing.
+        UserError: a tensor does not belong to the model, has a wrong shape or rank, is missing, or contradicts the
+            settings.
     """
     left = dict(tensors)
     found: dict[str, tuple[Tensor, Tensor, float]] = {}

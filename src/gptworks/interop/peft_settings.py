@@ -1,7 +1,7 @@
 """Read `adapter_config.json`, PEFT's settings of an adapter, and refuse settings that gptworks does not support.
 
-Each key is a field of `LoraSettings`, has no effect on a finished adapter, or is refused with a reason. Unknown keys
-are refused too. Keys of the last two kinds are accepted if their values are empty, false or zero.
+Each known key is a field of `LoraSettings`, has no effect on a finished adapter, or is refused with a reason. Unknown
+keys are refused too. A key that would be refused is accepted if its value is empty, false or zero.
 """
 
 import math
@@ -111,7 +111,7 @@ class LoraSettings(BaseModel):
     layers_pattern: _Names = None
 
     def targets(self, module: str) -> bool:
-        """Whether the settings select a module, given that PEFT can adapt modules of its kind."""
+        """Return whether the settings select a module of a kind that PEFT can adapt."""
         if self.exclude_modules and _named(self.exclude_modules, module):
             return False
         names = self.target_modules
@@ -151,8 +151,8 @@ class LoraSettings(BaseModel):
 
         Args:
             weight: the base's matrix in transformers' layout, fp32.
-            transposed: whether `weight` is [in, out]. PEFT transposes it for PiSSA but not for OLoRA, so an
-                untrained OLoRA of a square GPT-2 matrix changes the model in PEFT.
+            transposed: whether `weight` is [in, out]. As in PEFT, such a matrix is transposed for PiSSA but not for
+                OLoRA.
 
         Returns:
             The part to subtract from the base, in fp32 and in the shape of `weight`.

@@ -1,4 +1,4 @@
-"""Convert tensors between gptworks (ours) and other programs' files (theirs): one of theirs may hold several of ours.
+"""Convert tensors between gptworks (ours) and other programs' files (theirs), whose tensors may join several of ours.
 
 Shapes: C width, D head width, H heads, G key/value heads, E experts, F inner width of an expert.
 """
@@ -44,7 +44,7 @@ def _split_heads(whole: Tensor, config: ModelConfig) -> Sequence[Tensor]:
 
 PLAIN = Layout(lambda parts, _: parts[0], lambda whole, _: [whole])
 LESS_ONE = Layout(lambda parts, _: parts[0] - 1, lambda whole, _: [whole + 1])
-"""Gemma's norms multiply by 1 + w, and ours by w. `split` adds 1 in fp32, as transformers does: the bits are equal."""
+"""Gemma's norms multiply by 1 + w, and ours by w. `split` adds 1 in fp32, as transformers does: no bit differs."""
 TRANSPOSED = Layout(lambda parts, _: _swapped(parts[0]), lambda whole, _: [_swapped(whole)])
 """A matrix as in GPT-2's files, [in, out]; in gptworks it is [out, in]."""
 TRANSPOSED_THIRDS = Layout(lambda parts, _: _swapped(torch.cat(list(parts))), lambda whole, _: _swapped(whole).chunk(3))
@@ -90,7 +90,10 @@ KEY_IN_PAIRS = Layout(
 
 @dataclass(frozen=True)
 class Place:
-    """A module or tensor of the other program and ours that it holds; `{layer}` and `{expert}` are placeholders."""
+    """The name of the other program's module or tensor, and the names of ours in it.
+
+    `{layer}` and `{expert}` in names are placeholders.
+    """
 
     theirs: str
     ours: tuple[str, ...]
@@ -129,7 +132,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, Tensor]:
 def each_tensor(
     rules: Collection[Place], config: ModelConfig, ours: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Convert our tensors to the other program's, one at a time; yield the name and the data of each of its tensors."""
+    """Convert our tensors to the other program's, one at a time; yield the name and the data of each."""
     there = list(tensor_places(rules, config, ours))
     assert {name for place in there for name in place.ours} == set(ours), "every tensor has a place"
     for place in there:

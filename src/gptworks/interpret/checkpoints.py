@@ -50,7 +50,7 @@ def through_checkpoints(
 
 
 def learned_at(steps: Sequence[int], probabilities: Sequence[float], threshold: float = 0.5) -> int | None:
-    """Return the first step from which on every probability is at least `threshold`; None if the last one is not."""
+    """Return the first step from which on every probability is at least `threshold`; None if the last is below it."""
     learned = None
     for step, probability in sorted(zip(steps, probabilities, strict=True), reverse=True):
         if not probability >= threshold:  # also true of NaN, for a token that is not predicted

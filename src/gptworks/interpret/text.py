@@ -152,14 +152,15 @@ class Segment:
     """Range (first, end) of the first model's tokens."""
     other_tokens: tuple[int, int]
     nats: float | None
-    """The first model's loss, summed over the range; None if a token there that has text is not predicted."""
+    """The first model's loss, summed over the range; None if a token with text in the range is not predicted."""
     other_nats: float | None
 
 
 def segments(text: TokenizedText, nats: Costs, other: TokenizedText, other_nats: Costs) -> list[Segment]:
     """Divide a text that two models read into the smallest parts that are whole tokens for both.
 
-    If the tokens of both models have the same texts, each token is a part. Else a part ends where tokens of both end.
+    If the tokens of both models have the same texts, each token is a part. Otherwise, a part ends wherever tokens of
+    both models end.
 
     Raises:
         UserError: the texts differ.

@@ -74,7 +74,7 @@ class Status:
     used_seconds: float
     budget_seconds: float
     left_seconds: float
-    """Time left for tries, without what is set aside for the final comparison."""
+    """Time left for tries, without the time set aside for the final comparison."""
     pair_seconds: float
     """Estimated time of a pair of runs."""
     next_needed_log_e: float
@@ -134,7 +134,7 @@ class Planned:
     """A change's settings, model size and cost."""
 
     differing: dict[str, Any]
-    """The settings that differ, also those that follow from the change: [champion's value, changed value]."""
+    """The settings that differ, including those that follow from the change: [champion's value, changed value]."""
     parameters_before: int
     parameters: int
     work: float

@@ -1,4 +1,4 @@
-"""Begin a campaign: seal a part of the recipe's text, fix the length of runs, and write the first entry."""
+"""Begin a campaign: seal a part of the recipe's text, fix the length of runs, and write the ledger's first entry."""
 
 import secrets
 import time

@@ -140,18 +140,21 @@ class Campaign:
         return len(ledger.entries)
 
     def _note_lost_pair(self) -> None:
-        """Enter that the newest entry's pair is lost, if `try.json` could not be written after it."""
+        """Enter the newest entry's pair as lost, if `try.json` could not be written after that entry."""
         for newest in self._ledger.entries[-1:]:
             if newest["kind"] == "pair" and is_lost(self._folder(newest["tried"]), newest["signature"], self._key):
                 self._ledger.append("lost", **{name: newest[name] for name in ("tried", "pair", "signature")})
 
     def _folder(self, number: int) -> Path:
-        """Return the folder of a try; of the final comparison for 0."""
+        """Return the folder of a try; 0: the folder of the final comparison."""
         return self.folder / TRIES / f"{number:03d}" if number else self.folder / FINAL
 
     def _enter_pairs(self, number: int, so_far: Try) -> None:
-        """Enter a try's new pairs into the ledger, each with the time since the last entry; with that of its runs if it
-        is longer and did not count when the try was stopped, because a killed judge left them running."""
+        """Enter a try's new pairs into the ledger, each with the time since the last entry.
+
+        Runs that a killed judge left running may have trained for longer. The time of their training then counts, less
+        the time that was already entered when the try was stopped.
+        """
         counted = 0.0
         for entry in self._ledger.of_kind("pair", "ended", "stopped"):
             if entry.get("tried", 0) == number:
@@ -185,7 +188,7 @@ class Campaign:
 
     @property
     def running(self) -> tuple[int, int] | None:
-        """Number of the try that trains now (0: the final comparison), and of its pairs so far; None if none does."""
+        """The try that trains now (0: the final comparison) and its number of pairs so far; None if nothing trains."""
         return self._now
 
     @property
@@ -202,7 +205,7 @@ class Campaign:
         return 2 * (found.rules.steps * found.rules.step_seconds + RUN_SECONDS)
 
     def left_seconds(self, found: Records) -> float:
-        """Return the time that tries may still use, without that set aside for the final comparison."""
+        """Return the time that tries may still use, without the time set aside for the final comparison."""
         return max(0.0, found.rules.budget_seconds - found.used_seconds - FINAL_PAIRS * self.pair_seconds(found))
 
     def next_level(self, found: Records) -> float:
@@ -230,8 +233,8 @@ class Campaign:
     # -------------------------------------------------------------------------------------------- tries
 
     def plan(self, changes: Changes = None, patch: str | None = None) -> tuple[Recipe, Recipe, float]:
-        """Return the champion's recipe, the changed recipe, and the FLOPs of a token with the change divided by those
-        without. Nothing is trained or written to the ledger.
+        """Return the champion's recipe, the changed recipe, and the FLOPs of a token with the change, divided by the
+        FLOPs without it. Nothing is trained or written to the ledger.
 
         Raises:
             UserError: the change is not allowed or invalid, changes nothing, or is too large.
@@ -299,7 +302,7 @@ class Campaign:
                 report=self._report,
             )  # fmt: skip
         except (UserError, RunError) as error:
-            if (spent := self._spent()) > 1:  # it has measured steps
+            if (spent := self._spent()) > 1:  # planning has measured steps
                 self._ledger.append("refused", changes=overrides, why=str(error)[:500], seconds=spent)
             raise
         if known is None:

@@ -26,9 +26,9 @@ evaluations, cannot use up a campaign. In equal time, such a model reads an eigh
 
 _LENGTH = ("train.max_steps", "train.epochs", "train.max_minutes")
 _ENDLESS = ("train.max_rollbacks",)
-"""Settings with which a run may take any time."""
+"""Settings with which a run may take unlimited time."""
 _SPEED = ("train.micro_batch_size", "train.activation_checkpointing")
-"""Settings without an effect on what is learned that an agent may change, because they decide the time of a step."""
+"""Settings that an agent may change although they do not affect learning, because they decide the time of a step."""
 
 
 def allowed_settings(recipe: Recipe) -> dict[str, Any]:
@@ -89,7 +89,8 @@ def check_allowed(recipe: Recipe, overrides: list[str]) -> None:
     """Refuse overrides of settings that are not allowed.
 
     Raises:
-        UserError: the message names the setting, the rule and the nearest allowed setting.
+        UserError: a setting is not allowed (the message has the rule) or does not exist (the message has the nearest
+            allowed setting).
     """
     allowed = allowed_settings(recipe)
     paths = {one.path for one in settings(recipe)}
@@ -115,7 +116,7 @@ def check_work(base: Recipe, changed: Recipe) -> None:
     """Refuse a change whose model needs too much time or memory. Both recipes must have a vocabulary size.
 
     Raises:
-        UserError: a token takes more than MOST_WORK times the FLOPs of the base recipe's, or memory does not suffice.
+        UserError: a token takes more than MOST_WORK times the base recipe's FLOPs, or memory does not suffice.
     """
     ratio = work_of_token(changed) / work_of_token(base)
     if ratio > MOST_WORK:
@@ -132,8 +133,11 @@ def key_of(override: str) -> str:
 
 
 def together(earlier: Iterable[str], later: Iterable[str]) -> list[str]:
-    """Return overrides that apply `earlier` and then `later`: a later one replaces the same setting, and those inside
-    it. A setting comes before those inside it."""
+    """Return overrides that apply `earlier` and then `later`.
+
+    A later override replaces earlier ones of the same setting and of settings inside it. In the result, a setting comes
+    before the settings inside it.
+    """
     later = list(later)
     replaced = tuple(f"{key_of(one)}." for one in later)
     kept = [one for one in earlier if not f"{key_of(one)}.".startswith(replaced)]

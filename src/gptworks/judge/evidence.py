@@ -10,19 +10,20 @@ one-sample t statistic of n gains:
     e = 2 (1 + n g²)^(-1/2) w^(-n/2) T_n(q),    w = (n − 1 + t² / (1 + n g²)) / (n − 1 + t²),    q = s √(n v / w),
     s = t √(n / (n − 1 + t²)),    v = g² / (1 + n g²),    T_n: the distribution function of Student's t, n degrees
 
-For normal gains with mean 0 it is a martingale that starts at 1, so by Ville's inequality it ever reaches 1/a with
-probability at most a, whatever rule stops the try. A negative mean only makes it smaller, because t grows when a
-constant is added to all gains. That holds for each try given all earlier ones, since its seeds are fresh.
+For normal gains with mean 0, e is a martingale that starts at 1. By Ville's inequality, e ever reaches 1/a with
+probability at most a, whatever rule stops the try. A negative mean only makes e smaller, because t grows when a
+constant is added to all gains. The bound holds for each try given all earlier ones, since a try's seeds are fresh.
 
 Over tries, try k spends the share γ_k = 10 / ((k + 9) (k + 10)) of the error: 9% for the first, 0.3% for the 50th. The
 shares of any number of tries add up to less than 1. `family`: a gain is accepted at e ≥ 1 / (error γ_k), so the
 probability of any false gain is at most `error`. `discoveries`: e-LOND (Xu and Ramdas, "Online multiple testing with
 e-values", AISTATS 2024), where the level is multiplied by 1 + the number of gains accepted before; the expected share
 of false gains among the accepted is at most `error`, whatever the dependence between tries. There, the e-value of a try
-is 1/level if its e-process ever reaches that, else 0, so that stopping may depend on anything.
+is 1/level if its e-process ever reaches 1/level, else 0, so that stopping may depend on anything.
 
-These bounds need normal gains. Against other noise, a try's deviation counts as at least a share of that of the other
-tries, see `spread_floor`: of one of the largest, so that changes that do next to nothing do not make it small.
+These bounds need normal gains. To protect against other noise, a try's deviation counts as at least a share of one of
+the largest deviations of the other tries, see `spread_floor`. A smaller deviation would not protect, because
+changes that do next to nothing deviate little.
 """
 
 import math
@@ -45,9 +46,10 @@ deviations) need the fewest pairs."""
 LEAST_SPREAD = 0.7
 """A try's deviation counts as at least this share of one of the largest of the other tries, see `spread_floor`.
 
-That only lowers the evidence, so the bounds above still hold. Without it, noise that is skewed or has two peaks makes
-few gains agree by chance far more often than normal noise, and up to half of simulated campaigns then err. With it,
-normal gains need about one pair more, and more where some changes make training unstable."""
+This floor only lowers the evidence, so the bounds above still hold. Without the floor, noise that is skewed or has two
+peaks makes small numbers of gains agree by chance far more often than normal noise does, and up to half of simulated
+campaigns then err. With the floor, normal gains need about one pair more, and more where some changes make training
+unstable."""
 
 FLATNESS = 10
 """The 10 in the shares γ_k: the larger it is, the more slowly levels fall. 10 suits campaigns of 10 to 100 tries."""
@@ -111,10 +113,10 @@ SHOWN_ERROR = 0.05
 def spread_floor(others: Iterable[Judgement | None]) -> float:
     """Return the minimum to assume for the deviation of a try's gains, from the other tries' judgements.
 
-    It is `LEAST_SPREAD` times the k-th largest of their n deviations above 0, with k = ⌊√n⌋: the largest of up to 3,
-    the 2nd of up to 8, the 7th of 50. As long as k of the tries deviate as much as the noise does, it is no less than
-    that share of the least of these k, however little all others deviate; as long as fewer than k are unstable, it is
-    no more than that share of the largest other. 0 if no other try has such a deviation."""
+    The result is `LEAST_SPREAD` times the k-th largest of their n deviations above 0, with k = ⌊√n⌋: the largest of up
+    to 3, the 2nd of up to 8, the 7th of 50. If k tries deviate as much as the noise does, the result is at least
+    `LEAST_SPREAD` times the noise, however little all others deviate. Fewer than k unstable tries do not raise the
+    result above `LEAST_SPREAD` times the largest stable deviation. 0 if no other try has a deviation above 0."""
     deviations = sorted(one.deviation for one in others if one is not None and one.deviation > 0)
     return LEAST_SPREAD * deviations[-math.isqrt(len(deviations))] if deviations else 0.0
 

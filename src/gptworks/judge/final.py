@@ -18,7 +18,7 @@ from gptworks.runs.try_run import Rules, plan_try, run_try
 
 FINAL = "final"
 NO_LIMIT_MINUTES = 1e6
-"""Time for the final comparison, which only its number of pairs ends."""
+"""Time limit of the final comparison, too long to matter: only the number of pairs ends the comparison."""
 
 
 def final_gains(
@@ -52,7 +52,10 @@ def final_gains(
 
 
 def final_facts(gains: list[float], place: str, found: Records) -> dict[str, Any]:
-    """Return the facts of the final comparison; `line` has them in words. The mean gain has Student's t interval."""
+    """Return the facts of the final comparison; `line` has them in words.
+
+    `low` to `high` is the 95% Student's t interval of the mean gain; None without gains.
+    """
     n_tries = len(found.tries)
     tries = f"{n_tries} {'try' if n_tries == 1 else 'tries'}, {len(found.accepted)} accepted"
     if not gains:

@@ -27,7 +27,7 @@ class Ledger:
     """The entries of a ledger, checked when it is read."""
 
     def __init__(self, path: Path, key: bytes, count: Path) -> None:
-        """Read the ledger; a missing file is an empty one.
+        """Read the ledger; a missing file is an empty ledger.
 
         Args:
             count: file with the number of entries.
@@ -87,7 +87,7 @@ class Ledger:
         raise self._changed(len(lines) + 1, "the head is missing, so entries may have been cut off")
 
     def _check_number(self) -> None:
-        """Compare the number of entries with the one kept, which a crash may have left one behind."""
+        """Refuse fewer entries than the second file counts. After a crash, the file may count one entry too few."""
         try:
             wrote = int(read_regular(self._count, 20, inside=self._count.parent))
         except (FileNotFoundError, ValueError):

@@ -12,8 +12,8 @@ from gptworks.judge.ledger import Ledger
 from gptworks.runs.try_results import TRY_FILE, Pair, Try, read_try
 
 Entered = dict[int, dict[str, float]]
-"""For each pair, by number: its signatures, each with the seconds of training. A third run gives a pair another one. A
-signature that was lost is empty: its runs count, and the pair is not there."""
+"""For each pair, by number: its signatures, each with the seconds of training. A third run gives a pair another
+signature. A lost pair has an empty signature: the seconds of its runs count, but `try.json` lacks the pair."""
 
 
 def signature(pair: Pair, key: bytes) -> str:

@@ -55,7 +55,7 @@ class Tried:
     place: str = PLACES["after"]
     """Where the losses are compared: at equal tokens or, if step times differ, in equal time."""
     step_time: float | None = None
-    """Time of the same tokens with the change divided by that without it."""
+    """Time of the same tokens with the change, divided by the time without it."""
     loss_before: float | None = None
     loss_after: float | None = None
     parameters: int | None = None

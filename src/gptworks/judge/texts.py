@@ -27,8 +27,8 @@ def seal(recipe: Recipe, folder: Path, secret: Path, key: bytes) -> dict[str, An
     """Write one part of the text of a recipe's sources to `texts/` in `folder`, and the sealed part to `secret`. Return
     the settings of the source that replaces the recipe's sources.
 
-    The sealed share is that of `data.validation`. With 20 documents or more, whole documents are sealed, chosen by a
-    keyed hash of their text; with fewer, the end of each.
+    The sealed share is `data.validation.fraction`. With 20 documents or more, whole documents are sealed, chosen by a
+    keyed hash of their text. With fewer, the end of each document is sealed.
 
     Raises:
         UserError: the recipe does not train on text of its own sources, or there is too little text.

@@ -95,7 +95,7 @@ class _Job:
         return self._thread.is_alive()
 
     async def wait(self, seconds: float) -> bool:
-        """Wait at most some seconds for the end of the training; return whether it has ended."""
+        """Wait at most `seconds` for the end of the training; return whether it has ended."""
         with anyio.move_on_after(seconds):
             while self.is_running:
                 await anyio.sleep(0.05)
@@ -144,7 +144,7 @@ class _Judge:
 
 @contextmanager
 def _answered() -> Iterator[None]:
-    """Turn a UserError or RunError in the `with` block into an answer for the agent, who sees no other errors' text."""
+    """Turn a UserError or RunError in the `with` block into an answer; the agent does not see other errors' text."""
     try:
         yield
     except (UserError, RunError) as error:
@@ -239,7 +239,7 @@ def _server_of(judge: _Judge) -> MCPServer:
 
 
 class _Lines:
-    """Requests, one on each line; a line that is too long is replaced by one that is no request."""
+    """Requests, one per line. A line that is too long is replaced by an invalid request."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

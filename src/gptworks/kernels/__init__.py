@@ -1,1 +1,1 @@
-"""Kernels of the model's operations: a C++ library for CPUs, torch code, and a table from which to choose one."""
+"""Kernels of the model's operations: C++ and torch code for CPUs, Triton code for GPUs; `dispatch` chooses one."""

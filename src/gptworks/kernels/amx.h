@@ -1,10 +1,10 @@
-// Matrix tiles of 16 rows of 64 bytes: Intel's AMX, on Linux. The library asks at run time whether the processor has
+// Matrix tiles of 16 rows of 64 bytes: Intel's AMX, on Linux. The library checks at run time whether the processor has
 // AMX, so that one library serves processors with and without it.
 //
 //     c[16][16] += a[16][words] · b[words][16]     a word: two bf16 or four 8-bit elements along the sum
 //
-// Intel's manual (volume 2, TDPBF16PS and TDPBSSD): bf16 is summed in float32, even and odd places apart within a
-// product of two tiles, and subnormal numbers count as 0; bytes are summed exactly, in 32 bits.
+// Intel's manual (volume 2, TDPBF16PS and TDPBSSD): bf16 products are summed in float32, and subnormal numbers count as
+// 0. Within a product of two tiles, even and odd places have separate sums. Bytes are summed exactly, in 32 bits.
 
 #pragma once
 
@@ -26,15 +26,15 @@ constexpr int64_t SIDE = 16;         // rows of a tile, and words of a row
 constexpr int64_t ROW = 64;          // bytes of a row
 constexpr int64_t TILE = SIDE * ROW; // bytes
 
-inline bool granted = false; // by the system, and found to compute rightly
+inline bool granted = false; // whether the system permits AMX and `computes_rightly`
 
-// Asks the system to keep the tiles of this process, all its threads included.
+// Asks the system to permit tiles in all threads of this process; returns whether it does.
 inline bool ask() {
-    constexpr long REQUEST = 0x1023, TILE_DATA = 18; // of arch_prctl
+    constexpr long REQUEST = 0x1023, TILE_DATA = 18; // arch_prctl's ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA
     return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 }
 
-// Configures the tiles of this thread, all of full size, while the object lives.
+// Configures this thread's tiles, all of full size, while the object exists.
 struct Registers {
     Registers() {
         if (!granted) return;
@@ -65,8 +65,9 @@ template<bool INTEGERS, int C, int A, int B> INLINE void multiply() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
 
-// Multiplies one or two rows of tiles by one or two columns of tiles over some steps, and stores the sums: tile (i, j)
-// is a's i-th row times b's j-th column. Each step advances 64 bytes in a and b_step bytes in b.
+// Multiplies one or two rows of tiles by one or two columns of tiles over some steps, and stores the sums. Tile (i, j)
+// is a's i-th row times b's j-th column, plus what is stored there if `add`. Each step
+// advances 64 bytes in a and b_step bytes in b.
 template<bool INTEGERS, int ROWS, int COLUMNS>
 INLINE void product(const char *const *a, int64_t a_stride, const char *const *b, int64_t b_stride, int64_t b_step,
                     int64_t steps, char *const *c, int64_t c_stride, bool add, Ahead *ahead) {
@@ -90,7 +91,7 @@ template<bool INTEGERS, class... Rest> INLINE void product(int64_t rows, int64_t
         columns == 1 ? product<INTEGERS, 2, 1>(rest...) : product<INTEGERS, 2, 2>(rest...);
 }
 
-// Whether tiles compute what they should: products of small whole numbers, which are exact in any order.
+// Whether tiles compute correctly. The test uses small whole numbers, whose products are exact in any order.
 inline bool computes_rightly() {
     struct alignas(64) Four {
         int32_t c[2][2][SIDE][SIDE];

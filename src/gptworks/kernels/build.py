@@ -31,10 +31,10 @@ With GCC's OpenMP the kernels share torch's threads. Without it, and always with
 """
 
 MARCH = "GPTWORKS_NATIVE_MARCH"
-"""Environment variable with a processor's name, such as haswell, to build for instead of this machine's."""
+"""Environment variable that names the processor to build for, such as haswell; unset: this machine's."""
 
 _OLDER_NAMES = {"znver4": ("cooperlake",), "sapphirerapids": ("cooperlake",)}
-"""Processor → older processors to build for if the compiler does not know it: the kernels use the same instructions."""
+"""Older processors to build for if the compiler does not know a processor. The kernels use the same instructions."""
 
 _LOG = logging.getLogger(__name__)
 

@@ -1,10 +1,13 @@
 """The folders that keep compiled libraries.
 
-This process runs the code of a kept library. So it loads a library only if the checksum matches and the folder belongs
-to this user and nobody else may write to it. The first usable one of these folders keeps the library: the user's cache;
-this user's folder in $XDG_RUNTIME_DIR or in the folder for temporary files, until the machine restarts; a temporary
-folder of this process. One process compiles under a lock while others wait. It also removes libraries that have been
-unused for a long time.
+Loading a library runs its code. So a library is loaded only if its checksum matches, and only from a folder that
+belongs to this user and that nobody else may write to. The first usable one of these folders keeps the library:
+
+- the user's cache folder,
+- this user's folder in $XDG_RUNTIME_DIR or in the folder for temporary files, until the machine restarts,
+- a temporary folder of this process.
+
+One process compiles under a lock while others wait. That process also removes libraries that have long been unused.
 """
 
 import atexit
@@ -23,10 +26,10 @@ _LOG = logging.getLogger(__name__)
 
 
 def keep(folder: Path, key: str, make: Callable[[], bytes]) -> Path:
-    """Return the file of the library for `key` in the folder; `make` builds the library if it is missing.
+    """Return the path of the library for `key` in the folder; `make` builds the library if it is missing.
 
     Raises:
-        OSError: the folder is not private, see `make_private`, or cannot be written to.
+        OSError: the folder is not private (see `make_private`), or cannot be written to.
     """
     folder = make_private(folder)
     content = _kept(folder, key)
@@ -92,7 +95,7 @@ def _runtime_folders() -> Iterator[Path]:
 
 
 def make_private(folder: Path) -> Path:
-    """Make or check a folder that only this user may write to. Return its resolved path; no other user can replace it.
+    """Make a folder private, so that only this user can write to it or replace it; return its resolved path.
 
     Raises:
         OSError: the folder cannot be made, is a link or belongs to another user; or a parent folder belongs to another
@@ -179,7 +182,7 @@ MOST_KEPT, UNUSED_DAYS = 12, 60
 def _prune(folder: Path) -> None:
     """Remove libraries unused for UNUSED_DAYS or beyond the MOST_KEPT last used, and killed processes' temporary files.
 
-    Keep the files of the last hour, because another process may be about to use one.
+    Keep files used in the last hour, because another process may be about to use one.
     """
     now = time.time()
 

@@ -8,13 +8,13 @@ using namespace kernels;
 
 namespace {
 
-// The lines of vectors [from, to) of keys or values; none where there are no vectors.
+// Returns the cache lines of vectors [from, to) of keys or values, to be prefetched; none if `vectors` is null.
 template<class Cache> Ahead lines_of(const Cache *vectors, int64_t from, int64_t to, int64_t width, int64_t at_once) {
     if (!vectors) return {};
     return {(const char *)(vectors + from * width), (const char *)(vectors + to * width), at_once};
 }
 
-// A cache in bf16 is multiplied as it is, two numbers at once, by queries and weights that are rounded to bf16 as well.
+// A bf16 cache is multiplied as it is, two numbers at a time; queries and weights are then rounded to bf16 as well.
 #ifdef BF16_PRODUCTS
 template<class Cache> constexpr bool ROUNDED = std::is_same_v<Cache, BFloat>;
 template<class Cache> using Policy = std::conditional_t<ROUNDED<Cache>, Pairs, Widened<Cache>>;
@@ -26,8 +26,8 @@ template<class Cache> using Left = typename Policy<Cache>::Left;
 
 // ---------------------------------------------------------------------------------------------------- by vectors
 
-// Products of N rows with 16 · VECTORS columns, to columns of `out` from `at` on: added to what is there if `adds`.
-// Words of the right factor lie `apart` after one another, its vectors `vectors_apart`.
+// Writes the products of N rows with 16 · VECTORS columns to the columns of `out` from `at` on, or adds them if `adds`.
+// The right factor's words are `apart` apart, and its vectors `vectors_apart`.
 template<class Cache, int N, int VECTORS>
 [[gnu::noinline]] void multiply(const Left<Cache> *const (&left)[N], const uint32_t *right, int64_t n, int64_t apart,
                                 int64_t vectors_apart, float *const (&out)[N], int64_t at, bool adds, Ahead &ahead) {
@@ -79,8 +79,8 @@ template<int N, class F> INLINE void by_columns(int64_t n, const F &run) {
         if (i < n) run(i, std::integral_constant<int, 1>{});
 }
 
-// Turns the products of a query with keys [from, end) into weights; returns the factor by which their sums are still to
-// be multiplied. Where products are in bf16, weights are rounded to bf16, in the first half of the row.
+// Turns the products of a query with keys [from, end) into weights that are not yet normalized; returns the factor that
+// normalizes their sums. Where products are in bf16, weights are stored as bf16 in the first half of the row.
 template<class Cache>
 Lanes softmax(const Query &query, float scale, const HeadCache<Cache> &cache, float *scores, int64_t from,
               int64_t end) {
@@ -114,7 +114,7 @@ Lanes softmax(const Query &query, float scale, const HeadCache<Cache> &cache, fl
     return factor;
 }
 
-// scores: [N, room]. next: keys that come after these, or null.
+// Computes attention of N queries. scores: [N, room]. next: the keys to prefetch, or null.
 template<int N, class Cache>
 void attend_by_vectors(const Query *queries, float scale, const HeadCache<Cache> &cache, float *scores, int64_t room,
                        const Cache *next) {
@@ -136,7 +136,7 @@ void attend_by_vectors(const Query *queries, float scale, const HeadCache<Cache>
     Lanes factor[N];
     for (int r = 0; r < N; r++) factor[r] = softmax(queries[r], scale, cache, scores + r * room, from, end);
 
-    // Words in which each query sees all positions, and those before and behind.
+    // Words of which every query sees all positions. `add_some` adds the words before and after these.
     const auto word_of = [&](int64_t position) EACH { return (position - from) / OF_WORD; };
     const int64_t all_from = word_of(queries[N - 1].from + OF_WORD - 1),
                   all_to = std::max(word_of(queries[0].to), all_from);
@@ -164,13 +164,13 @@ void attend_by_vectors(const Query *queries, float scale, const HeadCache<Cache>
 #ifdef AMX
 // ------------------------------------------------------------------------------------------------------ by tiles
 
-// n queries over the keys [from, end), whose scores lie `stride` floats apart.
+// n queries over the keys [from, end). Their rows of scores are `stride` floats apart.
 struct OnTiles {
     const HeadCache<BFloat> &cache;
     TileRoom &room;
     int64_t n, from, end, stride, width = cache.width, tall = (n + amx::SIDE - 1) / amx::SIDE;
 
-    // Products of queries and keys up to `to`.
+    // Writes the products of the queries and the keys before `to` to `scores`.
     void score(const Query *queries, int64_t to, float *scores, Ahead &ahead) const {
         for (int64_t r = 0; r < n; r++)
             for (int64_t i = 0; i < width; i += LANES) store(&room.queries[r * width] + i, load(queries[r].q + i));
@@ -190,8 +190,9 @@ struct OnTiles {
         }
     }
 
-    // Σ weight · value over the keys in [first, last); weights: [n, stride] floats, in bf16 in the first half of each
-    // row. False: not computed, because a value is infinite or NaN, and a query may not see it.
+    // Writes Σ weight · value over the keys in [first, last) to the queries' outputs. weights: [n, stride] floats; the
+    // first half of each row holds the weights in bf16. Returns false, without results, if a value that some query may
+    // not see is infinite or NaN.
     bool weigh(const Query *queries, const Lanes *factor, const float *weights, int64_t first, int64_t last,
                Ahead &ahead) const {
         const int64_t all_from = (queries[n - 1].from + POSITIONS - 1) / POSITIONS * POSITIONS;
@@ -222,7 +223,7 @@ struct OnTiles {
         return true;
     }
 
-    // Copies the values of 32 positions, with 0 outside [first, last); returns whether all are finite.
+    // Copies the values of 32 positions, with 0 outside [first, last). Returns whether all are finite.
     bool copy(int64_t s, int64_t first, int64_t last) const {
         const __m512i exponent = _mm512_set1_epi16(0x7f80);
         __mmask32 not_numbers = 0;

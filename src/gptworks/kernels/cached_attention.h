@@ -1,13 +1,13 @@
 // Attention of new tokens over the cached keys and values: in float32, in bf16, or in int8 with one scale per vector.
 //
-// Both its products have the keys or values as their right factor, in words of four bytes whose elements are summed
-// over:
+// In both products, the keys or values are the right factor. They are stored in words of four bytes, whose elements are
+// summed over:
 //
 //     scores[query][key]  = Σ query[word] · keys[word][key]          a word: neighbouring elements of a key
 //     out[query][element] = Σ weight[word] · values[word][element]   a word: one element of neighbouring values
 //
-// A query's result never depends on the queries that are computed with it: each has sums of its own, which are added in
-// the order of words, and a value that it does not see cannot change them, not even a NaN.
+// A query's result never depends on the queries that are computed with it. Each query has its own sums, which are added
+// in the order of the words. A value that a query does not see cannot change its sums, not even a NaN.
 
 #pragma once
 
@@ -22,12 +22,12 @@
 
 namespace [[gnu::visibility("hidden")]] kernels {
 
-constexpr int64_t BLOCK = LANES; // positions whose keys lie together
-// Queries that read keys and values together: by vectors, and by tiles.
+constexpr int64_t BLOCK = LANES; // positions whose keys are stored together
+// Numbers of queries that read keys and values together: with vectors, and at most with AMX tiles.
 constexpr int64_t QUERIES = MANY_REGISTERS ? 8 : FEW_REGISTERS ? 2 : 4, MOST_QUERIES = 32;
 
-// A query of one head, where its output goes, and the keys [from, to) that it sees; and, unless null, where its
-// probability of the key at each position goes, up to a multiple of 32 positions.
+// A query of one head, the address of its output, and the range [from, to) of keys that it sees. `weights`, unless
+// null, receives its probability of the key at each position, up to a multiple of 32 positions.
 struct Query {
     float *q, *out;
     int64_t from, to;
@@ -46,7 +46,7 @@ template<class Cache> struct HeadCache {
     Cache *values;                                        // [positions / OF_WORD, width, OF_WORD]
     float *key_scales = nullptr, *value_scales = nullptr; // [positions]
 
-    // The words of a block's keys, and those of the values from a position on that is a multiple of OF_WORD.
+    // The words of a block's keys, and of the values from a position on, which is a multiple of OF_WORD.
     const uint32_t *keys_from(int64_t block) const { return (const uint32_t *)(keys + block * BLOCK * width); }
     const uint32_t *values_from(int64_t position) const { return (const uint32_t *)(values + position * width); }
 
@@ -65,7 +65,7 @@ template<class Cache> struct HeadCache {
         }
     }
 
-    // The scale of a vector's integers; NaN if an element is not finite, so that the whole vector is read as NaN.
+    // Returns the scale of a vector's integers; NaN if an element is not finite, so that the vector is read as NaN.
     float scale_of(const float *x) const {
         if (!SCALED) return 1;
         float largest = 0;
@@ -90,9 +90,9 @@ template<class Cache> struct HeadCache {
 
 #ifdef AMX
 constexpr int64_t POSITIONS =
-    2 * amx::SIDE; // of the values that two tiles multiply; also elements of keys that they do
+    2 * amx::SIDE; // positions of values, or elements of keys, that a product of two tiles sums over
 constexpr int64_t SOME =
-    8 * POSITIONS; // of the values that are multiplied for all their elements before others are read
+    8 * POSITIONS; // positions whose values are multiplied completely before other values are read
 
 struct alignas(64) Square {
     float at[LANES][LANES];
@@ -112,7 +112,7 @@ struct TileRoom {
 
 // The memory in which a thread computes attention over up to `n_positions` keys.
 struct AttentionRoom {
-    int64_t n_scores; // of a query
+    int64_t n_scores; // floats of a query's scores
     Buffer scores;
 #ifdef AMX
     TileRoom tiles;
@@ -127,7 +127,7 @@ struct AttentionRoom {
     }
 };
 
-// How many queries are best computed together.
+// Returns the best number of queries to compute together.
 template<class Cache> int64_t queries_at_once([[maybe_unused]] int64_t width) {
 #ifdef AMX
     if (std::is_same_v<Cache, BFloat> && amx::granted && width % POSITIONS == 0) return MOST_QUERIES;

@@ -21,11 +21,11 @@ Given: TypeAlias = "Tensor | Sequence[Tensor] | array[int] | None"
 
 
 def call(library: Library, name: str, tensors: Sequence[Given], *numbers: float, model: Any = None) -> None:
-    """Call a function of `entries.ENTRIES` on as many threads as torch has.
+    """Call a function of `entries.ENTRIES` on as many threads as torch uses.
 
     Args:
-        tensors: arguments in the entry's order, each a tensor, None if it is left out, an int64 array (type "q"), or a
-            sequence of tensors, whose length is passed before the other numbers.
+        tensors: arguments in the entry's order. Each is a tensor, an int64 array (type "q"), None for an optional
+            tensor, or a sequence of tensors, whose length is passed before the other numbers.
         model: the model structure, if the entry has one.
 
     Raises:

@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 class Attention(torch.autograd.Function):
     """`gptworks.model.scores.attend` as batched matrix products around a softmax, for one block of queries at a time.
 
-    A block of queries needs only the keys up to its last query, so nearly half of the scores are never computed. For
-    lengths of 1,024 to 256, torch's fused CPU kernel takes 1.7 to 2.5 times as long in bf16, forward and backward
-    (bench/passes.py). The attention weights, and with a softcap the tanh, stay in memory for the backward pass. `bias`,
-    [T, S] or [B, T, S] in q's dtype, is 0 for keys that a query may see and -inf for others.
+    A block of queries needs only the keys up to its last query, so nearly half of the scores are never computed. At
+    length 1,024, torch's fused CPU kernel takes 1.7 times as long in bf16, forward and backward; at length 256, 2.5
+    times (bench/passes.py). The attention weights, and with a softcap the tanh, stay in memory for the backward pass.
+    `bias`, [T, S] or [B, T, S] in q's dtype, is 0 for keys that a query may see and -inf for others.
     """
 
     @staticmethod
@@ -134,8 +134,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def activate(x: Tensor, up: Tensor | None, kind: str) -> Tensor:
-    """Return activation(x), or activation(x) · up. `kind`: a value of `model.mlp`. For gradients, save only x (for
-    relu2 its positive part) and up."""
+    """Return activation(x), or activation(x) · up if `up` is given. `kind`: a value of `model.mlp`.
+
+    Only x (for relu2, its positive part) and up are saved for the backward pass.
+    """
     if up is None:
         return ACTIVATIONS[kind](x)
     out: Tensor = _Gated.apply(x, up, kind)  # type: ignore[no-untyped-call]
@@ -189,13 +191,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def dropout(x: Tensor, probability: float) -> Tensor:
-    """Zero each element of x with this probability, rounded to 1/65,536, and scale up the rest."""
+    """Return x with each element zeroed with this probability, rounded to 1/65,536, and the rest scaled up."""
     kept = _keep(x.shape, probability)
     return x * kept.to(x.dtype).mul_(1 / (1 - probability))
 
 
 def _keep(shape: torch.Size, probability: float) -> Tensor:
-    """Return random booleans, false with this probability. 64 random bits make four, faster than `bernoulli_`."""
+    """Return random booleans, false with this probability. Four share 64 random bits: faster than `bernoulli_`."""
     n = shape.numel()
     bits = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
     return bits.view(torch.int16)[:n].view(shape) >= round(probability * 2**16) - 2**15

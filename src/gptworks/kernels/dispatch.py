@@ -1,10 +1,10 @@
-"""Kernel dispatch: TABLE lists each operation's kernels; `chosen` returns the first usable one, and functions such as
-`linear` call it.
+"""Kernel dispatch: functions that compute an operation by its first usable kernel.
 
-The C++ is used if it is available (`gptworks.kernels.library`) and supports the tensors' dtype and layout; `cpu` has
-faster torch code for training on a CPU; Triton computes the loss and decoding's attention on an NVIDIA GPU; torch's own
-functions compute the rest. Most kernels are for training: they compute an operation in one pass over memory, and its
-gradient in another. Plans read the table too (`planned`).
+`TABLE` lists each operation's kernels, and `chosen` returns the first usable one. The C++ is used if it is available
+(`gptworks.kernels.library`) and supports the tensors' dtype and layout. `cpu` has faster torch code for training on a
+CPU. Triton computes the loss and decoding's attention on an NVIDIA GPU. torch's own functions compute the rest. Most
+kernels are for training: they compute an operation in one pass over memory, and its gradient in another. Plans read the
+table too (`planned`).
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def fuses_groups(device: torch.device) -> bool:
 
 
 def trains(*tensors: Tensor | None) -> bool:
-    """Whether gradients are enabled, and one of these tensors is on a CPU and requires one."""
+    """Whether gradients are enabled, and one of these tensors is on a CPU and requires a gradient."""
     if not torch.is_grad_enabled():
         return False
     return any(x is not None and x.requires_grad and x.device.type == "cpu" for x in tensors)
@@ -78,8 +78,8 @@ def chosen(operation: str, *operands: Any, training: bool = False) -> Kernel:
 
 
 def planned(operation: str, on_cpu: bool) -> str:
-    """Return the name of the kernel that training will use for operands that it supports, on a CPU or a GPU. This is
-    predicted without compiling or loading the C++."""
+    """Return the name of the kernel that training will use for operands that it supports, on a CPU or a GPU. The
+    C++ is neither compiled nor loaded for this prediction."""
     device = "cpu" if on_cpu else "cuda"
     here = (kernel for kernel in TABLE[operation] if kernel.device in (None, device))
     return next(kernel.by for kernel in here if kernel.by != CPP or trains_in_cpp())
@@ -133,13 +133,15 @@ def activate(x: Tensor, kind: str, up: Tensor | None = None) -> Tensor:
 
 
 def dropout(x: Tensor, probability: float) -> Tensor:
-    """Zero each element of x with this probability, and scale up the rest."""
+    """Return x with each element zeroed with this probability, and the rest scaled up."""
     return chosen("dropout", x, training=trains(x)).compute(x, probability)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (i, i + R/2) of the first R elements of x [..., T, D] by the angles whose cosines and sines are
-    [T, R/2], or [B, 1, T, R/2] for x [B, H, T, D]."""
+    """Rotate each pair (i, i + R/2) of the first R elements of x [..., T, D] by its position's angle.
+
+    Cosines and sines are [T, R/2], or [B, 1, T, R/2] for x [B, H, T, D].
+    """
     return chosen("rotate", x, cos, sin).compute(x, cos, sin)
 
 
@@ -194,7 +196,7 @@ def _activation_taken(x: Tensor, up: Tensor | None) -> bool:
 
 
 def _attention() -> ModuleType:
-    """Import `gptworks.kernels.attention` when training first needs it: it loads torch's compiler, which is slow."""
+    """Return `gptworks.kernels.attention`, imported at its first use because it loads torch's slow compiler."""
     from gptworks.kernels import attention
 
     return attention
@@ -205,7 +207,7 @@ def _attend(*operands: Any) -> Any:
 
 
 def _fused_loss() -> ModuleType:
-    """Import `gptworks.kernels.fused_loss` when a GPU first needs it: it registers an operation with torch."""
+    """Return `gptworks.kernels.fused_loss`, imported at its first use because it registers an operation with torch."""
     from gptworks.kernels import fused_loss
 
     return fused_loss

@@ -1,8 +1,8 @@
 """Declarations of the functions that the C++ exports: arguments, structures, and the numbers of dtypes and activations.
 
-The C++ has the same declarations (entry.h, functions.h, matrix.h, step.h); `declare` compares both when a library is
-loaded. Every function checks its arguments before it reads or writes tensors, and returns a code. This module does not
-import torch.
+The C++ has the same declarations (entry.h, functions.h, matrix.h, step.h). When a library is loaded, `declare` compares
+the structures' sizes and the lists of dtypes and activations. Every function checks its arguments before it reads or
+writes tensors, and returns a code. This module does not import torch.
 """
 
 import ctypes
@@ -80,7 +80,7 @@ class Model(Structure):
 
 @cache
 def _with_short_pointers(structure: Any) -> Any:
-    """Return the structure with pointers of 32 bits, as the C++ has it in WebAssembly."""
+    """Return a copy of a structure class that has 32-bit pointers, as WebAssembly does."""
 
     def short(kind: Any) -> Any:
         if kind is POINTER:
@@ -92,14 +92,14 @@ def _with_short_pointers(structure: Any) -> Any:
 
 
 class Short:
-    """The structures of a model with pointers of 32 bits."""
+    """The structures of a model in WebAssembly, with 32-bit pointers."""
 
     Matrix, Norm, Layer, Model = map(_with_short_pointers, (Matrix, Norm, Layer, Model))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Arguments of a C++ function, in order: a model if it has one, tensors, numbers, and the number of threads."""
+    """Arguments of a C++ function, in order: the model if `has_model`, tensors, numbers, and the number of threads."""
 
     tensors: tuple[str, ...]
     """Names of the tensors; an optional tensor's name ends with a question mark."""
@@ -132,7 +132,7 @@ ENTRIES = MappingProxyType({
     "gemm": _entry("a b bias? out"),
     "muon_updates": _entry("gradients momenta updates polynomials", n=INTEGER, momentum=REAL, eps=REAL),
 })  # fmt: skip
-"""Exported functions by name; in the library, `gptworks_NAME`. Muon's gradients and momenta are n tensors each."""
+"""Exported functions by name, in the library `gptworks_NAME`. Muon's `gradients` and `momenta` are n tensors each."""
 
 _ERRORS = (ValueError, IndexError, RunError, RuntimeError)
 """Exceptions for return codes 1 to 4: invalid argument, index out of range, out of memory, any other error."""
@@ -146,7 +146,7 @@ def declare(functions: ctypes.CDLL) -> None:
     """Set the argument and return types of a library's functions for ctypes.
 
     Raises:
-        Mismatch: the library's structures, numbers or functions differ from this module's.
+        Mismatch: a function is missing, or the result of `layout` differs from the library's.
     """
     try:
         for name in ("layout", "error"):
@@ -167,7 +167,7 @@ def declare(functions: ctypes.CDLL) -> None:
 
 
 def layout() -> str:
-    """Return the sizes of structures and the numbers of dtypes and activations, as the C++'s `layout` writes them."""
+    """Return the structures' sizes and the names of dtypes and activations as one line, like `layout` in the C++."""
     sizes = ", ".join(f"{one.__name__} {ctypes.sizeof(one)}" for one in (Tensor, Matrix, Norm, Layer, Model))
     return f"{sizes}; kinds {' '.join(KINDS)}; functions {' '.join(FUNCTIONS)}"
 

@@ -12,7 +12,7 @@ using namespace kernels;
 
 namespace {
 
-thread_local Failure last; // of this thread's calls
+thread_local Failure last; // the last failure of this thread's calls
 
 } // namespace
 
@@ -25,7 +25,7 @@ void kernels::fail(Code code, const char *format, ...) {
     va_end(values);
 #ifdef __cpp_exceptions
     throw failure;
-#else // the trap ends the call; the caller reads the text as after a code
+#else // the trap ends the call; the caller reads the text as after a returned code
     last = failure;
     __builtin_trap();
 #endif
@@ -162,5 +162,5 @@ int64_t kernels::within(const char *name, int64_t x, int64_t least, int64_t most
     return x;
 }
 
-// The text of the last error of this thread.
+// Returns the text of this thread's last error.
 extern "C" const char *gptworks_error() noexcept { return last.text; }

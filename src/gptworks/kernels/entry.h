@@ -1,9 +1,9 @@
-// How Python calls the kernels: with tensors that say what they are, and threads that may fail.
+// How Python calls the kernels: tensors with their dtypes and shapes, and errors as return codes.
 //
 // Every function that the library exports is `extern "C" int gptworks_NAME(…) noexcept { return guarded([&] { … }); }`:
-// it checks all arguments before it reads or writes tensors, throws a Failure if it refuses one, and returns a code;
-// gptworks_error() has the text. entries.py has the same signatures, structures and numbers, and compares them when it
-// loads the library.
+// it checks all arguments before it reads or writes tensors, throws a Failure if it refuses one, and returns a code.
+// gptworks_error() returns the error's text. entries.py has the same signatures, structures and numbers; when a library
+// is loaded, entries.py compares the result of gptworks_layout().
 
 #pragma once
 
@@ -15,7 +15,7 @@ namespace [[gnu::visibility("hidden")]] kernels {
 
 enum Code : int { DONE, REFUSED, OUT_OF_RANGE, NO_MEMORY, FAILED };
 
-// What is thrown: of fixed size, so that it gets from any thread to the caller without an allocation.
+// The exception that `fail` throws. Its size is fixed, so that any thread can pass it to the caller without allocation.
 struct Failure {
     Code code = DONE;
     char text[240] = {};
@@ -23,10 +23,10 @@ struct Failure {
 
 [[noreturn, gnu::format(printf, 2, 3)]] void fail(Code code, const char *format, ...);
 
-// The exception that is being handled.
+// Returns the exception that is being handled, as a Failure.
 Failure caught() noexcept;
 
-// The code of the exception that is being handled, whose text gptworks_error() has from now on.
+// Returns the code of the exception that is being handled, and keeps its text for gptworks_error().
 int failed() noexcept;
 
 template<class F> int guarded(const F &work) noexcept {
@@ -54,10 +54,10 @@ constexpr int64_t bytes_of(int64_t kind) { // of an element
 }
 
 constexpr int64_t MOST_DIMENSIONS = 5;
-constexpr int64_t MOST = int64_t(1) << 40; // of a size or a stride: products of two or three stay far from overflow
+constexpr int64_t MOST = int64_t(1) << 40; // largest size, stride or number of elements: far from overflow
 constexpr int64_t MOST_THREADS = 1024;
 
-struct [[gnu::visibility("default")]] Tensor { // of exported functions: hidden, it would hide them
+struct [[gnu::visibility("default")]] Tensor { // not hidden, since exported functions take it
     char *data;
     int64_t kind, n_dimensions, sizes[MOST_DIMENSIONS], strides[MOST_DIMENSIONS]; // strides: in elements
 
@@ -71,7 +71,7 @@ struct [[gnu::visibility("default")]] Tensor { // of exported functions: hidden,
     template<class T> T *as() const { return (T *)data; }
 };
 
-// "float32 [2, 3]", in a buffer that the caller has.
+// A dtype and shape as text, such as "float32 [2, 3]", without an allocation.
 struct Text {
     char text[96];
 
@@ -86,7 +86,7 @@ const Tensor &sound(const char *name, const Tensor *x);
 // Refuses a tensor of another dtype or shape.
 const Tensor &shaped(const char *name, const Tensor *given, int64_t kind, std::initializer_list<int64_t> sizes);
 
-// Whether elements lie one after the other, in order, from some dimension on. Strides of a single element are nothing.
+// Whether the dimensions from `from` on are contiguous. Strides of dimensions of size 1 do not matter.
 bool is_contiguous(const Tensor &x, int64_t from = 0);
 
 const Tensor &contiguous(const char *name, const Tensor &x, int64_t from = 0);
@@ -105,14 +105,14 @@ const Tensor &apart(const char *name, const Tensor &x);
 // Refuses a tensor whose shape or layout differs from x's.
 const Tensor &like(const char *name, const Tensor *given, const Tensor &x);
 
-// The same; the dtype must equal x's too.
+// Refuses what `like` refuses, and another dtype than x's.
 const Tensor &same(const char *name, const Tensor *given, const Tensor &x);
 
 // ------------------------------------------------------------------------------------------------------- numbers
 
 int64_t within(const char *name, int64_t x, int64_t least, int64_t most);
 
-// More threads are never of use, and some systems end a process that asks for more than they grant.
+// Returns n, or MOST_THREADS if n is larger: more threads are of no use, and some systems would end the process.
 inline int64_t threads(int64_t n) { return within("n_threads", n, 1, MOST) < MOST_THREADS ? n : MOST_THREADS; }
 
 } // namespace kernels

@@ -1,6 +1,6 @@
-"""Attention within the texts of packed rows by torch's flash attention, which forms no scores between texts.
+"""Attention within the texts of packed rows by torch's flash attention, which computes no scores between texts.
 
-Importing this loads torch's compiler, which takes seconds.
+Importing this module loads torch's compiler, which takes seconds.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-// The functions of vectors that a GPT needs.
+// Elementwise functions of vectors that a GPT needs.
 
 #pragma once
 
@@ -9,7 +9,7 @@ namespace [[gnu::visibility("hidden")]] kernels {
 // e^x by x = n·ln 2 + r and the first terms of the series in r, |r| ≤ 0.35; within 2 units in the last place.
 INLINE Lanes exponential(Lanes x) {
     x = smaller(larger(x, all(-87.0f)), all(88.0f));
-    const float magic = 0x1.8p23f; // adding it rounds to a whole number, in the low bits
+    const float magic = 0x1.8p23f; // adding this rounds to a whole number, in the low bits
     const Lanes shifted = x * 1.44269504f + magic, n = shifted - magic;
     const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f; // ln 2 in two parts
     Lanes y = r * (1 / 5040.0f) + 1 / 720.0f;
@@ -25,7 +25,7 @@ INLINE Lanes exponential(Lanes x) {
 
 INLINE Lanes sigmoid(Lanes x) { return 1.0f / (1.0f + exponential(-x)); }
 
-// 2^x for x ≤ 126; below the smallest normal number 0, or with AVX-512 a subnormal number. NaN stays NaN.
+// Returns 2^x for x ≤ 126. A result below the smallest normal number is 0, or subnormal with AVX-512. NaN stays NaN.
 INLINE Lanes power_of_two(Lanes x) {
 #ifdef __AVX512F__
     x = (Lanes)_mm512_max_ps(_mm512_set1_ps(-200.0f), (__m512)x);
@@ -52,7 +52,7 @@ INLINE Lanes hyperbolic_tangent(Lanes x) {
     return 1.0f - 2.0f / (1.0f + power_of_two(smaller(x, all(40.0f)) * 2.8853901f));
 }
 
-// The factor of elements that makes the mean of their squared distances from `mean` 1. row(i): 16 of `width`.
+// Returns the factor that scales a row's mean squared distance from `mean` to 1. row(i): elements i to i + 15.
 template<class F> INLINE float scale_to_one(const F &row, float mean, int64_t width, float eps) {
     Lanes square = {};
     for (int64_t i = 0; i < width; i += LANES) {
@@ -62,11 +62,11 @@ template<class F> INLINE float scale_to_one(const F &row, float mean, int64_t wi
     return 1 / std::sqrt(sum(square) / width + eps);
 }
 
-enum Function : int64_t { NO_FUNCTION = -1, GELU, GELU_TANH, RELU2, SILU }; // activations; of gates too
+enum Function : int64_t { NO_FUNCTION = -1, GELU, GELU_TANH, RELU2, SILU }; // activations, also of gates
 constexpr const char *FUNCTIONS[] = {"gelu", "gelu_tanh", "relu2", "silu"};
 constexpr int64_t N_FUNCTIONS = sizeof FUNCTIONS / sizeof *FUNCTIONS;
 
-// An activation, and its slope.
+// An activation's value and its derivative.
 struct Point {
     Lanes value, slope;
 };
@@ -82,11 +82,11 @@ template<int64_t FUNCTION> INLINE Point point(Lanes x) {
         y = y * t + 1.421413741f;
         y = y * t - 0.284496736f;
         y = y * t + 0.254829592f;
-        const Lanes tail = 0.5f * y * t * e; // of the normal distribution, beyond |x|
+        const Lanes tail = 0.5f * y * t * e; // the normal distribution's probability beyond |x|
         const Lanes share = choose(x < 0.0f, tail, 1.0f - tail);
         return {x * share, share + smaller(larger(x, all(-20.0f)), all(20.0f)) * 0.39894228f * e};
     }
-    // Beyond these bounds a slope is 0 or 1 in float32, and its terms would grow without end.
+    // Beyond these bounds the derivative is 0 or 1 in float32, but the terms of its formula would overflow.
     const float bound = FUNCTION == SILU ? 80.0f : 10.0f;
     const Lanes near = smaller(larger(x, all(-bound)), all(bound));
     if constexpr (FUNCTION == GELU_TANH) {

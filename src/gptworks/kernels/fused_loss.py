@@ -1,6 +1,6 @@
-"""The cross-entropy of rows of logits on a GPU as a torch operation, so that fake tensors can stand for its operands.
+"""The cross-entropy of rows of logits on a GPU, as a torch operation that also accepts fake tensors.
 
-`gptworks.kernels.triton_loss` computes it. This module needs no Triton.
+`gptworks.kernels.triton_loss` computes the loss. This module can be imported without Triton.
 """
 
 import importlib.util
@@ -40,14 +40,16 @@ def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None = None
 
 
 def takes(logits: Tensor) -> bool:
-    """Whether Triton computes these logits' loss, on a GPU that it supports. Fake tensors are taken without Triton."""
+    """Whether `cross_entropy` can compute the loss of these CUDA logits. Fake tensors need no Triton."""
     return logits.stride(1) == 1 and (isinstance(logits, FakeTensor) or works())
 
 
 @cache
 def works() -> bool:
-    """Whether Triton compiles here: it needs a C compiler and Python's headers. If it does not, torch computes the
-    loss, and attention in decoding."""
+    """Whether Triton can compile kernels here, for which it needs a C compiler and Python's headers.
+
+    If not, warn: torch then computes the loss, and attention in decoding.
+    """
     if importlib.util.find_spec("triton") is None:
         return False
     try:

@@ -37,7 +37,7 @@ def serves(a: Tensor, b: Tensor) -> bool:
 
 @functools.cache
 def is_faster() -> bool:
-    """Whether the C++ multiplies faster than torch, which is so if torch uses MKL on an AMD processor."""
+    """Whether the C++ multiplies faster than torch: only where torch uses MKL on an AMD processor."""
     return is_amd() and torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 
 

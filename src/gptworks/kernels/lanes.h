@@ -1,4 +1,4 @@
-// Vectors of 16 float32 lanes, the same on every processor, and the functions of them that a GPT needs.
+// Vectors of 16 float32 lanes, the same on every processor, and basic operations on them.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 #ifdef __AVX2__
 #pragma GCC diagnostic push
-#if defined(__GNUC__) && !defined(__clang__) // GCC 12's own header has what it warns of (its bug 105593)
+#if defined(__GNUC__) && !defined(__clang__) // GCC 12 warns of its own header (GCC bug 105593)
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
@@ -42,7 +42,7 @@ namespace [[gnu::visibility("hidden")]] kernels {
 
 constexpr int64_t LANES = 16;
 
-// Calls f(0) … f(N − 1), written out: accumulators whose index the compiler knows stay in registers.
+// Calls f(0) … f(N − 1), unrolled: accumulators whose index the compiler knows stay in registers.
 template<int... I, class F> INLINE void each(std::integer_sequence<int, I...>, const F &f) {
     (f(std::integral_constant<int, I>{}), ...);
 }
@@ -57,7 +57,7 @@ template<int N, class F> INLINE void at_once(const F &f) { with(std::make_intege
 typedef float Quad __attribute__((vector_size(16)));
 typedef int8_t Bytes __attribute__((vector_size(16)));
 
-// The bytes of a vector register, and how many there are: what decides how much a product keeps in them.
+// Bytes of a vector register, and number of registers. They decide how many sums a product keeps in registers.
 #if defined(__AVX512F__)
 constexpr int64_t REGISTER = 64, REGISTERS = 32;
 #elif defined(__AVX2__)
@@ -69,7 +69,7 @@ constexpr int64_t REGISTER = 16, REGISTERS = 16;
 #endif
 constexpr bool MANY_REGISTERS = REGISTER * REGISTERS >= 2048;
 constexpr bool FEW_REGISTERS = REGISTER * REGISTERS <= 256;
-constexpr int PARTS = 64 / REGISTER; // registers of 16 lanes
+constexpr int PARTS = 64 / REGISTER; // registers that 16 lanes take
 
 typedef float Floats __attribute__((vector_size(REGISTER)));
 typedef int32_t Ints __attribute__((vector_size(REGISTER)));
@@ -79,7 +79,7 @@ typedef uint32_t Words __attribute__((vector_size(REGISTER)));
 typedef float Lanes __attribute__((vector_size(64)));
 typedef int32_t IntLanes __attribute__((vector_size(64)));
 
-inline Lanes all(float x) { return x - Lanes{}; } // not 0 + x, which the compiler has to add
+inline Lanes all(float x) { return x - Lanes{}; } // x − 0 takes no instruction; 0 + x would, because of −0
 inline Lanes choose(IntLanes where, Lanes a, Lanes b) { return where ? a : b; }
 inline IntLanes bits_of(Lanes x) { return (IntLanes)x; }
 inline Lanes lanes_of(IntLanes bits) { return (Lanes)bits; }
@@ -90,8 +90,8 @@ inline Lanes load(const float *p) {
 }
 inline void store(float *p, Lanes x) { std::memcpy(p, &x, sizeof x); }
 #else
-// Where a register is shorter, 16 lanes are several registers. A vector type of 64 bytes would do, but the compiler
-// keeps one that no register holds in memory: products ran at an eighth of their speed.
+// With shorter registers, 16 lanes take several registers. A vector type of 64 bytes would also work, but the compiler
+// keeps vectors that no register holds in memory: products ran at an eighth of the speed.
 template<class T> struct Vector {
     typedef T Part __attribute__((vector_size(REGISTER)));
     Part part[PARTS];
@@ -172,7 +172,7 @@ INLINE void store(float *p, Lanes x) {
 
 typedef std::vector<Lanes> Buffer; // aligned, zeroed
 
-// If the first argument is NaN, so is the result: NaN must reach what is computed from it.
+// If the first argument is NaN, the result is NaN, so that NaN propagates.
 #ifdef __AVX512F__
 INLINE Lanes larger(Lanes a, Lanes b) { return (Lanes)_mm512_max_ps((__m512)b, (__m512)a); }
 INLINE Lanes smaller(Lanes a, Lanes b) { return (Lanes)_mm512_min_ps((__m512)b, (__m512)a); }
@@ -216,7 +216,7 @@ inline Lanes load(const BFloat *p) {
     return load(wide);
 #endif
 }
-inline void store(BFloat *p, Lanes x) { // rounded to the nearest bf16, to even; NaN stays NaN
+inline void store(BFloat *p, Lanes x) { // rounded to the nearest bf16, ties to even; NaN stays NaN
 #ifdef BF16_PRODUCTS
     _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
 #else
@@ -283,7 +283,7 @@ inline Lanes load(const Half *p) {
 INLINE __mmask16 lower(int64_t n) { return (__mmask16)((1u << n) - 1); } // the first n lanes
 #endif
 
-// The first n lanes, or all 16 if n is larger, from memory or to it; lanes that are not read are zero.
+// Read or write the first n lanes, or all 16 if n is larger. Lanes that are not read are zero.
 template<class T> INLINE Lanes read(const T *p, int64_t n) {
     if (n >= LANES) return load(p);
 #ifdef MASKS
@@ -323,8 +323,8 @@ INLINE Lanes to_floats(IntLanes x) {
 }
 
 #ifdef INTEGER_PRODUCTS
-// Adds to `sums` the products of the words' four bytes with the four signed bytes of another word. x86 reads the words'
-// bytes as unsigned: with UNSIGNED_BYTES, signed ones arrive with 128 added.
+// Adds to `sums` the products of the words' four bytes with the four signed bytes of another word. With UNSIGNED_BYTES,
+// as on x86, the words' bytes are read as unsigned: the caller adds 128 to signed bytes.
 INLINE Ints add_bytes(Ints sums, Ints words, int32_t word) {
 #ifdef __AVX512F__
     return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)words, _mm512_set1_epi32(word));
@@ -351,7 +351,7 @@ struct Ahead {
 };
 
 #ifdef __AVX512F__
-// 16 × 16 words, transposed.
+// Transposes 16 × 16 words.
 INLINE void transpose(__m512i (&x)[16]) {
     __m512i y[16];
     repeat<8>([&](auto i) EACH {
@@ -377,7 +377,7 @@ INLINE void transpose(__m512i (&x)[16]) {
 }
 #endif
 
-// ROWS × 16 words, transposed.
+// Transposes ROWS × 16 words.
 template<int64_t ROWS = LANES, class Word>
 INLINE void transpose(const Word *from, int64_t from_stride, Word *to, int64_t to_stride) {
 #ifdef __AVX512F__
@@ -418,7 +418,8 @@ INLINE void transpose(const Word *from, int64_t from_stride, Word *to, int64_t t
 #endif
 }
 
-// The sums of four vectors' lanes. They are added in pairs, the pairs in pairs, and so on: of this order, two and two.
+// Returns the sum of each of four vectors' lanes. Lanes are added in pairs, then pairs of pairs, and so on; in PAIRED,
+// paired lanes are neighbors.
 #ifdef __AVX512F__
 constexpr int PAIRED[LANES] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};
 #else

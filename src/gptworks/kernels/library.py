@@ -55,7 +55,7 @@ class Library:
 
     @property
     def has_integer_products(self) -> bool:
-        """Whether AVX512_VNNI or ARM's dot products multiply int8 and int4 weights, each activation as two bytes."""
+        """Whether AVX512_VNNI or ARM's dot products multiply int8 and int4 weights, with activations as two bytes."""
         return bool(self._built_with & 8)
 
     @property
@@ -82,8 +82,9 @@ class Library:
 
 
 def library() -> Library:
-    """Return the library for this processor: from the package, from a cache folder, or compiled now. Later calls
-    return the same result.
+    """Return the library for this processor: from the package, from a cache folder, or compiled now.
+
+    Later calls return the same library, or raise the same error.
 
     Raises:
         Unavailable: GPTWORKS_NATIVE is 0 or invalid; the system is Windows; no library exists and no compiler works; or
@@ -128,8 +129,10 @@ def _library() -> Library | str:
 
 @functools.cache
 def training_library() -> Library | None:
-    """Return the library for training and evaluation. None: torch computes them, because the library is unavailable
-    (see `torch_trains_because`) or its vectors have only 16 bytes."""
+    """Return the library for training and evaluation, or None if torch must compute both.
+
+    It is None if the library is unavailable (see `torch_trains_because`), or its vectors have only 16 bytes.
+    """
     try:
         found = library()
     except Unavailable:
@@ -172,7 +175,7 @@ def forget() -> None:
 
 
 def _from_package() -> bytes | None:
-    """Return the package's library for this processor; None if missing, damaged, or GPTWORKS_NATIVE_MARCH is set."""
+    """Return the package's library for this processor, or None if it is missing or damaged, or `MARCH` is set."""
     if os.environ.get(MARCH):
         return None
     known, flags = LEVELS.get(platform.machine(), ()), cpu_flags()

@@ -1,4 +1,4 @@
-// A weight matrix, and the activation rows that meet it, in the form in which they are multiplied.
+// A weight matrix, and activation rows in the form in which they are multiplied by it.
 
 #pragma once
 
@@ -19,20 +19,21 @@ struct Matrix { // [n, k]; see quantize/formats.py for the kinds, panels.py for 
     const void *weight, *scale;
     const float *bias;
     int64_t n, k, kind;
-    int64_t panel;                                 // weight rows of a panel; 0: the matrix lies row by row
-    int64_t weight_bytes, scale_bytes, bias_bytes; // that there are
+    int64_t panel;                                 // weight rows of a panel; 0: stored row by row
+    int64_t weight_bytes, scale_bytes, bias_bytes; // sizes of the buffers
 
     int64_t row_bytes() const { return kind == FP32 ? 4 * k : kind == INT8 ? k : kind == INT4 ? k / 2 : 2 * k; }
     int64_t n_words() const { return row_bytes() / 4; }
 
-    // The panel that begins with this row, and its vectors of 16 rows: of the last panel, perhaps fewer.
+    // The panel that begins with this row, and its number of vectors of 16 rows. The last panel may have fewer.
     const uint32_t *panel_from(int64_t row) const { return (const uint32_t *)weight + row * n_words(); }
     int64_t vectors_from(int64_t row) const { return (std::min(panel, n - row) + LANES - 1) / LANES; }
 
-    // The scales of int4 of the panel that begins with this row: for each group one of each row.
+    // The int4 scales of the panel that begins with this row: for each group, one scale per row.
     const Half *scales_from(int64_t row) const { return (const Half *)scale + row * (k / GROUPED); }
 
-    // A row's words of four bytes and, for int4, its groups' scales: `apart` words, or scales, apart.
+    // A row's words of four bytes and, for int4, the scales of its groups. `apart` is the stride of words and of
+    // scales.
     struct Row {
         const uint32_t *words;
         const Half *scales;
@@ -46,16 +47,15 @@ struct Matrix { // [n, k]; see quantize/formats.py for the kinds, panels.py for 
 };
 
 constexpr int64_t CHUNK = 128; // activations are padded with zeros to a multiple of this
-constexpr int64_t MANY =
-    32;                    // from so many rows on, threads divide norms and rounding, and float32 is laid out in panels
-constexpr int64_t FEW = 3; // so many rows are multiplied with int8 by vectors, more by AMX: the same to the bit
+constexpr int64_t MANY = 32;   // rows from which threads share norms and rounding, and float32 is laid out in panels
+constexpr int64_t FEW = 3;     // most rows that vectors multiply by int8; AMX multiplies more, with the same bits
 constexpr int64_t PANEL_ROWS = REGISTER == 64 ? 8 : FEW_REGISTERS ? 2 : 6; // see panels.h
 constexpr int64_t GROUP = REGISTER == 64 ? LANES : PANEL_ROWS;             // activation rows that are laid out together
-constexpr int64_t TILE_ROWS = 16;                                          // of AMX
+constexpr int64_t TILE_ROWS = 16;                                          // rows of an AMX tile
 
 inline int64_t padded(int64_t n) { return (n + CHUNK - 1) / CHUNK * CHUNK; }
 
-// low + 256 · high + offset
+// Returns low + 256 · high + offset.
 INLINE Lanes joined(IntLanes low, IntLanes high, int64_t offset) {
     int32_t lows[LANES], highs[LANES];
     float out[LANES];
@@ -71,7 +71,7 @@ constexpr bool ROUNDS_TO_BF16 = true;
 constexpr bool ROUNDS_TO_BF16 = false;
 #endif
 
-// The kind into which activations are converted for weights of this kind.
+// Returns the kind into which activations are converted for weights of this kind.
 inline int64_t met_by(int64_t kind) {
     if (kind == BF16) return kind;
 #if defined(INTEGER_PRODUCTS) || defined(WIDE_INTEGER_PRODUCTS)
@@ -80,21 +80,21 @@ inline int64_t met_by(int64_t kind) {
     return FP32;
 }
 
-// What activations [n, stride] are converted into:
-// * bf16 for bf16 (AVX512_BF16; elsewhere they stay as they are);
+// Activations [n, stride], converted for the kind of the weights:
+// * bf16 for bf16 (AVX512_BF16; elsewhere they stay float32);
 // * for int8 and int4 (AVX512_VNNI, ARM's dot products) fixed point of 16 bits with one scale a row, as two planes of
 // signed bytes,
 //   x ≈ scale · (256 · high + low): finer than bf16, and sums of products are exact;
 // * for int8 and int4 (AVX2 alone, WebAssembly) the same fixed point, as integers of 16 bits.
 struct Rounded {
-    Buffer bytes;                 // [n, pitch], of which 2 · stride are bf16; or low, then high
-    std::vector<int32_t> offsets; // int4: for each group of activations, what its weights' offset of 8 adds
+    Buffer bytes;                 // [n, pitch]: bf16, or 16-bit integers, or all low bytes and then all high bytes
+    std::vector<int32_t> offsets; // int4: for each group, −8 · the activations' sum, for the weights' offset of 8
     std::vector<float> scale;
-    std::vector<int64_t> total;        // int8: sum of a row
-    std::unique_ptr<Lanes[]> laid_out; // of GROUP rows at a time: floats [stride][GROUP]
+    std::vector<int64_t> total;        // int8: each row's sum
+    std::unique_ptr<Lanes[]> laid_out; // for each GROUP rows: floats [stride][GROUP]
 
-    // Bytes from a row to the next: a line more than it has, because caches keep few rows that are a power of two
-    // apart.
+    // Bytes from a row to the next: a cache line more than a row has, because caches keep few rows that are a power of
+    // two apart.
     static int64_t pitch(int64_t stride) { return 2 * stride + 64; }
 
     void make_room(int64_t n, int64_t stride) {
@@ -106,17 +106,17 @@ struct Rounded {
     }
 };
 
-// Activations [n, stride] as floats, and as products want them. Each thread has rows of its own; or where they are
-// many, all threads have the same floats and the same room for what they are made into (`common`), and each makes a
-// share.
+// Activations [n, stride] as floats, and converted for products. With few rows, each thread has its own floats and
+// converted rows. With many rows, all threads use the same floats and the same memory for the converted rows
+// (`common`), and each thread converts a share.
 struct Rows {
-    static constexpr int64_t NOTHING = -1; // is made of the floats yet
-    static constexpr int64_t NEW = -2;     // nor has this thread waited for the others' shares of them
+    static constexpr int64_t NOTHING = -1; // is converted yet
+    static constexpr int64_t NEW = -2;     // as NOTHING, while other threads may still write floats
     int64_t n, stride, pitch = Rounded::pitch(stride);
     float *x;
     int64_t made = NOTHING; // the kind into which the floats are converted
     Rounded own, *common;
-    const int8_t *bytes = nullptr; // of the rounded rows: loops over them look for nothing else
+    const int8_t *bytes = nullptr; // the rounded rows, found once for all loops
 
     Rows(int64_t n, int64_t stride, float *x, Rounded *common = nullptr) : n(n), stride(stride), x(x), common(common) {}
     Rounded &rounded() { return common ? *common : own; }
@@ -128,13 +128,13 @@ struct Rows {
     const int32_t *offsets(int64_t row) const { return &rounded().offsets[row * stride / GROUPED]; }
     int64_t row_bytes() const { return (made == FP32 ? 4 : 2) * stride; }
 
-    // Whether they are multiplied by AMX; or laid out for panels of float32.
+    // Whether the rows are multiplied by AMX; whether they are laid out for float32 panels.
 #ifdef AMX
     bool on_tiles() const { return amx::granted && (made == BF16 || (made == INT8 && n > FEW)); }
 #endif
     bool in_panels() const { return common && made == FP32; }
 
-    // A group of rows, laid out.
+    // The laid-out group of rows that begins with this row.
     float *group(int64_t row) const { return (float *)rounded().laid_out.get() + row * stride; }
 
     // The rows that this thread writes.
@@ -147,7 +147,7 @@ struct Rows {
     void prepare(int64_t kind, const Team &team) {
         kind = met_by(kind);
         if (kind == made) return;
-        if (common && made >= 0) team.wait(); // until nobody reads what was made before
+        if (common && made >= 0) team.wait(); // until no thread reads the earlier conversion
         made = kind;
         const auto [from, to] = share(team);
         round(from, to);
@@ -171,11 +171,11 @@ struct Rows {
 #endif
     }
 
-    // A group of rows, word by word: first the words that meet the first lane of vectors, then those of the second, and
-    // so on.
+    // Lays out a group of rows word by word: first the words for the first lane of vectors, then the words for the
+    // second lane, and so on.
     void lay_out(int64_t row) {
         const int64_t apart = stride / LANES * GROUP;
-        alignas(64) float last[GROUP][LANES] = {}; // what lies behind the last row counts as 0
+        alignas(64) float last[GROUP][LANES] = {}; // rows behind the last row count as 0
         const float *from = x + row * stride;
         float *to = group(row);
         for (int64_t i = 0; i < stride; i += LANES, to += GROUP)
@@ -187,7 +187,7 @@ struct Rows {
             }
     }
 
-    // The factor that makes the largest magnitude of a row `most`; sets the row's scale.
+    // Returns the factor that scales a row's largest magnitude to `most`; sets the row's scale.
     float to_integers(int64_t row, float most) {
         int32_t top = 0; // compared as integers: NaN is above all numbers
         for (int64_t i = 0; i < stride; i++) top = std::max(top, bits_of(x[row * stride + i]) & 0x7fffffff);
@@ -199,7 +199,7 @@ struct Rows {
     }
 
 #ifdef WIDE_INTEGER_PRODUCTS
-    // A row's integers; of each four, in this order: the first, the third, the second, the fourth.
+    // A row's integers. Each four are in this order: first, third, second, fourth.
     const int16_t *wide(int64_t row) const { return (const int16_t *)low(row); }
 
     void round(int64_t row) {
@@ -220,7 +220,7 @@ struct Rows {
         const auto eight = [&](int64_t i)
                                EACH { return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(from + i), factors)); };
         for (int64_t i = 0; i < stride; i += 16) {
-            const __m256i halves = _mm256_packs_epi32(eight(i), eight(i + 8)); // of each, in turns
+            const __m256i halves = _mm256_packs_epi32(eight(i), eight(i + 8)); // four of each, in turns
             const __m256i sixteen = _mm256_permute4x64_epi64(halves, 0xd8);
             _mm256_storeu_si256((__m256i *)(to + i),
                                 _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(sixteen, 0xd8), 0xd8));
@@ -239,7 +239,7 @@ struct Rows {
     void round(int64_t row) {
         const float *from = x + row * stride;
         const float factor = to_integers(row, 127 * 256 + 127); // high stays a signed byte
-        const float magic = 0x1.8p23f;                          // adding it rounds to a whole number, in the low bits
+        const float magic = 0x1.8p23f;                          // adding this rounds to a whole number, in the low bits
         Rounded &out = rounded();
         int8_t *const lows = (int8_t *)low(row), *const highs = lows + stride;
         int64_t total = 0;

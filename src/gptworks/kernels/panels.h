@@ -1,12 +1,12 @@
 // Products of activation rows with weight rows in panels.
 //
-// products.h multiplies rows of weights as they lie: a vector holds 16 words of one weight row, and at the end its
+// products.cpp multiplies weights stored row by row: a vector holds 16 words of one weight row, and at the end its
 // lanes are added. In a panel a vector holds one word of each of 16 weight rows, and each word of an activation row is
 // multiplied with all of them: fewer loads, no sum across lanes, and memory is read in one stream.
 //
-// Matrices in bf16, and those in int8 and int4 where integers are multiplied, lie in panels from the start
-// (quantize/panels.py). Of other matrices, such as float32 ones, which may be in training, some rows at a time are
-// copied into panels if they are multiplied by many activation rows.
+// bf16 matrices are stored in panels (quantize/panels.py), and so are int8 and int4 matrices where integers are
+// multiplied. Other matrices, such as float32 ones in training, are copied into panels some rows at a time, if they are
+// multiplied by many activation rows.
 
 #pragma once
 
@@ -19,15 +19,14 @@ namespace {
 
 // ----------------------------------------------------------------------------------- matrices that lie in panels
 
-constexpr int64_t PANEL_STEP = 4; // words that are multiplied before memory is asked for more
-constexpr int64_t PANEL_FAR =
-    8192; // bytes ahead that it is asked for where activations take one pass, not a panel ahead
+constexpr int64_t PANEL_STEP = 4;   // words that are multiplied between two prefetches
+constexpr int64_t PANEL_FAR = 8192; // bytes ahead that are prefetched if activations take one pass
 
-// Each kind has a function `multiply` for ROWS activation rows, from … to or fewer, and a panel of 16 · VECTORS weight
-// rows, from `first` to `last` or fewer: it makes sums [ROWS][VECTORS] of each plane of the activations, of which
-// `result` makes what the row's columns are. ahead: weights that come later.
+// Each kind has a function `multiply` for up to ROWS activation rows [from, to) and a panel of up to 16 · VECTORS
+// weight rows [first, last). It computes sums [ROWS][VECTORS] for each plane of the activations; `result` combines the
+// planes' sums. ahead: later weights, to be prefetched.
 
-// The planes of ROWS activation rows; rows beyond the last one repeat it.
+// The planes of ROWS activation rows. Rows beyond the last repeat the last.
 template<int ROWS, class Kind> struct Planes {
     const typename Kind::Policy::Left *in[ROWS * Kind::PLANES];
 
@@ -37,8 +36,8 @@ template<int ROWS, class Kind> struct Planes {
     }
 };
 
-// Products that are summed to the end of a row: of bf16, and of int8 with activations of two planes of bytes. `Kind`
-// has the policy, the activations and what a sum of each plane makes.
+// Products that are summed over a whole row: of bf16, and of int8 with activations in two planes of bytes. `Kind` has
+// the policy, the activations, and the result of the planes' sums.
 template<class Kind> struct OfWords : Kind {
     template<int ROWS, int VECTORS>
     static void multiply(const Matrix &m, int64_t first, int64_t last, const Rows &x, int64_t from, int64_t to,
@@ -72,8 +71,9 @@ struct BFloats {
     static INLINE Lanes result(Lanes sum, Lanes, const Rows &, int64_t) { return sum; }
 };
 
-// int4: each 32 elements of a weight row have a scale. Their sums are exact, and are added in float32. Also int8 where
-// integers of 16 bits are multiplied: sums of some elements are exact, and the row's scale comes last.
+// Products that are summed in groups. In int4, each 32 elements of a weight row have a scale; their sum is exact, and
+// such sums are added in float32. In int8 with 16-bit products, sums of some elements are exact, and the row's scale is
+// applied last.
 template<class Kind> struct InGroups : Kind {
     template<int ROWS, int VECTORS>
     static void multiply(const Matrix &m, int64_t first, int64_t last, const Rows &x, int64_t from, int64_t to,
@@ -126,7 +126,7 @@ struct Integers {
     }
 };
 
-// A word has four elements in its low nibbles, and the four elements that are 16 further in its high ones.
+// A word has four elements in its low nibbles, and the four elements 16 places later in its high nibbles.
 struct FourBits {
     static constexpr int64_t PLANES = 2, ROWS = MANY_REGISTERS ? 4 : 2, VECTORS = MANY_REGISTERS ? 2 : 1;
     static constexpr int64_t WORDS = GROUPED / 8;
@@ -140,10 +140,10 @@ struct FourBits {
 #endif
 
 #ifdef WIDE_INTEGER_PRODUCTS
-// int8, or int4, as integers of 16 bits.
+// int8, or with NIBBLES int4, as 16-bit integers.
 template<bool NIBBLES> struct Sixteens {
     static constexpr int64_t PLANES = 1, ROWS = 4, VECTORS = 1;
-    static constexpr int64_t WORDS = NIBBLES ? GROUPED / 8 : 64; // whose sums are exact
+    static constexpr int64_t WORDS = NIBBLES ? GROUPED / 8 : 64; // words whose sums are exact
     static constexpr bool GROUPS = NIBBLES;
     typedef Wide<NIBBLES> Policy;
     static const int32_t *row(const Rows &x, int64_t row, int64_t) { return (const int32_t *)x.wide(row); }
@@ -160,7 +160,7 @@ constexpr Multiply OF_ROWS[] = {Kind::template multiply<1, VECTORS>,
                                 Kind::template multiply<std::min<int64_t>(4, Kind::ROWS), VECTORS>,
                                 Kind::template multiply<Kind::ROWS, VECTORS>};
 
-// This thread's share of a matrix in panels with all activations; see product.
+// Multiplies this thread's share of a matrix in panels by all activation rows; see `product`.
 template<class Kind> void panels(const Matrix &m, const Rows &x, const Result &to, const Team &team) {
     const auto [first_panel, last_panel] = team.share((m.n + m.panel - 1) / m.panel);
     const int64_t end = std::min(last_panel * m.panel, m.n), passes = (x.n + Kind::ROWS - 1) / Kind::ROWS;
@@ -184,20 +184,20 @@ template<class Kind> void panels(const Matrix &m, const Rows &x, const Result &t
 // ------------------------------------------------------------------------- panels laid out for the moment, in float32
 
 constexpr int64_t PANEL_VECTORS =
-    REGISTER == 64 ? 3 : 1;                // of 16 weight rows each, whose accumulators stay in registers
-constexpr int64_t PANEL_BYTES = 512 << 10; // of weights that a core's second cache keeps while activations pass
+    REGISTER == 64 ? 3 : 1;                // vectors of 16 weight rows whose accumulators stay in registers
+constexpr int64_t PANEL_BYTES = 512 << 10; // bytes of weights that stay in a core's second cache
 
-// The bits are those of products.h: words are taken in the order in which the lanes there take them and are added.
-// First the words of one lane, 0, 16, 32, …; then those of the lane that it is added to, and so on in pairs.
+// The results equal those of products.cpp to the bit, because words are added in the same order: first the words of one
+// lane, 0, 16, 32, …; then those of the lane that it is paired with; and so on, in pairs of pairs.
 //
-// The sums of 16 · VECTORS weight rows, laid out, with PANEL_ROWS rows. x: the first ones' and the others' first word;
-// those of the next lane are `apart` words on.
+// The sums of 16 · VECTORS weight rows with PANEL_ROWS activation rows, both laid out. x: the first word of the first
+// half of the activation rows, and of the second half. The words of the next lane are `apart` words later.
 template<int VECTORS> using LaidOut = Tile<Widened<float>, PANEL_ROWS, VECTORS * PARTS>;
 
 template<int VECTORS>
 INLINE void multiply_laid_out(const float *panel, int64_t panel_apart, int64_t steps, const float *const (&x)[2],
                               int64_t apart, LaidOut<VECTORS> &sums, Ahead &ahead) {
-    Floats waiting[4][PANEL_ROWS][VECTORS * PARTS]; // sums of 1, 2, 4 and 8 lanes for the other half of their pair
+    Floats waiting[4][PANEL_ROWS][VECTORS * PARTS]; // sums of 1, 2, 4 and 8 lanes, until their pair's other half
     for (int n = 0; n < LANES; n++) {
         const float *const first = x[0] + PAIRED[n] * apart, *const second = x[1] + PAIRED[n] * apart;
         LaidOut<VECTORS> tile;
@@ -237,7 +237,7 @@ void multiply_panel(const Matrix &m, const float *panel, int64_t panel_apart, co
     to.finish(0, x.n, first, std::min(last, end));
 }
 
-// Rows from … end of the matrix with all activations; see product. lanes(row, i): 16 elements of a weight row.
+// Multiplies rows [from, end) of the matrix by all activation rows. lanes(row, i): a weight row's elements i to i + 15.
 template<class F>
 void momentary_panels(const F &lanes, const Matrix &m, const Rows &x, int64_t from, int64_t end, const Result &to) {
     const int64_t most = std::clamp<int64_t>(PANEL_BYTES / (LANES * m.k * 4), 1, PANEL_VECTORS);

@@ -1,8 +1,8 @@
-// What training computes between its matrix products, forward and backward. Built by build.py, called by passes.py.
+// The operations between matrix products in training, forward and backward. Built by build.py, called by passes.py.
 //
-// Values come and go in float32 or bf16 and are computed in float32. Each element, or each row, is computed by one
-// thread in one order; a sum over rows is made of BLOCKS sums over the same rows whatever the number of threads, added
-// in one order. So nothing depends on the number of threads. NaN stays NaN.
+// Inputs and outputs are float32 or bf16; operations compute in float32. One thread computes each element, or each row,
+// in one order. A sum over rows adds the sums of up to BLOCKS blocks of rows in one order, whatever the number of
+// threads. So no result depends on the number of threads. NaN stays NaN.
 
 #include <algorithm>
 
@@ -13,7 +13,7 @@ using namespace kernels;
 
 namespace {
 
-constexpr int64_t BLOCKS = 64;     // of rows, that are summed apart
+constexpr int64_t BLOCKS = 64;     // of rows, each with its own sum
 constexpr int64_t GRAIN = 1 << 14; // elements for which a thread is worth waking
 constexpr int64_t IGNORED = -100;  // a target that does not count, as in gptworks.config
 
@@ -55,7 +55,7 @@ template<class F> void with_function(int64_t function, const F &f) {
 
 // ----------------------------------------------------------------------------------------------------------- norms
 
-// Of rows [n_rows, width]: LayerNorm, or RMSNorm where `layer` is 0. What is normalized is x, or x + alpha · branch.
+// LayerNorm of rows [n_rows, width], or RMSNorm if `layer` is 0. The rows are x, or x + alpha · branch.
 struct Norm {
     int64_t layer, n_rows, width, n_threads;
     float eps, alpha;
@@ -94,7 +94,7 @@ template<class X, class Y, class Out> void normalize(const Norm &m, const X *x, 
     });
 }
 
-// d_stream, the gradient of x + alpha · branch from elsewhere, may be null; d_branch null where there is no branch.
+// d_stream: the other gradient of x + alpha · branch, or null. d_branch: null without a branch.
 template<class X, class Y, class Out>
 void normalize_backward(const Norm &m, const Out *d_out, const X *d_stream, const X *x, X *d_x, Y *d_branch,
                         float *d_weight, float *d_bias) {
@@ -143,9 +143,9 @@ void normalize_backward(const Norm &m, const Out *d_out, const X *d_stream, cons
 
 // -------------------------------------------------------------------------------------------------------- rotation
 
-// Of rows [outer][length][inner][width]: pairs (i, i + half) turn by the angle of their position, whose cosines and
-// sines are [length, half]; or where `per_table` is not 0, [.., length, half] with a table for so many of the outer.
-// What lies behind the pairs stays. `direction` −1 turns back.
+// Rotation of rows [outer][length][inner][width]. Pairs (i, i + half) turn by the angle of their position; elements
+// behind the pairs stay. Cosines and sines are [length, half]. If `per_table` is not 0, they are [.., length, half],
+// with one table for each `per_table` outer indices. `direction` −1 turns back.
 struct Rotation {
     int64_t outer, length, inner, width, half, per_table, n_threads;
     float direction;
@@ -176,8 +176,9 @@ template<class T> void rotate(const Rotation &o, const T *x, const T *cos, const
 
 // --------------------------------------------------------------------------------------------------- cross-entropy
 
-// Of rows of logits [n_rows, width]: −log softmax(row)[target], 0 where the target is negative. With `gradient`, the
-// row becomes softmax − one-hot, times its factor where `factors` is not null; 0 where the target is negative.
+// Writes −log softmax(row)[target] of each row of logits [n_rows, width] to `nats`, 0 if the target is negative. With
+// `gradient`, overwrites the row with softmax − one-hot, times its factor unless `factors` is null, or with 0 if the
+// target is negative.
 template<class T>
 void cross_entropy(int64_t n_rows, int64_t width, int64_t n_threads, bool gradient, T *logits, const int64_t *targets,
                    const float *factors, float *nats) {
@@ -218,7 +219,7 @@ void cross_entropy(int64_t n_rows, int64_t width, int64_t n_threads, bool gradie
 
 // ---------------------------------------------------------------------------------------------------- what is called
 
-// out = function(x), or function(x) · up where `up` is not null.
+// out = function(x), or function(x) · up if `up` is not null.
 extern "C" int gptworks_activate(const Tensor *x, const Tensor *up, const Tensor *out, int64_t function,
                                  int64_t n_threads) noexcept {
     return guarded([=] {
@@ -265,15 +266,16 @@ extern "C" int gptworks_activate_backward(const Tensor *d_out, const Tensor *x, 
     });
 }
 
-// The rows of a tensor, of which each has one element at least.
+// Returns the number of a tensor's rows. Refuses rows without elements.
 static int64_t rows_of(const char *name, const Tensor *x) {
     if (dense(name, x).n_dimensions < 1 || x->size(-1) < 1)
         fail(REFUSED, "%s %s has no last dimension with elements", name, Text::of(*x).text);
     return x->n_elements() / x->size(-1);
 }
 
-// With a branch: stream = x + alpha · branch, and out is its norm. Without: out is that of x. LayerNorm where there is
-// a mean, else RMSNorm. weight, bias [width], mean, scale [rows] in float32; rows are numbered as they lie.
+// With a branch, stream = x + alpha · branch, and out = norm(stream). Without a branch, out = norm(x). The norm is
+// LayerNorm if there is a mean, else RMSNorm. weight, bias [width] and mean, scale [rows] are float32, with rows in the
+// order of x's memory.
 extern "C" int gptworks_norm(const Tensor *x, const Tensor *branch, const Tensor *weight, const Tensor *bias,
                              const Tensor *stream, const Tensor *out, const Tensor *mean, const Tensor *scale,
                              float eps, float alpha, int64_t n_threads) noexcept {
@@ -306,7 +308,7 @@ extern "C" int gptworks_norm(const Tensor *x, const Tensor *branch, const Tensor
     });
 }
 
-// x: what was normalized. d_stream, mean, d_branch and d_bias may be null.
+// x: the norm's input. d_stream, mean, d_branch and d_bias may be null.
 extern "C" int gptworks_norm_backward(const Tensor *d_out, const Tensor *d_stream, const Tensor *x,
                                       const Tensor *weight, const Tensor *mean, const Tensor *scale, const Tensor *d_x,
                                       const Tensor *d_branch, const Tensor *d_weight, const Tensor *d_bias, float alpha,
@@ -385,8 +387,8 @@ extern "C" int gptworks_rotate(const Tensor *x, const Tensor *cos, const Tensor 
     });
 }
 
-// logits [n, width]; targets int64 [n], each a column or IGNORED; factors, or null, and nats float32 [n]. Where
-// `gradient` is not 0, the logits become their gradient. See above.
+// logits [n, width]; targets int64 [n], each a column or IGNORED; factors float32 [n] or null; nats float32 [n]. If
+// `gradient` is not 0, the gradient overwrites the logits. See `cross_entropy` above.
 extern "C" int gptworks_cross_entropy(const Tensor *logits, const Tensor *targets, const Tensor *factors,
                                       const Tensor *nats, int64_t gradient, int64_t n_threads) noexcept {
     return guarded([=] {

@@ -1,4 +1,4 @@
-// Products of activation rows with a weight matrix of any kind, the weights read once and in order.
+// Products of activation rows with a weight matrix of any kind. The weights are read once, in order.
 
 #include "products.h"
 
@@ -11,13 +11,13 @@ namespace {
 
 constexpr int64_t TILE = 4;           // weight rows multiplied at once: enough chains to hide an FMA's latency
 constexpr int64_t UNIT = 16;          // weight rows that one thread takes at once: a cache line of results
-constexpr int64_t FAR = 20480;        // bytes ahead that memory is asked for the second cache,
-constexpr int64_t NEAR = 2048;        // and this one for the first
+constexpr int64_t FAR = 20480;        // bytes ahead that are prefetched into the second cache
+constexpr int64_t NEAR = 2048;        // bytes ahead that are prefetched into the first cache
 constexpr int64_t CACHED = 512 << 10; // bytes of activations that a core's second cache keeps while weights pass
 
-// A tile is contiguous, and memory is fastest when asked for in order: so it is prefetched in order, though its four
-// rows are read side by side. Without, this ran at a third of the memory's speed; with the far one alone, 10% slower.
-// The first cache is for one row's weights; many rows' activations need it themselves.
+// Prefetches a line of a tile in memory order, which is fastest, although the tile's four rows are read side by side.
+// Without prefetches, products ran at a third of the memory's speed; with only the far prefetch, 10% slower. With
+// several activation rows, the activations need the first cache.
 template<int N> INLINE void prefetch(const void *at, int64_t line) {
     __builtin_prefetch((const char *)at + 64 * line + FAR, 0, 2);
     if (N == 1) __builtin_prefetch((const char *)at + 64 * line + NEAR, 0, 3);
@@ -25,11 +25,12 @@ template<int N> INLINE void prefetch(const void *at, int64_t line) {
 
 struct Nibble {}; // weights in int4, two in a byte
 
-// Rows of weights as they lie. sums_of<N>(first, step, row, out) multiplies four of them, first, first + step …, with N
-// activation rows from `row` on, or as many as there are; out[r][j] is the sum for weight row j.
+// Weights stored row by row. sums_of<N>(first, step, row, out) multiplies four weight rows (first, first + step, …) by
+// N activation rows from `row` on, or by fewer at the end. out[r][j] is the sum for the j-th of these weight rows.
 template<class Weight> struct RowTile {
     static constexpr bool IS_FLOAT = std::is_same_v<Weight, float>, IN_PAIRS = std::is_same_v<Weight, Nibble>;
-    // Activation rows whose accumulators stay in registers. Other weights are made float32 first where rows are short.
+    // Activation rows whose accumulators stay in registers. For more rows, `tiles` widens other weights to float32
+    // first.
     static constexpr int64_t AT_ONCE = !IS_FLOAT && !MANY_REGISTERS ? 1 : REGISTERS >= 32 ? 6 : 3;
     const void *weight;
     const Half *scale; // of int4
@@ -38,7 +39,7 @@ template<class Weight> struct RowTile {
 
     static INLINE int64_t bytes(int64_t i) { return IN_PAIRS ? i / 2 : i * sizeof(Weight); }
     INLINE Lanes lanes(int64_t row, int64_t i) const {
-        if constexpr (IN_PAIRS) { // of each group of 32, low nibbles come first
+        if constexpr (IN_PAIRS) { // in each group of 32, low nibbles come first
             typedef uint8_t Pairs __attribute__((vector_size(16)));
             const int64_t group = (row * k + i) / GROUPED;
             Pairs pairs;
@@ -53,7 +54,7 @@ template<class Weight> struct RowTile {
         const float *in[N];
         for (int64_t r = 0; r < N; r++) in[r] = x.x + std::min(row + r, x.n - 1) * x.stride;
 #ifndef __AVX512F__
-        if constexpr (N > 1) { // one register of each 16 lanes at a time, so that the accumulators fit
+        if constexpr (N > 1) { // one register of 16 lanes at a time, so that the accumulators fit
             static_assert(IS_FLOAT);
             typedef Lanes::Part Part;
             const float *const w = (const float *)weight + first * k;
@@ -94,12 +95,13 @@ template<class Weight> struct RowTile {
     }
 };
 
-// `count` rows of the matrix from n on, `TILE` or one, with activations first_row … last_row. first: the tile's row n.
+// Multiplies `count` rows of the matrix from n on (TILE rows or one) by activation rows [first_row, last_row). first:
+// the index of row n in the tile.
 template<class Weight>
 [[gnu::noinline]] void multiply(const RowTile<Weight> &tile, int64_t first, const Matrix &m, int64_t n, int64_t count,
                                 int64_t first_row, int64_t last_row, const Result &to) {
     constexpr int64_t AT_ONCE = RowTile<Weight>::AT_ONCE, FEW = std::min<int64_t>(3, AT_ONCE);
-    const int64_t step = count / TILE; // one row alone is multiplied as four of the same
+    const int64_t step = count / TILE; // a single row is multiplied four times
     const auto copy = [&](void *to, const void *from) EACH {
         if (step)
             std::memcpy(to, from, sizeof(Quad));
@@ -128,8 +130,8 @@ template<class Weight>
     }
 }
 
-// Rows from … end of the matrix with activations first_row … last_row; see product. Where many activation rows meet
-// them, four weight rows at a time are widened once.
+// Multiplies rows [from, end) of the matrix by activation rows [first_row, last_row). With many activation rows, four
+// weight rows at a time are first widened to float32.
 template<class Weight>
 void tiles(const RowTile<Weight> &tile, const Matrix &m, int64_t first_row, int64_t last_row, int64_t from, int64_t end,
            const Result &to) {
@@ -172,7 +174,7 @@ void kernels::product(const Matrix &m, Rows &x, const Result &to, const Team &te
             const auto lanes = [&](int64_t row, int64_t i) EACH { return tile.lanes(row, i); };
             return momentary_panels(lanes, m, x, from, end, to);
         }
-        // Some activation rows after others, so many that they stay in the second cache.
+        // As many activation rows at a time as stay in the second cache.
         const int64_t at_once = std::max<int64_t>(CACHED / x.row_bytes() / tile.AT_ONCE, 1) * tile.AT_ONCE;
         for (int64_t row = 0; row < x.n; row += at_once) {
             tiles(tile, m, row, std::min(row + at_once, x.n), from, end, to);

@@ -6,10 +6,11 @@
 
 namespace [[gnu::visibility("hidden")]] kernels {
 
-// The products of all activation rows with this thread's share of the weight rows. Prepares x for this kind of weights.
+// Computes the products of all activation rows with this thread's share of the weight rows. Converts x as this kind of
+// weights needs.
 void product(const Matrix &m, Rows &x, const Result &to, const Team &team);
 
-// The most rows of a panel of a kind of weights; 0: they lie row by row.
+// Returns the largest number of rows in a panel of this kind of weights; 0: they are stored row by row.
 int64_t widest_panel(int64_t kind);
 
 } // namespace kernels

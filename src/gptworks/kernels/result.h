@@ -1,4 +1,4 @@
-// What becomes of the sums of a product.
+// How the sums of a product become results.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace [[gnu::visibility("hidden")]] kernels {
 
-// Where sums go, and what they become: out = (sum · scale + bias) · times, added to what is there if `add`; then of an
-// activation, out = activation(out), or with a gate, out = activation(gate) · out.
+// Where the results of sums are stored, and how they are computed: out = (sum · scale + bias) · times, plus the
+// previous out if `add`. With an activation, then out = activation(out); with a gate too, out = activation(gate) · out.
 struct Result {
     float *out;
     int64_t stride;
@@ -17,7 +17,7 @@ struct Result {
     int64_t activation = NO_FUNCTION;
     const float *gate = nullptr;
 
-    // Rows and columns are complete, and in a cache still.
+    // Applies the activation to these rows and columns, which are complete and still in a cache.
     void finish(int64_t row_from, int64_t row_to, int64_t from, int64_t end) const {
         if (activation == NO_FUNCTION) return;
         for (int64_t row = row_from; row < row_to; row++)
@@ -28,7 +28,7 @@ struct Result {
     }
 };
 
-// 16 columns of a result.
+// Up to 16 columns of a result.
 struct Columns {
     int64_t first, width;
     Lanes scale = all(1), bias = {};
@@ -52,7 +52,8 @@ struct Columns {
     }
 };
 
-// The results of rows from … to and columns first … end. sum(r, v): of the r-th of these rows and the v-th 16 columns.
+// Writes the results of rows [from, to) and columns [first, end). sum(r, v): the sums of the r-th of these rows and the
+// v-th 16 columns.
 template<class F>
 INLINE void put(const Matrix &m, const Result &result, int64_t first, int64_t end, int64_t from, int64_t to,
                 const F &sum) {
@@ -62,7 +63,7 @@ INLINE void put(const Matrix &m, const Result &result, int64_t first, int64_t en
     }
 }
 
-// The same for ROWS rows or fewer and 16 · VECTORS columns or fewer, whose sums stay in registers.
+// Does the same as `put` for up to ROWS rows and 16 · VECTORS columns, whose sums stay in registers.
 template<int ROWS, int VECTORS, class F>
 INLINE void put_each(const Matrix &m, const Result &result, int64_t first, int64_t end, int64_t from, int64_t to,
                      const F &sum) {

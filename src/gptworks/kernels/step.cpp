@@ -4,14 +4,14 @@
 //     tokens ─► embed ─► layers × ( norm ─► q k v │ attend │ out ─► + │ norm ─► MLP │ down ─► + │ ) norm ─► head ─►
 //     logits
 //
-// All threads walk the whole step together; a bar is a point where they wait for one another. At batch 1 a step is
-// bound by reading every weight once, so a matrix is divided by rows: each thread streams its own and multiplies them
-// with all activations, while the little work between (norms, rounding) is done by every thread for itself rather than
-// waited for, unless there are many rows (MANY).
+// All threads compute the whole step together; at each bar they wait for one another. At batch 1, reading every weight
+// once limits the speed, so threads divide a matrix by rows: each thread reads its own rows and multiplies them by all
+// activations. The little work between products (norms, rounding) is repeated by every thread, so that none waits for
+// it; with many rows (MANY), threads share this work.
 //
-// What a token gets never depends on its neighbours in the batch: each (weight row, activation row) has accumulators of
-// its own, filled in one order by one expression, whatever the number of rows. Nothing here may be built with
-// -ffast-math.
+// A token's results never depend on its neighbors in the batch: each pair of a weight row and an activation row has its
+// own accumulators, which one expression fills in one order, whatever the number of rows. Nothing here may be built
+// with -ffast-math.
 
 #include <cstdio>
 
@@ -39,7 +39,7 @@ void kernels::normalize(const Norm &norm, bool layer_norm, float eps, int64_t wi
 
 void kernels::read_row(const Matrix &m, int64_t which, int64_t n, float *out) {
     const Matrix::Row row = m.row(which);
-    const auto number = [&](auto type, int64_t i) EACH { // the i-th of the row, of this type
+    const auto number = [&](auto type, int64_t i) EACH { // the row's i-th number, of this type
         constexpr int64_t OF_WORD = 4 / sizeof type;
         return ((const decltype(type) *)(row.words + i / OF_WORD * row.apart))[i % OF_WORD];
     };
@@ -67,13 +67,13 @@ namespace {
 
 // ------------------------------------------------------------------------------------------- between the products
 
-// The row of m.pairs for a token and the one before it, as in model/lab/embeddings.py. Keeps the token.
+// Returns the row of m.pairs for a token and its predecessor, as model/lab/embeddings.py does. Stores the token.
 int64_t pair(const Model &m, const Batch &b, int64_t row) {
     const int64_t token = b.tokens[row], position = b.positions[row], n = m.pairs.n;
     int32_t *history = m.history + b.slots[row] * m.capacity;
     history[position] = token;
     if (!position) return n - 1;
-    const bool here = row && b.slots[row - 1] == b.slots[row]; // then another thread may be keeping it
+    const bool here = row && b.slots[row - 1] == b.slots[row]; // then another thread may still be storing it
     return ((36313 * token) ^ (27191 * (here ? b.tokens[row - 1] : history[position - 1]))) % (n - 1);
 }
 
@@ -87,7 +87,7 @@ void embed(const Model &m, const Batch &b, int64_t row, float *of_pair, float *o
     }
 }
 
-// Turns each pair (i, i + R/2) of the first R elements of a head.
+// Rotates each pair (i, i + R/2) of the first R elements of a head.
 void rotate(const Model &m, int64_t rotates, int64_t position, float *x) {
     const int64_t half = m.d_rotary / 2;
     const float *cos = (rotates == 1 ? m.cos : m.window_cos) + position * half;
@@ -104,7 +104,7 @@ void prepare_head(const Model &m, const Layer &layer, const Norm &norm, int64_t 
     if (layer.rotates) rotate(m, layer.rotates, position, x);
 }
 
-// What is kept of a key/value head of one text.
+// Returns the cache of a key/value head of one text.
 template<class Cache> HeadCache<Cache> head_cache(const Model &m, const Layer &layer, int64_t slot, int64_t group) {
     const int64_t first = (slot * m.n_groups + group) * m.room(), at = first * m.d_head;
     HeadCache<Cache> cache{m.d_head, (Cache *)layer.keys + at, (Cache *)layer.values + at};
@@ -113,7 +113,7 @@ template<class Cache> HeadCache<Cache> head_cache(const Model &m, const Layer &l
     return cache;
 }
 
-// A row's new key and value of one head, into the cache. qkv: queries, keys, values of all heads.
+// Stores a row's new key and value of one head in the cache. qkv: queries, keys and values of all heads.
 template<class Cache>
 void remember(const Model &m, const Layer &layer, const Batch &b, int64_t row, int64_t group, float *qkv) {
     const int64_t width = m.d_head, position = b.positions[row];
@@ -122,12 +122,12 @@ void remember(const Model &m, const Layer &layer, const Batch &b, int64_t row, i
     head_cache<Cache>(m, layer, b.slots[row], group).keep(position, k, v);
 }
 
-// Rows [first, end) of one text, whose queries of a head a thread computes.
+// Rows [first, end) of one text. One thread computes a head's queries of these rows.
 struct RowGroup {
     int64_t first, end;
 };
 
-// All rows, up to `at_once` in a group.
+// Divides all rows into groups of up to `at_once` rows.
 std::vector<RowGroup> row_groups(const Batch &b, int64_t at_once) {
     std::vector<RowGroup> groups;
     for (int64_t row = 0, end; row < b.n_rows; row = end) {
@@ -137,12 +137,12 @@ std::vector<RowGroup> row_groups(const Batch &b, int64_t at_once) {
     return groups;
 }
 
-// A piece of work is the queries of some rows of one key/value head: later rows see more keys, so threads take turns.
+// A task is one group of rows for one key/value head. Later rows see more keys, so tasks are dealt to threads in turn.
 template<class Cache>
 void attention(const Model &m, const Layer &layer, const Batch &b, float *qkv, int64_t stride, float *out,
                int64_t out_stride, AttentionRoom &room, const Team &team) {
     const int64_t width = m.d_head, heads = m.n_heads / m.n_groups, at_once = queries_at_once<Cache>(width);
-    const bool alone = b.n_rows == b.n_texts; // no row sees the key of another row
+    const bool alone = b.n_rows == b.n_texts; // no row sees another row's new key
     if (!alone) {
         for (int64_t task = team.thread; task < b.n_rows * m.n_groups; task += team.n_threads) {
             const int64_t row = task / m.n_groups;
@@ -153,11 +153,11 @@ void attention(const Model &m, const Layer &layer, const Batch &b, float *qkv, i
     const auto rows = row_groups(b, at_once == QUERIES ? QUERIES : std::max<int64_t>(1, at_once / heads));
     const int64_t n_groups = rows.size();
     for (int64_t task = team.thread; task < n_groups * m.n_groups; task += team.n_threads) {
-        // Where a text has many rows, they read a head's keys and values while caches have them.
+        // If a text has many rows, consecutive tasks read the same head, whose keys and values are in caches.
         const int64_t group = alone ? task % m.n_groups : task / n_groups;
         const auto [first, end] = rows[alone ? task / m.n_groups : task % n_groups];
         const HeadCache<Cache> cache = head_cache<Cache>(m, layer, b.slots[first], group);
-        const Cache *next = nullptr; // this thread's next keys, where a head has few queries
+        const Cache *next = nullptr; // this thread's next keys, if each text has one row
         if (alone) next = cache.keys + team.n_threads * m.room() * width;
         Query queries[MOST_QUERIES];
         int64_t n = 0;
@@ -181,11 +181,11 @@ void attention(const Model &m, const Layer &layer, const Batch &b, float *qkv, i
 
 // ----------------------------------------------------------------------------------------------------------- the step
 
-struct Shared {                               // what all threads write to, each its part
+struct Shared {                               // memory to which each thread writes its part
     int64_t n, d_model, d_qkv, d_heads, d_ff; // strides
     Buffer x, qkv, attended, inner, gate, added;
 
-    struct Common { // rows that all threads prepare together, where they are many
+    struct Common { // rows that all threads prepare together, if there are many
         Buffer x;
         Rounded rounded;
     };
@@ -205,7 +205,7 @@ struct Shared {                               // what all threads write to, each
 
 float *data(Buffer &buffer) { return (float *)buffer.data(); }
 
-// The norm of some rows of the residual stream: in memory of this thread's own, or divided among the threads.
+// The norm of some rows of the residual stream: each thread computes all rows in its own memory, or a share of them.
 struct Normalized {
     Buffer own;
     Rows rows;
@@ -224,7 +224,7 @@ struct Normalized {
     }
 };
 
-// This thread's rows of the i-th of what is watched.
+// Copies this thread's rows of `from` to the i-th part of a member of `Watched`.
 [[gnu::noinline]] void write_down(const Batch &b, float *Watched::*what, int64_t i, const float *from, int64_t stride,
                                   int64_t width, const Team &team) {
     for (int64_t row = team.thread; row < b.n_rows; row += team.n_threads)
@@ -248,7 +248,7 @@ void step(const Model &m, const Batch &b, Shared &s, const Team &team) {
     };
 
     Buffer of_pair(m.pairs.weight ? m.d_model / LANES : 0);
-    // A product of rows, added to the residual stream; if there is a norm, the product is normalized first.
+    // Adds a product of rows to the residual stream. A norm, if there is one, normalizes the product first.
     const auto add = [&](const Matrix &matrix, const Norm &norm, Rows &rows) {
         if (!norm.weight) return product(matrix, rows, {x, s.d_model, m.residual_scale, true}, team);
         float *added = data(s.added);
@@ -329,7 +329,7 @@ void logits(const Model &m, const float *features, int64_t n, float *out, int64_
 
 // --------------------------------------------------------------------------------------------------- what is refused
 
-constexpr int64_t MOST_WIDTH = 1 << 24; // of a model's dimensions: products of three stay far from overflow
+constexpr int64_t MOST_WIDTH = 1 << 24; // of a model's dimensions: products of two stay far from overflow
 
 void expect_bytes(const char *name, const void *at, int64_t bytes, int64_t due) {
     if (!at || bytes < due) fail(REFUSED, "%s has %" PRId64 " bytes and must have %" PRId64, name, at ? bytes : 0, due);
@@ -431,7 +431,7 @@ const int64_t *numbers(const char *name, const Tensor *x, int64_t n, int64_t end
     return values;
 }
 
-// Rows of a text come one after the other, and their positions too: how many texts there are.
+// Checks that the rows of a text are adjacent and their positions consecutive; returns the number of texts.
 int64_t n_texts_of(const Batch &b, int64_t n_slots) {
     std::vector<bool> seen(n_slots);
     int64_t n = 0;
@@ -463,7 +463,7 @@ Batch kernels::checked_rows(const Model &m, const Tensor *tokens, const Tensor *
 
 // ---------------------------------------------------------------------------------------------------- what is called
 
-// The sizes of structures, and what numbers stand for, in their order.
+// Returns the sizes of structures, and the names of dtypes and activations in the order of their numbers.
 extern "C" const char *gptworks_layout() noexcept {
     static char text[512];
     size_t at = std::snprintf(text, sizeof text, "Tensor %zu, Matrix %zu, Norm %zu, Layer %zu, Model %zu; kinds",
@@ -474,7 +474,7 @@ extern "C" const char *gptworks_layout() noexcept {
     return text;
 }
 
-// Uses AMX from now on, if the system grants it and it computes what it should; returns whether it does.
+// Uses AMX from now on if the system permits AMX and AMX computes correctly; returns whether AMX is used.
 extern "C" int gptworks_take_amx() noexcept {
 #ifdef AMX
     if (amx::ask()) {
@@ -487,8 +487,8 @@ extern "C" int gptworks_take_amx() noexcept {
 #endif
 }
 
-// What this library was built with: bit 1 vectors of 64 bytes, 2 of 32; 3 products of bytes, 4 of bf16, 5 of integers
-// of 16 bits.
+// Returns what this library was built with. Bit 1: vectors of 64 bytes; bit 2: of 32 bytes; bit 3: products of bytes;
+// bit 4: of bf16; bit 5: of 16-bit integers.
 extern "C" int gptworks_built_with() noexcept {
     int bits = REGISTER == 64 ? 2 : REGISTER == 32 ? 4 : 0;
 #ifdef INTEGER_PRODUCTS
@@ -503,11 +503,11 @@ extern "C" int gptworks_built_with() noexcept {
     return bits;
 }
 
-// The most rows of a panel of a kind of weights; 0: they lie row by row.
+// Returns the largest number of rows in a panel of this kind of weights; 0: they are stored row by row.
 extern "C" int64_t gptworks_widest_panel(int64_t kind) noexcept { return widest_panel(kind); }
 
-// tokens, slots, positions: int64 [rows]; wanted: int64 [n], the rows that want logits. logits: float32 [n,
-// vocabulary], or null: not asked for. features, what the head reads: float32 [n, d_model], or null: not asked for.
+// Computes one step. tokens, slots, positions: int64 [rows]. wanted: int64 [n], the rows whose results are wanted.
+// logits: float32 [n, vocabulary]; features, the head's inputs: float32 [n, d_model]. Each may be null.
 extern "C" int gptworks_step(const Model *model, const Tensor *tokens, const Tensor *slots, const Tensor *positions,
                              const Tensor *wanted, const Tensor *logits, const Tensor *features,
                              int64_t n_threads) noexcept {
@@ -524,7 +524,7 @@ extern "C" int gptworks_step(const Model *model, const Tensor *tokens, const Ten
     });
 }
 
-// The logits [n, vocabulary] of features [n, d_model], which the head reads; they are scaled already. Both float32.
+// Computes float32 logits [n, vocabulary] of float32 features [n, d_model], which already include the logits' scale.
 extern "C" int gptworks_logits(const Model *model, const Tensor *features, const Tensor *out,
                                int64_t n_threads) noexcept {
     return guarded([=] {

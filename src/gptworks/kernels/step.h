@@ -1,4 +1,4 @@
-// One decode step: what it is given, and the parts of it that trace.cpp calls too.
+// One decoding step: its inputs, and the functions that trace.cpp calls too.
 
 #pragma once
 
@@ -16,23 +16,23 @@ struct Norm {
 
 struct Layer {
     Norm norm1, norm2, query_norm, key_norm;
-    Norm norm1_after, norm2_after;                 // of what attention and MLP add to the residual stream
-    Matrix query, key, value, out, gate, up, down; // gate.weight null: the MLP has none
-    void *keys;                                    // of each slot and group those of `room` positions, see HeadCache
+    Norm norm1_after, norm2_after;                 // norms of the results that attention and MLP add to the stream
+    Matrix query, key, value, out, gate, up, down; // gate.weight null: the MLP has no gate
+    void *keys;                                    // for each slot and group, a HeadCache's keys of `room` positions
     float *key_scales;                             // int8: [slots, groups, room]
     void *values;
     float *value_scales;
-    int64_t cache_bytes, scale_bytes; // of the keys, and of the values; of the scales of each
+    int64_t cache_bytes, scale_bytes; // of `keys` and `values` each; of the scales of each
     int64_t window;                   // keys a query sees, its own included
-    int64_t rotates;                  // positions turn queries and keys. 0: no; 1: yes; 2: by the windows' tables
+    int64_t rotates;                  // rotary tables. 0: none; 1: cos and sin; 2: those of windows
 };
 
 struct [[gnu::visibility("default")]] Model { // not hidden, since exported functions take it
     int64_t d_model, n_heads, n_groups, d_head, d_ff, d_rotary, n_slots, capacity, n_layers;
     int64_t activation, layer_norm, parallel, cache_kind;
     float eps, scale, embedding_scale, residual_scale, logit_scale, pairs_scale;
-    Matrix embedding, head, pairs; // pairs: what a token and the one before it add to its embedding; weight null: none
-    int32_t *history;              // [n_slots, capacity], the tokens of each slot; null where there are no pairs
+    Matrix embedding, head, pairs; // pairs: embeddings of a token and its predecessor; weight null: none
+    int32_t *history;              // [n_slots, capacity], the tokens of each slot; null without pairs
     const float *position;         // [capacity, d_model], or null
     const float *cos, *sin;        // [capacity, d_rotary / 2], or null
     const float *window_cos, *window_sin;
@@ -40,30 +40,31 @@ struct [[gnu::visibility("default")]] Model { // not hidden, since exported func
     Norm norm;
     const Layer *layers;
 
-    int64_t room() const { return (capacity + BLOCK - 1) / BLOCK * BLOCK; } // positions of a slot
+    int64_t room() const { return (capacity + BLOCK - 1) / BLOCK * BLOCK; } // positions of a slot, in whole blocks
 };
 
-// What a step writes down as it goes. Attention to keys that a query does not see is not written: the caller zeroes it.
+// Intermediate values that a step writes. Probabilities of keys that a query does not see are not written: the caller
+// sets them to 0.
 struct Watched {
     float *stream;    // [2 n_layers + 1, n_rows, d_model]: the embeddings, and after each layer's attention and MLP
     float *attention; // [n_layers, n_heads, n_rows, n_keys]: probabilities
-    float *mixed;     // [n_layers, n_rows, n_heads * d_head]: what the heads found, before the output projection
-    float *neurons;   // [n_layers, n_rows, d_ff]: what enters the down projection
+    float *mixed;     // [n_layers, n_rows, n_heads * d_head]: the heads' outputs, before the output projection
+    float *neurons;   // [n_layers, n_rows, d_ff]: the inputs of the down projection
     int64_t n_keys;   // a multiple of 32, larger than the last position
 };
 
-struct Batch { // rows of a text come one after the other
+struct Batch { // the rows of a text are adjacent
     int64_t n_rows, n_texts, n_wanted;
     const int64_t *tokens, *slots, *positions; // of each row
-    const int64_t *wanted;                     // rows that want logits, n_wanted of them
-    float *logits;                             // [n_wanted, vocabulary]; or null: not asked for
-    float *features;                           // [n_wanted, d_model], what the head reads; or null: not asked for
-    const Watched *watched = nullptr;          // null: nothing is written down
+    const int64_t *wanted;                     // [n_wanted], rows whose logits are wanted
+    float *logits;                             // [n_wanted, vocabulary]; null: not wanted
+    float *features;                           // [n_wanted, d_model], the head's inputs; null: not wanted
+    const Watched *watched = nullptr;          // null: no intermediate values are wanted
 };
 
 // ------------------------------------------------------------------------------------------------- what is computed
 
-// The first n of the m.k elements of a matrix's row, as floats.
+// Writes the first n of the m.k elements of a matrix's row to `out`, as floats.
 void read_row(const Matrix &m, int64_t row, int64_t n, float *out);
 
 void normalize(const Norm &norm, bool layer_norm, float eps, int64_t width, const float *x, float *out);
@@ -74,7 +75,7 @@ void step(const Model &m, const Batch &b, int64_t n_threads);
 
 void check_model(const Model &m);
 
-// Rows of one or several texts: int64 [rows] each. They must fit the model.
+// Returns a batch of one or several texts' rows, from int64 tensors [rows]. Refuses rows that do not fit the model.
 Batch checked_rows(const Model &m, const Tensor *tokens, const Tensor *slots, const Tensor *positions);
 
 } // namespace kernels

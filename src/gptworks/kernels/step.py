@@ -1,4 +1,4 @@
-"""Architectures that the C++ engine's step (step.cpp) computes: asked by the engine, by exports and by plans."""
+"""Architectures that the C++ engine's step (step.cpp) can compute. The engine, exports and plans check this."""
 
 from gptworks.config import ModelConfig
 

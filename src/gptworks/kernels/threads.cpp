@@ -22,7 +22,7 @@ using namespace kernels;
 
 namespace {
 
-// Tries for some 30 µs; returns whether it came true.
+// Checks a condition for about 30 µs; returns whether it came true.
 template<class F> bool soon(const F &came_true) {
     for (int tries = 0; tries < 2000; tries++) {
         if (came_true()) return true;
@@ -35,7 +35,7 @@ template<class F> bool soon(const F &came_true) {
     return came_true();
 }
 
-// Waits for what comes soon: on a busy machine, after those 30 µs, it lets the very thread run that it waits for.
+// Waits until a condition comes true. After about 30 µs it yields: on a busy machine, the awaited thread can then run.
 template<class F> void await(const F &came_true) {
     if (soon(came_true)) return;
     while (!came_true()) std::this_thread::yield();
@@ -44,10 +44,10 @@ template<class F> void await(const F &came_true) {
 struct Abandoned {}; // thrown in the threads that would wait for one that failed
 
 #ifndef _OPENMP
-// Threads of our own, for compilers without OpenMP. All sources share them; other libraries in the process do not.
-typedef std::function<void(int64_t)> Piece; // of work, with the number of the thread
+// Own threads, for compilers without OpenMP. All sources share them; other libraries in the process do not.
+typedef std::function<void(int64_t)> Piece; // a piece of work, called with the thread's number
 
-// A thread that waits for work: first awake, because the next piece often comes soon, then asleep.
+// A thread that waits for work: at first it spins, because the next piece often comes soon; then it sleeps.
 class Worker {
 public:
     explicit Worker(int64_t number) : thread([this, number] { run(number); }) {}
@@ -83,7 +83,7 @@ private:
     std::atomic<const Piece *> work{nullptr};
     std::mutex mutex;
     std::condition_variable wakes;
-    std::thread thread; // the last, because it uses the others
+    std::thread thread; // declared last, because it uses the other members
 };
 
 // The workers of one calling thread, which end with it.

@@ -1,4 +1,4 @@
-// The threads that share a piece of work, and where they wait for one another.
+// The threads that share a piece of work, and the barrier at which they wait for one another.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace [[gnu::visibility("hidden")]] kernels {
 
-// What the first thread that fails tells the others: nobody waits any more.
+// A signal from a failed thread that ends the other threads' waits, with the first failure.
 struct Alarm {
     std::atomic<bool> taken{false}, rings{false};
     Failure first; // to be read when all threads have ended
@@ -19,7 +19,7 @@ struct Alarm {
     bool rung() const { return rings.load(std::memory_order_relaxed); }
 };
 
-// Where all threads wait for the last. OpenMP's own barrier spins for milliseconds.
+// A barrier at which all threads wait for the last one. OpenMP's own barrier would spin for milliseconds.
 struct Barrier {
     alignas(64) std::atomic<int64_t> arrived{0};
     alignas(64) std::atomic<int64_t> turn{0};
@@ -40,14 +40,14 @@ struct Team {
     }
 };
 
-// Work that threads share: a function, and what it is given besides the team.
+// Work that threads share: a function, and its first argument.
 struct Work {
     void (*function)(const void *with, const Team &team);
     const void *with;
 };
 
-// Runs work on some threads at once. What one of them throws is thrown here when all have ended: no exception leaves a
-// thread, and none waits for one that has failed.
+// Runs work on up to n_threads threads at once. After all have ended, throws the first exception of any of them. No
+// thread waits for one that has failed.
 void parallel(int64_t n_threads, const Work &work);
 
 template<class F> void parallel(int64_t n_threads, const F &work) {

@@ -1,15 +1,15 @@
-// The loop that multiplies. A tile of sums, some rows of a left factor by some registers of a right one's columns,
-// stays in registers while what is summed over passes:
+// The inner loop of matrix products. A tile of sums stays in registers during the loop over the summed dimension. Its
+// size is some rows of the left factor times some registers of the right factor's columns:
 //
 //     sum[row][column] += left[row][word] · right[word][column]     a word: four bytes of the right factor
 //
-// A policy says what is multiplied:
-//     UNITS            units of the left factor that meet one word: the elements of the word, or one unit for all
-//     Left             such a unit, of ELEMENTS elements
-//     right(words, e)  what meets the e-th unit, of a register of words
-//     add(sum, right, left)
+// A policy defines the multiplication:
+//     UNITS            number of the left factor's units for one word: one for each element, or one for all
+//     Left             type of a unit, which has ELEMENTS elements
+//     right(words, e)  the part of a register of words that is multiplied by the e-th unit
+//     add(sum, right, left)  returns sum + right · left
 //
-// Each sum is added to in the order of words, and of units in a word: its bits depend on nothing else.
+// Each sum adds its products in the order of the words, and of the units in a word. Its bits depend on nothing else.
 
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace [[gnu::visibility("hidden")]] kernels {
 
-constexpr int64_t IN_REGISTER = REGISTER / 4; // words
+constexpr int64_t IN_REGISTER = REGISTER / 4; // words of a register
 
 INLINE Words words_at(const uint32_t *p) {
     Words words;
@@ -28,8 +28,8 @@ INLINE Words words_at(const uint32_t *p) {
 template<class Policy, int ROWS, int COLUMNS> struct Tile { // COLUMNS: registers
     typename Policy::Sum sum[ROWS][COLUMNS] = {};
 
-    // n words, STEP at once, which divides n. left(row, word, e): a unit. Words of the right factor lie `apart` after
-    // one another, and those of each 16 columns `vectors_apart`.
+    // Adds the products of n words, STEP at a time; STEP must divide n. left(row, word, e): the e-th unit of a row's
+    // word. The right factor's words are `apart` apart, and its vectors of 16 columns `vectors_apart`.
     template<int STEP = 1, class Left>
     INLINE void add(const Left &left, const uint32_t *right, int64_t n, int64_t apart, int64_t vectors_apart = LANES,
                     Ahead *ahead = nullptr) {
@@ -57,7 +57,7 @@ template<class Policy, int ROWS, int COLUMNS> struct Tile { // COLUMNS: register
                         ((sum[row][column] = Policy::add(sum[row][column], x[column], unit)), ...);
                     });
                 });
-            else // one register of the right factor at a time: the sums need the others
+            else // one register of the right factor at a time: the sums need the other registers
                 repeat<COLUMNS>([&](auto column) EACH {
                     const typename Policy::Right x = of_right(column, e);
                     at_once<ROWS>([&](auto... row) EACH {
@@ -67,7 +67,7 @@ template<class Policy, int ROWS, int COLUMNS> struct Tile { // COLUMNS: register
         });
     }
 
-    // 16 columns of a row.
+    // The sums of 16 columns of a row.
     INLINE Lanes at(int row, int vector) const {
         Lanes x;
         std::memcpy(&x, &sum[row][vector * PARTS], sizeof x);
@@ -76,7 +76,7 @@ template<class Policy, int ROWS, int COLUMNS> struct Tile { // COLUMNS: register
     INLINE void set(int row, int vector, Lanes x) { std::memcpy(&sum[row][vector * PARTS], &x, sizeof x); }
 };
 
-// Elements as they are or widened, in float32.
+// Policy for float32 elements, and for narrower ones widened to float32.
 template<class T> struct Widened {
     typedef Floats Sum, Right;
     typedef float Left;
@@ -93,7 +93,7 @@ template<class T> struct Widened {
 };
 
 #ifdef BF16_PRODUCTS
-// Two elements in bf16 at once.
+// Policy for bf16: two elements at a time.
 struct Pairs {
     typedef Floats Sum;
     typedef Words Right;
@@ -107,7 +107,8 @@ struct Pairs {
 #endif
 
 #ifdef INTEGER_PRODUCTS
-// Four signed bytes at once with one plane of an activation's bytes. x86 reads weights as unsigned: 128 is added.
+// Policy for int8: four signed bytes at a time, by one plane of an activation's bytes. x86 reads weights as unsigned
+// bytes, so 128 is added to them.
 struct Quads {
     typedef Ints Sum, Right;
     typedef uint32_t Left;
@@ -116,7 +117,7 @@ struct Quads {
     static INLINE Ints add(Ints sum, Ints right, uint32_t left) { return add_bytes(sum, right, left); }
 };
 
-// The low nibbles of four bytes, and then the high ones.
+// Policy for int4: the low nibbles of four bytes, then their high nibbles.
 struct Nibbles {
     typedef Ints Sum, Right;
     typedef uint32_t Left;
@@ -127,7 +128,8 @@ struct Nibbles {
 #endif
 
 #ifdef WIDE_INTEGER_PRODUCTS
-// Integers of 16 bits: of a word's bytes, or its nibbles, the first and third and then the second and fourth.
+// Policy for products of 16-bit integers. A unit takes the first and third byte of a word, or the second and fourth.
+// With NIBBLES, units take the low nibbles of these bytes first, then the high nibbles.
 template<bool NIBBLES> struct Wide {
     typedef Ints Sum;
     typedef int16_t Right __attribute__((vector_size(REGISTER)));
@@ -144,7 +146,7 @@ template<bool NIBBLES> struct Wide {
         return sum + (Ints)wasm_i32x4_dot_i16x8((v128_t)right, wasm_i32x4_splat(left));
 #else
         sum += (Ints)_mm256_madd_epi16((__m256i)right, _mm256_set1_epi32(left));
-        asm("" : "+x"(sum)); // GCC adds in another order, and has too few registers
+        asm("" : "+x"(sum)); // stops GCC from reordering additions, which needs more registers
         return sum;
 #endif
     }

@@ -9,9 +9,9 @@ using namespace kernels;
 
 namespace {
 
-// This thread's share of a matrix in panels, of bf16 or int8, with all activations; see product. 16 activation rows are
-// a tile as they lie, and so is a vector's share of 16 words of a panel. Rows behind the last are computed too, from
-// whatever lies there, and dropped.
+// Multiplies this thread's share of a bf16 or int8 matrix in panels by all activation rows; see `product`. In memory,
+// 16 activation rows already form a tile, and so do 16 words of a panel for one vector. Rows behind the last row are
+// computed too, from whatever memory holds there, and dropped.
 template<bool INTEGERS> void panels_on_tiles(const Matrix &m, const Rows &x, const Result &to, const Team &team) {
     constexpr int64_t SIDE = amx::SIDE, AT_ONCE = INTEGERS ? SIDE : 2 * SIDE; // two tiles, or the two planes of one
     const int64_t steps = m.n_words() / SIDE, passes = (x.n + AT_ONCE - 1) / AT_ONCE;

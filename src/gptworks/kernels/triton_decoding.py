@@ -1,7 +1,7 @@
-"""Attention of one new token of each text over its slot of the cache on a GPU, in Triton.
+"""Attention of one new token of each text over the text's slot of the cache, on a GPU, in Triton.
 
-A program computes one query head over a part of the text's keys, which it reads in place. A second kernel adds up
-the parts (Flash-Decoding, Dao et al., 2023), so that a few long texts occupy all of the GPU.
+A program computes one query head over a part of the text's keys, which it reads in place. A second kernel combines
+the parts (Flash-Decoding, Dao et al., 2023). The parts let a few long texts occupy the whole GPU.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ PROGRAMS = 1024
 """Programs that occupy all of a large GPU."""
 
 MOST_PARTS = 16
-"""Largest number of parts of a text's keys."""
+"""Largest number of parts into which a text's keys are divided."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -45,7 +45,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     else:
         is_column = (target >= 0) & (target < n_columns)
         wanted = tl.load(start + target, mask=is_column, other=float("nan")).to(tl.float32)
-        # Each lane has its own maximum, finite so that no difference is inf − inf, and its own sum.
+        # Each lane has its own maximum and sum. The maximum starts finite, so that no difference is inf − inf.
         lane_max = tl.full((block,), -3.4028234663852886e38, tl.float32)
         lane_sum = tl.zeros((block,), tl.float32)
         for first in range(0, n_columns, block):
@@ -70,7 +70,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None, gradient: bool) -> Tensor:
-    """Compute `gptworks.kernels.fused_loss.cross_entropy`, whose docstring describes the arguments."""
+    """Return the rows' losses; see `gptworks.kernels.fused_loss.cross_entropy` for arguments and result."""
     nats = logits.new_empty(len(logits), dtype=torch.float32)
     if not len(logits):
         return nats

@@ -16,7 +16,7 @@ _GPUS = re.compile(r"(?:([A-Za-z0-9][A-Za-z0-9_.-]*):)?([0-9]{1,4})", re.ASCII)
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*", re.ASCII)
 
 GRACE_SECONDS = 120
-"""Time to save a checkpoint before a job ends, if it is not given."""
+"""Time to save a checkpoint before a job ends, unless the job sets `grace`."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ def check_local(job: Job, nodes: str, rendezvous: str | None, resume: bool) -> t
         nodes, rendezvous: the options, as given.
 
     Raises:
-        UserError: the address is missing, has another form, means each machine itself, or is given for one machine; or
-            `resume` is missing.
+        UserError: the address is missing, has another form, is a loopback address, or is given for one machine; or
+            several machines start without `resume`.
     """
     if job.most_nodes == 1:
         if ":" not in nodes:  # 1:1 is an elastic job that has got one machine

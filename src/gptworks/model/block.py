@@ -143,9 +143,12 @@ def _branch(s: Shapes) -> Stage:
 
 
 def _held_meanwhile(s: Shapes, layer: int) -> int:
-    """Bytes of unsaved tensors in memory while the MLP is recomputed: attention's result; the stream plus this result,
-    if no operation saves that sum; and gradients added by the backward pass of the block's last operations, which runs
-    before the recomputation because it needs no saved tensor."""
+    """Bytes of unsaved tensors in memory while the MLP is recomputed.
+
+    These tensors are attention's result, and the stream plus this result if no operation saves that sum. Gradients of
+    the block's last operations are also there: their backward pass needs no saved tensor, and so runs before the
+    recomputation.
+    """
     c = s.config
     rounded = c.norm_placement == "after" and s.autocast
     begun = [*LabParts.exit_cost(s, layer), *([] if c.dropout_residual else [_branch(s)])]

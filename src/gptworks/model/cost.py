@@ -47,7 +47,7 @@ class Stage:
     matrices: int = 0
     vectors: int = 0
     table: int = 0
-    """Number of elements of an embedding table. Its fp32 gradient has as many, and exists before the stage ends."""
+    """Number of elements of an embedding table. Its fp32 gradient is as large, and exists before the stage ends."""
     for_own: Mapping[str, int] = field(default_factory=dict)
     """The part of `saved` that only the gradients of the operation's own parameters need."""
     own_scratch: int = 0
@@ -124,8 +124,8 @@ class Shapes:
 
     @property
     def saves_result(self) -> bool:
-        """Whether autograd saves the MLP's result or a tensor computed from it. If not, the recomputation of a block
-        ends before its last operation computes: torch's operations save their inputs first."""
+        """Whether autograd saves the MLP's result or a tensor computed from it. If not, a block's
+        recomputation stops before its last operation computes, because torch's operations save their inputs first."""
         return bool(self.config.norms_behind or self.config.dropout_residual)
 
     @property

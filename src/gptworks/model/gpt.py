@@ -142,7 +142,7 @@ class GPT(nn.Module):
             windows = set(self.config.layer_windows)
             biases = {window: texts_bias(text_positions, window, dtype) for window in windows}
         carried = Carried(self.config, tokens, x, self.value_embeddings)
-        # Recompute in evaluation mode too: DPO and GRPO run reference models in it with gradients enabled.
+        # Recompute in evaluation mode too: DPO and GRPO run reference models in this mode with gradients enabled.
         keeps_graph = cache is None and torch.is_grad_enabled()
         for use, i in enumerate(self.config.layer_uses):
             block, window = self.blocks[i], self.config.layer_window(i)

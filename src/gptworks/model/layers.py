@@ -18,7 +18,7 @@ from gptworks.kernels import dispatch
 from gptworks.model.cost import DROPOUT, MLP_INNER, RESIDUAL, Shapes, Stage
 
 AUTOCASTS = tuple(device for device in ("cpu", "cuda", "mps") if torch.amp.is_autocast_available(device))
-"""Devices that have autocast; `meta` has none. Asking torch in a block would break torch 2.11's graphs."""
+"""Device types with autocast; `meta` has none. Calling torch's check in a block would break torch 2.11's graphs."""
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -52,8 +52,10 @@ class Norm(nn.Module):
     eps: float
 
     def of_sum(self, x: Tensor, branch: Tensor | None = None, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Return x + alpha · branch (x without a branch), and the norm of that sum. In training, one C++
-        kernel computes both results, and another the gradients of both; without C++, torch uses several."""
+        """Return x + alpha · branch (x without a branch), and the norm of that sum.
+
+        In training, one C++ kernel computes both results, and another one their gradients. torch needs several kernels.
+        """
         layer, dtype = isinstance(self, LayerNorm), product_dtype(x)
         return dispatch.norm(x, self.weight, self.bias, self.eps, dtype, layer, branch, alpha)
 
@@ -63,7 +65,7 @@ class Norm(nn.Module):
 
     @staticmethod
     def cost(s: Shapes, name: str, saves_input: bool = True, reads_entry: bool = False) -> Stage:
-        """Return the memory of a norm: it saves its input, the residual stream; the next product saves its result.
+        """Return the memory of a norm. It saves its input, the residual stream. The next product saves the result.
 
         The gradient arrives in the products' precision, is converted to float32 and added to the stream's gradient.
         """
@@ -207,7 +209,7 @@ class MLP(nn.Module):
         bytes. For an `expert`, input and gradient cost nothing: they are slices of tensors that `MoE.cost` counts.
 
         n_grouped: number of experts computed by grouped products; `n_tokens` then counts the tokens of all experts.
-            Each product copies their matrices into one tensor, and frees it before their equally large gradient exists.
+            Each product copies their matrices into one tensor, and frees it before the equally large gradient exists.
         """
         c, p = s.config, s.product_bytes
         inner, outer = round(n_tokens * d_ff * p), round(n_tokens * c.d_model * p)

@@ -159,9 +159,10 @@ def distillation_loss(
     softcap: float | None = None,
     teacher_softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ce_weight · nats + kl_weight · temperature² · kl, nats, and kl. These are float32 sums over the targets
-    that are not −100: nats of −log softmax(logits)[target], kl of KL(softmax(teacher's logits / temperature) ‖
-    softmax(logits / temperature)).
+    """Return ce_weight · nats + kl_weight · temperature² · kl, nats, and kl.
+
+    `nats` and `kl` are float32 sums over the targets that are not −100: `nats` of −log softmax(logits)[target], `kl` of
+    KL(softmax(teacher's logits / temperature) ‖ softmax(logits / temperature)).
 
     Logits are computed in chunks, for both models. Only the first result is differentiable, in features and weight.
 
@@ -238,8 +239,8 @@ class _LinearLoss(torch.autograd.Function):
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """Log-probabilities of targets. The backward pass recomputes the logits, because the objective's gradients of the
-    log-probabilities are unknown in the forward pass."""
+    """Log-probabilities of targets. The backward pass recomputes the logits, because the forward pass does not know the
+    objective's gradient for each log-probability."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
@@ -370,10 +371,12 @@ def scoring_bytes(shapes: Shapes, vocab_size: int) -> int:
 
 
 def loss_chunk_bytes(shapes: Shapes, vocab_size: int, head: int, taught: bool) -> int:
-    """Peak bytes of the loss, without features and their gradient: a chunk's logits; without a fused loss, the
-    probabilities of some rows (and their float32 logits); the head's gradient in float32, and the rows of it that one
-    product computes. Distillation (`taught`) adds the teacher's logits, and the logits and probabilities of some rows
-    with and without temperature.
+    """Peak bytes of the loss, without features and their gradient.
+
+    In memory are a chunk's logits, the head's gradient in float32, and the rows of this gradient that one product
+    computes; without a fused loss, also the probabilities of some rows (under autocast, with their float32 logits).
+    Distillation (`taught`) adds the teacher's logits, and the logits and probabilities of some rows with and without
+    temperature.
 
     Args:
         head: number of elements of the head's matrix; 0 if it is frozen.

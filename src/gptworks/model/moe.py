@@ -65,9 +65,11 @@ class MoE(nn.Module):
         return torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)]), places
 
     def takes_groups(self, tokens: Tensor) -> bool:
-        """Whether grouped products, which need no counts on the host, compute the experts: on CUDA in bf16, unless
-        experts have adapters, packed matrices, widths that are not multiples of 8, or too few tokens to be worth
-        stacking their matrices."""
+        """Whether grouped products, which need no counts on the host, compute the experts.
+
+        They do on CUDA in bf16, unless experts have adapters, packed matrices, widths that are not multiples of 8, or
+        too few tokens to be worth stacking their matrices.
+        """
         first: Any = self.experts[0]
         return (
             tokens.device.type == "cuda"
@@ -210,12 +212,14 @@ def collect(given: Tensor, places: Tensor) -> Tensor:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Products of groups of rows with one matrix each. torch's own function would keep its copy of all matrices until
-    the backward pass; this one copies the matrices again there."""
+    """Products of groups of rows with one matrix each.
+
+    torch's own function would keep its copy of all matrices until the backward pass, which here copies them again.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
-        """Multiply rows of x [P, I], of which group e ends before row `ends[e]`, by weights[e]ᵀ [I, O]: [P, O]."""
+        """Return [P, O]: the rows of x [P, I] in group e, which ends before row `ends[e]`, times weights[e]ᵀ [I, O]."""
         ctx.save_for_backward(x, ends, *weights)
         return torch._grouped_mm(x, _stacked(weights, x.dtype).mT, offs=ends)
 

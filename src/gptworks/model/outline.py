@@ -30,7 +30,7 @@ Sizes = tuple[int, int]
 _PLACED = (
     "value_residual", "value_embeddings", "value_projections", "value_gates", "attention_gates", "future_heads",
 )  # fmt: skip
-"""Laboratory groups that methods of `Outline` visit by name. Others change the input of the first or of each block."""
+"""Laboratory groups that `Outline` visits by name. Other groups change the input of the first block or each block."""
 
 
 def formed_pairs(length: int, window: int | None) -> int:
@@ -55,9 +55,9 @@ class Outline:
         """n_future: number of tokens beyond the next that the loss also predicts."""
         self.config, self.n_future = config, n_future
         self.layers: Sequence[int] = config.layer_uses
-        """Indices of the blocks to visit, in order. A subclass to which all blocks are alike visits only one."""
+        """Indices of the blocks to visit, in order. A subclass that treats all blocks alike visits only one."""
         self.experts_a_visit = 1
-        """Number of experts that one visit stands for. A subclass to which all experts are alike visits only one."""
+        """Number of experts that one visit stands for. A subclass that treats all experts alike visits only one."""
         self.layer: int | None = None
         """Index of the block being visited; None outside the blocks."""
         self.entry = self.first_values = False
@@ -67,7 +67,7 @@ class Outline:
         self.laboratory = {group: (tensors, layers) for group, tensors, layers in config.laboratory_tensors()}
 
     def tensor(self, group: str, name: str, *shape: int) -> bool:
-        """Visit a parameter, whose name is relative to the current block, if any; return whether it is trained."""
+        """Visit a parameter and return whether it is trained. `name` is relative to the current block, if any."""
         raise NotImplementedError
 
     def product(self, part: str, module: str, sizes: Sizes, x: bool, trained: bool, share: int | None = None) -> None:

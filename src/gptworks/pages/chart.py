@@ -69,7 +69,7 @@ class Chart:
     height: float = 250.0
     log_x: bool = False
     x_range: tuple[float, float] | None = None
-    """The range of the x axis, to which 4% is added at each end; None: the points' range, from 0 if that is near. Two
+    """The range of the x axis, to which 4% is added at each end; None: the points' range, from 0 if 0 is near. Two
     integers give integer ticks, unless the axis is logarithmic."""
     x_names: Sequence[str] | None = None
     """Labels of x = 0, 1, 2 …; None if x is a number."""
@@ -175,8 +175,8 @@ def colour(i: int) -> str:
 
 
 MOST, LEAST = 1e150, 1e-150
-"""Bounds of the magnitudes that are drawn, since differences and ratios would overflow or underflow. Larger values are
-left out; smaller ones count as 0, or are left out of a logarithmic x axis."""
+"""Bounds of the magnitudes that are drawn. Beyond them, differences and ratios could overflow or underflow. Larger
+values are left out; smaller ones count as 0, or are left out of a logarithmic x axis."""
 
 
 def _drawable(s: Series, log_x: bool) -> Series:

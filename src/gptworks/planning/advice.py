@@ -72,8 +72,8 @@ def recipe_with(recipe: Recipe) -> Apply:
 def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply | None = None) -> list[Change]:
     """Return changes with which the run fits: the cheapest first, changes to more devices last.
 
-    If, with or without changes, only the hosts' memory is too small, changes to fewer ranks per host come first. If no
-    change suffices, return only the last one that was tried and can start; if none can start, return an empty list.
+    If a run fits the devices but not the hosts, changes to fewer ranks per host come first. If no change suffices,
+    return only the last one that was tried and can start; if none can start, return an empty list.
 
     Args:
         apply: returns the recipe with overrides applied; None: applies them to `recipe`.

@@ -31,8 +31,8 @@ def arrange(recipe: Recipe, n_ranks: int, device: Device) -> Layout | Refusal:
     """Return the layout of the recipe's model and batches on `n_ranks` devices, or the rule that the recipe breaks.
 
     `train.parallel` decides the layout: `strategy: auto` shards the model if the run with the whole model on each
-    device does not fit and no rule forbids sharding. The sharded model may not fit either: `need` of the layout's
-    `device_setting` says whether it does.
+    device does not fit and no rule forbids sharding. The sharded model may not fit either; `need` checks that for the
+    `device_setting` of the layout.
 
     Raises:
         UserError: the recipe of a teacher cannot be read.
@@ -96,8 +96,8 @@ def refusal(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Refusal | 
 
 
 def _batch_refusal(recipe: Recipe, n_data: int) -> Refusal | None:
-    """Return why `n_data` data-parallel ranks cannot have equally many whole micro-batches, each of whole groups of
-    answers if the objective generates answers; None if they can."""
+    """Return why a batch cannot be divided into equally many whole micro-batches for each of `n_data` data-parallel
+    ranks; None if it can. If the objective generates answers, a micro-batch must consist of whole groups of answers."""
     train, objective = recipe.train, recipe.objective
     tensor = train.parallel.tensor_parallel
     micro = train.rank_micro_batch_size(n_data)

@@ -17,8 +17,8 @@ MOST_GROUPS = 512
 MOST_HOURS = 1_000_000
 
 WIDTH_MULTIPLE = 64
-"""The MLP's width of a model to try is a multiple of this, as matrix products prefer. So is the model's width, unless
-it equals the total width of the query heads."""
+"""In a model to try, the MLP's width is a multiple of this number, because matrix products are then fast. The
+model's width is a multiple too, unless it equals the total width of the query heads."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Affordable:
 
 
 def hours_for(budget: float, price: float, n_devices: int) -> float:
-    """Return the hours for which a budget pays for all devices. price: the price of one device for an hour."""
+    """Return the hours for which a budget pays for all devices. `price` is for one device and one hour."""
     return budget / (price * n_devices)
 
 
 def affordable(plan: Plan, hours: float) -> Affordable:
-    """Return what `hours` of the plan's devices suffice for.
+    """Return the training for which `hours` on the plan's devices suffice.
 
     Raises:
         UserError: the device's speed is unknown, or `hours` are too few for a step or more than `MOST_HOURS`.

@@ -8,7 +8,7 @@ from gptworks.planning.device_table import find_device
 from gptworks.planning.devices import Device, custom_device, this_cpu
 
 MEASURED = ("this", "cpu")
-"""Names of this machine's devices, which are measured."""
+"""Names of this machine's devices, whose memory and speed are measured."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class DeviceOptions:
     """Memory in GiB of a device described by figures."""
     flops: float | None = None
     bandwidth: float | None = None
-    """`flops` and `bandwidth`: FLOP/s in every precision, and bytes/s of the memory; they replace a named device's."""
+    """`flops` and `bandwidth`: FLOP/s in every precision, and memory bytes/s; they replace a named device's figures."""
     utilization: float | None = None
     """Share of the device's FLOP/s that training reaches while it computes; None: `UTILIZATION`."""
     intra_node_gb_s: float | None = None

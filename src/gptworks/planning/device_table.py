@@ -71,7 +71,7 @@ def _add(device: Device) -> None:
 
 
 def _geforce(series: list[Figures], tensor: int, source: str, node: dict[str, Any], has_bf16: bool = True) -> None:
-    """Add GeForce GPUs. With sums in float32, their tensor cores reach `tensor` times the float32 rate of the cores."""
+    """Add GeForce GPUs. With sums in float32, tensor cores reach `tensor` times the float32 rate of the CUDA cores."""
     for name, gigabytes, single, bandwidth in series:
         _gpu(f"NVIDIA GeForce RTX {name}", gigabytes, tensor * single, single, bandwidth, source, node, has_bf16)
 
@@ -262,7 +262,8 @@ def find_device(name: str) -> Device:
     or what its driver calls it. If `name` is only a size, such as `8 GB`, return a GPU with this memory, without rates.
 
     Raises:
-        UserError: no device, or more than one, has this name, or none with this memory; the message names similar ones.
+        UserError: no device or more than one has this name, or no device of this name has this memory. The message
+            names similar devices.
     """
     sizes, words = _read(name)
     if len(sizes) == 1 and not words and sizes[0] >= LEAST_GIGABYTES and "-" not in name:

@@ -29,7 +29,7 @@ class Need:
     host: HostMemory | None
     """Memory use of the fullest node's host; None on a CPU, which is both device and host."""
     gathers_once: bool = False
-    """Whether FSDP gathers all blocks once to generate texts, as rollouts need and others do if all fit."""
+    """Whether FSDP gathers all blocks once to generate texts: always for rollouts, otherwise if all blocks fit."""
 
     @property
     def fits_device(self) -> bool:

@@ -152,7 +152,7 @@ class Products(Outline):
         return True
 
     def scores(self, module: str, window: int | None, q: bool, k: bool, v: bool) -> None:
-        per_pair = 2 * self.config.n_heads * self.config.d_head  # FLOPs of the scores, and as many of the weighted sum
+        per_pair = 2 * self.config.n_heads * self.config.d_head  # FLOPs of the scores; the weighted sum has as many
         n = per_pair * formed_pairs(self.length, window) * self.parts
         self._note("attention_scores", module, 2 * n, n * (q + k + (q or k) + v))
         self.causal += 2 * per_pair * visible_pairs(self.length, window)

@@ -93,7 +93,7 @@ def building_bytes(setting: Setting) -> int:
 
 def starting_bytes(setting: Setting) -> int:
     """Return the bytes of the starting weights in float32, plus the weights in training if an adapter's base is
-    quantized, because both exist meanwhile; 0 if the run does not start from another run's weights."""
+    quantized, because both exist at the same time; 0 if the run does not start from another run's weights."""
     if not setting.starts_from:
         return 0
     parameters, trained = setting.whole

@@ -90,7 +90,7 @@ class Shards:
     n_shards: int
     """Number of ranks that shard each tensor; 1: not sharded."""
     padding: float
-    """Share of padding in one block's matrices and all tensors outside the blocks, relative to their elements."""
+    """Share of padding in the blocks' matrices and all tensors outside the blocks, relative to their elements."""
 
     def rank_bytes(self, n_bytes: int, whole_bytes: int) -> int:
         """Return the bytes that the first rank holds of tensors with `n_bytes`: `whole_bytes` that are not sharded, and
@@ -159,7 +159,7 @@ def divided(work: Sequence[int], n_ranks: int) -> list[list[int]]:
         work: the cost of each task.
 
     Returns:
-        Each rank's tasks by their index, the costliest first. Tasks of one cost keep their order.
+        Each rank's tasks by their index, the costliest first. Tasks of equal cost keep their order.
     """
     shares: list[list[int]] = [[] for _ in range(n_ranks)]
     least = [(0, rank) for rank in range(n_ranks)]  # a heap of (work, rank)

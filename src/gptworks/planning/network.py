@@ -12,8 +12,9 @@ members in each node, a collective takes
 
     max(sent / intra, sent / (k · inter)) seconds
 
-where intra is the bytes/s of a device within its node and inter the bytes/s of its network card. In a single node it
-takes sent / intra. Latency is ignored, so a step with many ranks and small tensors takes longer than estimated.
+where intra is the bytes/s of a device within its node and inter the bytes/s of its network card. In a single node, a
+collective takes sent / intra. Latency is ignored, so a step with many ranks and small tensors takes longer than
+estimated.
 
     ddp      all gradients are reduced in float32 once per step, during its last backward pass (after it if tensor > 1)
     fsdp     in each micro-batch, blocks and the root are gathered in the forward pass, blocks again in the backward

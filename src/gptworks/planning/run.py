@@ -235,7 +235,7 @@ class Plan:
 
     @cached_property
     def alternatives(self) -> list[Alternative]:
-        """The planned step in other precisions and layouts too; see `gptworks.planning.fit.alternatives`."""
+        """The planned step in several precisions and layouts; see `gptworks.planning.fit.alternatives`."""
         return alternatives(self.recipe, self.setting.layout.world_size, self.device)
 
     @cached_property
@@ -315,7 +315,7 @@ class Plan:
 
     @property
     def n_priced(self) -> int:
-        """Number of devices that have a price: ranks on a CPU share a machine, which has one."""
+        """Number of devices to pay for; on CPUs, each machine counts once for all of its ranks."""
         layout = self.setting.layout
         return machines(layout, self.device) if self.device.on_cpu else layout.world_size
 
@@ -362,9 +362,10 @@ class Plan:
 
     @property
     def weights_only_at_peak(self) -> int:
-        """Maximum number of weights-only checkpoints while there are `most_checkpoints` full ones, which is when all
-        take the most space: `keep_checkpoints` of them hold the best weights so far, if evaluations fall between saves;
-        with `keep_every`, one more holds the weights of step 0. Up to two more exist while there are fewer full ones.
+        """Maximum number of weights-only checkpoints at the peak of disk use, with `most_checkpoints` full checkpoints.
+
+        If evaluations fall between saves, `keep_checkpoints` of them hold the best weights so far. With `keep_every`,
+        one more holds the weights of step 0. At other times, up to two more exist, with fewer full checkpoints.
         """
         train = self.train
         return bool(train.keep_every) + (train.keep_checkpoints if train.evaluate_every % train.checkpoint_every else 0)

@@ -17,7 +17,7 @@ from gptworks.planning.params import ParameterCount, count_parameters, require_v
 from gptworks.planning.setting import PREFILL_TOKENS, UNPACKED_ELSEWHERE, UNPACKED_ON_CPU
 
 CPU_ROWS = 128
-"""Prompt tokens that the C++ engine computes together, next to a token of each other text."""
+"""Prompt tokens that the C++ engine computes in one step, in addition to a token of each other text."""
 
 BLOCK = 16
 """Number of positions in a block of the C++ engine's cache."""
@@ -96,8 +96,8 @@ class Serving:
 
     @property
     def most_tokens_per_second(self) -> float | None:
-        """Upper bound of the tokens generated per second for all requests, as each step reads from memory the weights
-        that a token multiplies; None: the device's bandwidth is unknown."""
+        """Upper bound of the tokens generated per second for all requests: each step must read from memory the weights
+        that a token uses. None: the device's bandwidth is unknown."""
         if self.device.bandwidth is None:
             return None
         model, count = self.model, self.parameters
@@ -151,7 +151,7 @@ def serving(
 
 
 def _in_cpp(model: ModelConfig, device: Device) -> bool:
-    """Return whether the C++ engine runs the model, if it can be built; the engine asks the same."""
+    """Return whether the C++ engine runs the model, assuming that the engine can be built."""
     return device.on_cpu and refused_architecture(model) is None
 
 
@@ -170,14 +170,14 @@ def step_bytes(
     in_place: bool = False,
     on_cpu: bool = False,
 ) -> int:
-    """Return the peak bytes of an engine's step in torch, in addition to weights, keys and values: a token of each
-    text, with attention's copies of a layer's keys and values, or a part of a prompt; then the logits.
+    """Return the peak bytes of an engine's step in torch, in addition to weights, keys and values. A step computes a
+    part of a prompt, or a token of each text, for which attention may copy a layer's keys and values; then the logits.
 
     Args:
         length: tokens of each text.
         product_bytes, cache_bytes: bytes per number of activations and of the cache.
-        in_place: whether attention reads the slots in place, as Triton's does on NVIDIA's GPUs with flash attention,
-            and a CPU's one text at a time.
+        in_place: whether attention reads the slots in place. Triton's kernel does on NVIDIA's GPUs with flash
+            attention; a CPU does, one text at a time.
         on_cpu: whether heads share keys and values without copies, as a CPU's fused attention does.
     """
     chunk = min(PREFILL_TOKENS, length)
@@ -199,13 +199,13 @@ def attention_copies_bytes(
     model: ModelConfig, n_texts: int, length: int, product_bytes: int, cache_bytes: int | None = None
 ) -> int:
     """Return the bytes of one layer's keys and values that attention copies on an accelerator to compute a token of
-    each of several texts at once: each text's from its slot, and again for each query head if heads share them. A
-    single text is read in place."""
+    each of several texts at once. It copies them from each text's slot, and repeats them for each query head if query
+    heads share them. A single text is read in place."""
     if n_texts < 2:
         return 0
     groups, width = model.n_kv_heads, model.d_head
     both = 2 * product_bytes * (groups + _repeated_heads(model)) * width
-    # An int8 cache needs the unpacked keys and, of the values: elements, scales and products in one or two dtypes.
+    # With an int8 cache: unpacked keys, and the values' elements, scales and products in one or two dtypes.
     unpacking = groups * (width * (product_bytes + 1 + 4 + product_bytes % 4) + 4) if cache_bytes == 1 else 0
     return n_texts * length * max(both, unpacking)
 

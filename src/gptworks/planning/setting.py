@@ -17,8 +17,8 @@ texts."""
 
 LEAST_CAPACITY = 256
 LEAST_CAPACITY_CPU = 2048
-"""Minimum capacity of an engine's slot, in tokens, if it is not set. Capacities are powers of two, so that slots seldom
-grow. The minimum on a CPU may be large, because memory is committed only for pages in use."""
+"""Minimum capacity of an engine's slot, in tokens, if no capacity is set. Capacities are powers of two, so that slots
+seldom grow. The minimum on a CPU may be large, because memory is committed only for pages in use."""
 
 
 def slots_for(n_texts: int, longest_tokens: int, on_cpu: bool) -> tuple[int, int]:

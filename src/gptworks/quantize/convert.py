@@ -214,10 +214,10 @@ def _check_holds(name: str, matrix: Tensor, weights: Weights) -> None:
 def _calibrated(
     model: GPT, kinds: dict[str, Weights], batches: Sequence[Tensor], step: Callable[[str], None]
 ) -> dict[str, Packed]:
-    """Return the packed int4 matrices by module name. GPTQ rounds a block for inputs from the rounded blocks before."""
+    """Return the packed int4 matrices by module name. A block is rounded for inputs from the rounded blocks before."""
     packed: dict[str, Packed] = {}
     inputs = _inputs_of_block(model, batches, 0)
-    rounding = copy.deepcopy(model) if model.config.laboratory else None  # such blocks read several blocks' outputs
+    rounding = copy.deepcopy(model) if model.config.laboratory else None  # its blocks may read several outputs
     for i, block in enumerate(model.blocks):
         step(f"block {i + 1} of {len(model.blocks)}")
         rounded = copy.deepcopy(block).eval()

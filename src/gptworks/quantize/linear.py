@@ -36,7 +36,7 @@ class PackedMatrix(nn.Module):
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.dtype = torch.float32
-        """The dtype to which the module was cast; unpacked values have it where no input determines their dtype."""
+        """The dtype to which the module was last cast. Unpacked values get it unless an input determines theirs."""
 
     @property
     def kind(self) -> Weights:

@@ -1,4 +1,4 @@
-"""Packs a run's weights while loading them, one matrix at a time: reads it, merges the adapter into it, rounds it.
+"""Packs a run's weights while loading them: reads each matrix, merges its adapter into it, and rounds the result.
 
 The result equals that of `gptworks quantize --rounding nearest`. GPTQ needs a text, so only that command offers it.
 """

@@ -39,7 +39,7 @@ def whole_lines(weight: Tensor) -> Tensor:
 
 
 def from_panels(flat: Tensor, rows: int, panel: int) -> Tensor:
-    """Return the matrix [rows, K] that `to_panels` copied into panels: its inverse."""
+    """Return the matrix [rows, K] that is stored in panels: the inverse of `to_panels`."""
     matrix = flat.new_empty(rows, len(flat) // size_in_panels(rows))
     words = _words(matrix)
     for first, panels in _panels(_words(flat), rows, panel):

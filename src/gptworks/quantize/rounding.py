@@ -44,7 +44,7 @@ def round_int4(matrix: Tensor) -> Rounded:
 
 
 def best_scales(groups: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Return each group's scale, fp16 [N, G]: the one, of 26 candidates, whose multiples from −8 to 7 err the least.
+    """Return each group's scale, fp16 [N, G]: of 26 candidates, the one with the smallest squared error of rounding.
 
     Args:
         groups: [N, G, 32]. importance: weights of the squared errors, [G, 32]; None: all errors weigh the same.
@@ -73,7 +73,7 @@ def gptq(matrix: Tensor, hessian: Tensor) -> Rounded:
     inputs' squares.
 
     Args:
-        matrix: [N, K]. hessian: the sum of x·xᵀ over the inputs x, [K, K]; if all 0, it rounds as `round_int4`.
+        matrix: [N, K]. hessian: the sum of x·xᵀ over the inputs x, [K, K]; if all 0, `round_int4` is used.
     """
     n_columns, diagonal = matrix.size(1), hessian.diagonal().float()
     if not diagonal.any():

@@ -57,9 +57,12 @@ def comparability(first: History, second: History) -> Comparability:
 
 
 def _other_windows(first: History, second: History) -> tuple[str, str]:
-    """Return the reason why rows of different lengths were evaluated on other text, and a note if that is unknown; each
-    is empty if it does not apply. A part of the held-out text is read in evenly spaced rows, so that other rows are
-    other text."""
+    """Return a reason if two runs were evaluated on different text because the lengths of their rows differ, and a note
+    if this is unknown; else empty texts.
+
+    If an evaluation reads only a part of the held-out text, it reads evenly spaced rows. Rows of another length then
+    contain other text.
+    """
     lengths = [run.recipe.row_length for run in (first, second)]
     whole = [_evaluates_all(run) for run in (first, second)]
     if lengths[0] == lengths[1] or all(whole):

@@ -82,8 +82,11 @@ class Comparison:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """Runs grouped by text and by the settings that decide a curve, with one run per seed. A group keeps only the
-        runs evaluated at its latest step; if all have one time limit, only those that reached it, if any did."""
+        """Runs grouped by text and by the settings that decide a curve, with one run per seed.
+
+        If all runs of a group have a time limit and some have finished, the group keeps these. Otherwise it keeps the
+        runs evaluated at its latest step.
+        """
         found: dict[tuple[str, str | None], list[History]] = {}
         for run in self.runs:
             if run.last is not None:

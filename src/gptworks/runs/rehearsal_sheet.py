@@ -1,5 +1,5 @@
-"""A dress rehearsal as text for a terminal, as a page and as JSON. Each line was shown on this machine,
-is planned or was not checked."""
+"""Show the rehearsal of a training run as text for a terminal, as a page and as JSON. Each line has a status: shown on
+this machine, planned, or not checked."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -25,7 +25,7 @@ Status = Literal["shown", "planned", "not checked"]
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a rehearsal."""
+    """One result of a rehearsal, with its status."""
 
     what: str
     status: Status

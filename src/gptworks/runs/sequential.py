@@ -1,9 +1,9 @@
 """Test paired differences after every new pair without raising the rate of false positives.
 
 A test that is repeated after each pair finds a difference by chance more often than its level: ten tests at 5% do so
-about one time in five. So each of these tests (looks) gets the same smaller level (Pocock, 1977), here for Student's t
-of the differences so far. Without a true difference, the distribution of t does not depend on the spread, so the level
-depends only on the number of tests. It is found by simulation.
+about one time in five. Therefore each of these tests (looks) gets the same smaller level (Pocock, 1977), here for
+Student's t of the differences so far. Without a true difference, the distribution of t does not depend on the spread,
+so the level depends only on the number of tests. A simulation finds the level.
 """
 
 import math

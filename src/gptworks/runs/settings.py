@@ -29,8 +29,10 @@ def settings_fingerprint(settings: dict[str, Any]) -> str:
 
 
 def differences(recipes: Sequence[Recipe]) -> dict[str, list[Any]]:
-    """Return the settings that differ, except name, run folder and sweep, by path, each with its value in every recipe;
-    None if a recipe lacks it."""
+    """Return the settings that differ, by path, each with its value in every recipe (None if a recipe lacks it).
+
+    Name, run folder and sweep are left out.
+    """
     trees = [dict(flat(recipe.model_dump(mode="json", exclude={"name", "run_dir", "sweep"}))) for recipe in recipes]
     keys = dict.fromkeys(key for tree in trees for key in tree)
     values = {key: [tree.get(key) for tree in trees] for key in keys}

@@ -28,7 +28,7 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def known_spread(first: Sequence[float], second: Sequence[float], deviation: float, freedom: int) -> Difference:
-    """Return the mean of `second` minus that of `first`, given their common `deviation` and its degrees of freedom."""
+    """Return mean(`second`) − mean(`first`), given their common `deviation` and its degrees of freedom."""
     value = fmean(second) - fmean(first)
     if deviation == 0:
         return _certain(value)
@@ -61,7 +61,7 @@ def t_quantile(probability: float, freedom: float) -> float:
 
 
 def end_of(holds: Callable[[float], bool]) -> float:
-    """Return the end of the numbers, from 0 on, for which `holds` is true, by bisection."""
+    """Return the end of the interval, from 0 on, in which `holds` is true, by bisection."""
     low, high = 0.0, 1.0
     while holds(high):
         low, high = high, 2 * high

@@ -1,10 +1,10 @@
 """Measure how much longer the same tokens take with a change than without it, pair of runs by pair of runs.
 
 Other work on the machine slows down single steps, whole runs or all runs for hours, and whoever shares the machine
-could slow down only one kind of run. So on a CPU, after each pair of runs, steps of both models take turns; other work
-then slows down both. Elsewhere, and where the steps of a run differ by design, times are the runs' own: the median over
-parts of the run, or the mean of all its steps. The spread between pairs measures the noise of the ratio; `sequential`
-tests the logarithms of the ratios.
+could slow down only one kind of run. On a CPU, steps of both models therefore take turns after each pair of runs, so
+that other work slows down both. On other devices, or if the steps of a run differ by design, times are the runs' own:
+the median over parts of the run, or the mean of all its steps. The spread between pairs measures the noise of the
+ratio; `sequential` tests the logarithms of the ratios.
 """
 
 import math
@@ -38,7 +38,7 @@ def step_seconds(run: History) -> float:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Ratio of the time of the same tokens with a change to that without it."""
+    """Time of the same tokens with a change, divided by the time without it."""
 
     ratio: float
     low: float

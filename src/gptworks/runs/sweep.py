@@ -30,7 +30,7 @@ MOST_FAILURES = 3
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of a trial; of a running trial, what is known so far."""
+    """The result of a trial; for a running trial, the result so far."""
 
     number: int
     state: str

@@ -108,9 +108,11 @@ def last_line(place: Path) -> str:
 
 
 def check_comparable(recipe: Recipe, key: str, named: str) -> None:
-    """Raise a UserError that begins with `named` if `key` must be the same in all trials: the seed, the name, the run
-    folder, the sweep, and what decides what the loss measures. If trials varied that, their losses would not show which
-    value is better."""
+    """Raise a UserError that begins with `named` if the setting `key` must be the same in all trials.
+
+    These settings are the seed, the name, the run folder, the sweep, the data, the tokenizer, and all that decide
+    what the loss measures. If trials varied such a setting, their losses would not show which value is better.
+    """
     if key.partition(".")[0] in ("name", "run_dir", "sweep", "data", "tokenizer"):
         raise UserError(f"{named}: `{key}` is the same in all trials, so that their losses compare.")
     # a key that no recipe has raises an error later, when a recipe is loaded with a value for it
@@ -168,7 +170,7 @@ def open_folder(folder: Path, named: str, setting: str) -> Iterator[Callable[[],
 
 @contextlib.contextmanager
 def _process(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
-    """On leaving the context, stop the process with `ASK`, or kill it if it still runs after STOP_SECONDS."""
+    """On leaving the context, stop the process with the signal `ASK`; kill it if it still runs after STOP_SECONDS."""
     try:
         yield process
     finally:

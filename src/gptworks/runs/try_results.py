@@ -25,8 +25,8 @@ PLACES = {"after": "at equal tokens", "in-time": "in equal time"}
 """Words for the point at which the run `after` or `in-time` is compared with the run without the change."""
 
 LOSS_ERROR, SPEED_ERROR = 0.04, 0.01
-"""False-positive rates of the test of losses and of the test of step times, which decides on third runs. For a change
-without effect, a test is wrong in at most 5% of tries."""
+"""False-positive rates of the test of losses, and of the test of step times, which decides whether pairs get a third
+run. For a change without effect, one of the tests is wrong in at most 5% of tries."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Design:
     steps: PositiveInt
     """Number of steps of each run without the change."""
     estimated_step_time: float
-    """Time of the same tokens with the change divided by that without it, measured briefly only to choose the length of
-    the runs."""
+    """Time of the same tokens with the change, divided by the time without it. It is measured briefly, only to choose
+    the length of the runs."""
     steps_after: PositiveInt | None = None
     """Number of steps in which a run with the change reads as many tokens; None: `steps`."""
     threads: PositiveInt | None = None
@@ -82,7 +82,7 @@ class Try:
         return self.recipe.objective.loss_unit
 
     def differences(self, arm: str) -> list[float]:
-        """Return the loss of the run `arm` minus that of the run without the change, for each pair that has both."""
+        """Return the loss of the run `arm` minus the loss without the change, for each pair that has both runs."""
         return [pair.loss[arm] - pair.loss["before"] for pair in self.pairs if arm in pair.loss]
 
     def verdict(self, arm: str) -> Verdict:
@@ -91,14 +91,14 @@ class Try:
 
     @property
     def step_time(self) -> StepTime | None:
-        """Time of the same tokens with the change divided by that without it; None before the first pair."""
+        """Time of the same tokens with the change, divided by the time without it; None before the first pair."""
         return self._step_time(len(self.pairs)) if self.pairs else None
 
     def _step_time(self, n: int) -> StepTime:
         return step_time([self.time_of(pair) for pair in self.pairs[:n]], self.design.most_pairs, SPEED_ERROR)
 
     def time_of(self, pair: Pair) -> float:
-        """Return the time of the same tokens with the change divided by that without it, from one pair."""
+        """Return the time of the same tokens with the change, divided by the time without it, from one pair."""
         return pair.step_seconds["after"] * self.steps_after / (pair.step_seconds["before"] * self.design.steps)
 
     @cached_property
@@ -150,7 +150,7 @@ class Try:
         n = len(self.pairs)
         if n == self.design.most_pairs or ended:
             return None
-        return n, self.arms[:: -1 if n % 2 else 1]  # alternate: a machine that slows down favours neither run
+        return n, self.arms[:: -1 if n % 2 else 1]  # alternate: a machine that slows down favors neither run
 
     @property
     def to_same_loss(self) -> float | None:

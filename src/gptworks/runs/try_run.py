@@ -53,8 +53,8 @@ MEASUREMENTS = 2
 """Number of times that the step of each model is measured, in alternation. The shortest time counts."""
 
 LEAST_TURNS, MOST_TURNS, TURN_SECONDS = 5, 100, 4.0
-"""Bounds on the turns of steps after a pair of runs: in number, and in seconds of all steps. Of turns beyond the least,
-there are at most a tenth as many as steps in a run."""
+"""Minimum and maximum number of turns of steps after a pair of runs, and the seconds after which turns end. In short
+runs, the maximum is a tenth of their steps, but not below the minimum."""
 
 MOST_TOKENS_APART = 0.02
 """The runs with a change may read at most this fraction more or fewer tokens than those without."""
@@ -144,7 +144,7 @@ def _steps_after(path: str | Path, changes: Sequence[str], steps: int) -> int:
     """Return the number of steps in which a run with the change reads as many tokens as `steps` steps without it.
 
     Raises:
-        UserError: they read another number of tokens, or are too few.
+        UserError: no number of steps reads about as many tokens, or the number is too small.
     """
 
     before = load_recipe(path, [f"train.max_steps={steps}"])
@@ -166,8 +166,8 @@ def _steps_after(path: str | Path, changes: Sequence[str], steps: int) -> int:
 
 
 def _threads(recipe: Recipe, device: torch.device, cores: BusyCores) -> int | None:
-    """Return the number of CPU threads for all runs: were it chosen when a run starts, other work could slow down only
-    some of them. None if the device is not a CPU."""
+    """Return the number of CPU threads for all runs: the recipe's if set, else, on a CPU, as many as other programs
+    leave free; None on other devices. If each run chose the number, other work could slow down only some runs."""
     if device.type != "cpu" or recipe.train.threads is not None:
         return recipe.train.threads
     fewer = free_threads(cores, device)
@@ -220,7 +220,7 @@ def steps_in_turns(
 
 def measured_in_turns(recipes: Sequence[Recipe]) -> list[float]:
     """Return the median seconds of a training step of each recipe, from steps that take turns. With one thread, only
-    the seconds in which it has a core count.
+    CPU time counts.
 
     Raises:
         RunError: a step failed.
@@ -233,9 +233,12 @@ def measured_in_turns(recipes: Sequence[Recipe]) -> list[float]:
 
 
 def _step_times(recipes: dict[str, Recipe], runs: dict[str, History]) -> dict[str, float]:
-    """Return the seconds of a step of each run. If a run's steps differ by design, and not in both runs alike, it is
-    the mean of all its steps. Otherwise it is measured in turns, where a step alone can be, or the median over parts of
-    the run."""
+    """Return the seconds of a step of each run, by arm.
+
+    If step times differ by design (except by a schedule that both runs share), these are means over all steps of a run.
+    Otherwise they are medians over parts of a run. On a CPU, the steps with and without the change are timed in turns
+    instead, unless they need rollouts or differ in threads or compilation.
+    """
     before, after = recipes["before"].train, recipes["after"].train
     alike = (before.smaller_batches, before.shorter_contexts) == (after.smaller_batches, after.shorter_contexts)
     if not alike or any(OPTIMIZERS[one.optimizer].steps_differ or one.average_last for one in (before, after)):
@@ -293,7 +296,7 @@ def run_try(
 ) -> Try:  # fmt: skip
     """Train pairs of runs until the rules end the try, the time is over or a signal requests a stop; return the try.
 
-    `path` is the recipe. `after_pair` is called with the try after each pair, before `try.json` has it.
+    `path` is the recipe. `after_pair` is called with the try after each pair, before `try.json` has the pair.
 
     Raises:
         UserError: another process uses the folder.
@@ -348,7 +351,7 @@ def _train(
     runs = {arm: runs[arm] for arm in found.arms if arm in runs}
     ends = {arm: float(run.validation[-1]["loss"]) for arm, run in runs.items()}
     seconds = {arm: run.seconds for arm, run in runs.items()}
-    if had:  # what a pair has does not change
+    if had:  # results that the pair already has do not change
         pair, new = found.pairs[number], {arm: step_seconds(runs[arm]) for arm in arms}
         times, ends, seconds = new | pair.step_seconds, ends | pair.loss, seconds | pair.seconds
     else:

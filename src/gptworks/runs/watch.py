@@ -91,8 +91,10 @@ class Watch:
         self.runs = {name: same.get(name) or Watched(folder, self._recipe_of) for name, folder in folders.items()}
 
     def use(self, names: Sequence[str], asked_at: float | None = None, *, begins: bool = True) -> list[Watched]:
-        """Return the requested runs after reading their logs for a moment: from the start, if records were dropped and
-        the run was not requested in the last `IN_USE_SECONDS`.
+        """Read the logs of the requested runs for a moment, and return the runs.
+
+        A log is read again from its start if records were dropped and the run was not requested in the last
+        `IN_USE_SECONDS`.
 
         Args:
             asked_at: the moment's start, on the monotonic clock; None: now. All runs of a request share one moment, so

@@ -19,7 +19,7 @@ _PASSED_ON = openai.SamplingFields.model_fields.keys() & {field.name for field i
 
 
 def sampling_settings(body: openai.SamplingFields, defaults: SamplingSettings, **more: Any) -> SamplingSettings:
-    """Return a request's sampling settings with `more` added, and the model's `defaults` for those that it leaves out.
+    """Return a request's sampling settings with `more` added, and with the model's `defaults` for missing ones.
 
     Raises:
         UserError: settings of the request contradict each other.
@@ -60,7 +60,7 @@ class Answer(ABC, Generic[Body]):
 
     @abstractmethod
     def choices(self, entries: list[list[Entry]]) -> list[Any]:
-        """Return the endpoint's `choices` for the finished texts. entries: the tokens of each text."""
+        """Return the endpoint's `choices` for the finished texts. `entries` has the tokens of each text."""
 
     @abstractmethod
     def chunk_choices(self, delta: Delta) -> list[Any]:

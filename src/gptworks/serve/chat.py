@@ -58,7 +58,7 @@ class ChatAnswer(Answer[openai.ChatRequest]):
 
 
 async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller) -> ChatAnswer:
-    """Submit a conversation to the engine and return its answer, whose texts are then still to be generated.
+    """Submit a conversation to the engine and return the answer, before its texts are generated.
 
     Raises:
         APIError, UserError, QueueFull, RunError: the request is not accepted.

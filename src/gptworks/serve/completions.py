@@ -38,7 +38,7 @@ class CompletionAnswer(Answer[openai.CompletionRequest]):
 
 
 async def begin_completions(service: Service, body: openai.CompletionRequest, caller: Caller) -> CompletionAnswer:
-    """Submit a request's prompts to the engine and return their answer, whose texts are then still to be generated.
+    """Submit a request's prompts to the engine and return the answer, before its texts are generated.
 
     Raises:
         APIError, UserError, QueueFull, RunError: the request is not accepted.

@@ -1,4 +1,7 @@
-"""/openapi.json: FastAPI's description of the routes, plus the schemas of request bodies, which the routes parse."""
+"""/openapi.json: FastAPI's description of the routes, plus the schemas of request bodies.
+
+The routes parse the bodies themselves, so FastAPI does not know these schemas.
+"""
 
 from typing import Any, Literal
 

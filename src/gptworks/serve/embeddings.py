@@ -13,7 +13,7 @@ from gptworks.serve.service import Caller, Service
 
 
 def embed(reader: Backend, ids: list[int]) -> list[float]:
-    """Return a text's embedding, C numbers: the last norm's output, averaged over the tokens and scaled to length 1.
+    """Return a text's embedding: the last norm's output, averaged over the tokens and scaled to length 1.
 
     Raises:
         RunError: the hidden states are not finite.

@@ -37,7 +37,7 @@ class ErrorResponse(BaseModel):
 
 
 class APIError(Exception):
-    """An error that the server answers with: HTTP status, message, request field (`param`) and code."""
+    """An error that becomes the server's answer, with HTTP status, message, request field (`param`) and code."""
 
     def __init__(
         self,
@@ -107,8 +107,8 @@ def _shortened(message: str) -> str:
 
 
 def from_validation(error: ValidationError) -> APIError:
-    """Return the answer for an invalid body. It states the most deeply nested error: in a union, that one belongs to
-    the type that fits best."""
+    """Return the answer for an invalid body. The answer states the most deeply nested error, which in a union belongs
+    to the type that fits best."""
     first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
     place = ".".join(str(part) for part in first["loc"] if not _is_type_name(part)) or None
     message = first["msg"].removeprefix("Value error, ")
@@ -127,7 +127,7 @@ def _is_type_name(part: int | str) -> bool:
 
 
 def _nearest(app: FastAPI, path: str) -> str:
-    """Return a hint for a path that does not exist; most often a client's base URL lacks /v1, or has too much."""
+    """Return a hint for a path that does not exist. Most often, a client's base URL lacks /v1 or has too many parts."""
     wanted = re.sub("/+", "/", path).rstrip("/")
     meant = [one for one in app.openapi()["paths"] if one != "/" and wanted and (one.endswith(wanted) or one in wanted)]
     if not meant:

@@ -71,7 +71,8 @@ class Guard:
             log_request(scope, answer.status, time.monotonic() - began, caller.n_tokens)
 
     def _client(self, scope: Scope) -> str:
-        """Return the client whose share a request uses: the digest of its key if keys are needed, or its address."""
+        """Return the name of a request's client: the digest of its key if keys are required and it sends one, else its
+        address."""
         authorization = Headers(scope=scope).get("authorization")
         if self._keys and authorization:
             return _digest(authorization.partition(" ")[2]).hex()

@@ -1,5 +1,5 @@
-"""/metrics in Prometheus' text format. Names and meanings are vLLM's where it has such a metric, so its dashboards need
-only another prefix.
+"""/metrics in Prometheus' text format. Metrics that vLLM also has keep vLLM's names and meanings, so dashboards for
+vLLM need only another prefix.
 
 The engines' counters are read when Prometheus asks; the latencies of requests are recorded when they occur.
 """

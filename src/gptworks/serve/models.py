@@ -27,7 +27,7 @@ class ServedModel:
     tokens: Tokens
     created: int = field(default_factory=lambda: int(time.time()))
     _lent: dict[str, ChatTemplate] = field(default_factory=dict)
-    """The chat template of another run that this model used last, by the template's source; empty if none."""
+    """The last chat template that this model borrowed from another run, by the template's source; empty if none."""
 
     @functools.cached_property
     def reader(self) -> Backend:

@@ -1,4 +1,4 @@
-"""Requests and responses of OpenAI's API, and of vLLM's API for what OpenAI's lacks.
+"""Requests and responses of OpenAI's API, and of the parts of vLLM's API that OpenAI's API lacks.
 
 Unknown fields are refused, not ignored, unless their values request nothing (wire.py). Every number and list of a
 request is bounded. Answers leave out fields that were not set, so constants such as `object` are set explicitly.
@@ -265,8 +265,9 @@ class ResponseFormat(Wire):
 
 
 class ChatRequest(SamplingFields):
-    """A conversation to continue. `chat_template_kwargs`, `continue_final_message` and `add_generation_prompt` are
-    vLLM's: variables of the chat template, and whether the answer continues the final message, an assistant's."""
+    """A conversation to continue. Three fields are vLLM's. `chat_template_kwargs` sets variables of the chat template.
+    With `continue_final_message`, the answer continues the final message, which must be an assistant's. If
+    `add_generation_prompt` is given, it must be the opposite of `continue_final_message`."""
 
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None

@@ -24,7 +24,7 @@ KERNEL_BYTES = 1 << 17
 """Size of a connection's send buffer; the system's default takes megabytes for each slow reader."""
 
 _LOOKS = (0.02, 0.1)
-"""Times of checks of a connection after its client stops sending, in seconds; later, each sweep checks it."""
+"""Seconds after a client stops sending at which its connection is checked. Later, each sweep checks the connection."""
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -68,9 +68,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether to finish the current answer after the client stops sending, since it may still read.
 
-        A client that closed the connection looks the same; a page or a watching client is assumed to have closed it.
-        To find out about others, the server sends `100 Continue` in HTTP/1.1, if no answer has begun. Clients ignore
-        it, but if the connection is closed, the client's system answers with a reset.
+        A client that closed the connection looks the same. Browser pages and streams of `Service.watch` are assumed to
+        have closed it. To test other clients, the server sends `100 Continue` in HTTP/1.1 if no answer has begun.
+        Clients ignore this line, but if the connection is closed, the client's system answers with a reset.
         """
         if self._idle or self.cycle.more_body or self.transport.is_closing():
             return False  # asyncio then closes the transport

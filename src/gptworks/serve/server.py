@@ -22,7 +22,7 @@ from gptworks.serve.settings import ServerSettings
 
 _TICKS_PER_SECOND = 10  # of uvicorn's main loop
 _CLOSING_SECONDS = 2
-"""Seconds that connections have to close when the server ends."""
+"""Maximum number of seconds that the server waits for its connections to close when it ends."""
 _SPARE_FILES = 128
 """Number of open files reserved for other uses than connections."""
 _BACKLOG = 100
@@ -32,8 +32,8 @@ _SHORT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal comes or an engine fails; then refuses new requests and lets the others finish within
-    `drain_seconds`. A second signal ends the server immediately."""
+    """A uvicorn server that runs until a signal comes or an engine fails. It then refuses new requests, and lets the
+    current ones finish within `drain_seconds`. A second signal ends the server immediately."""
 
     def __init__(self, config: uvicorn.Config, service: Service, started: Callable[[int], None]) -> None:
         super().__init__(config)

@@ -22,15 +22,16 @@ _NEED_NO_SLOT = 16
 
 @dataclass(eq=False)
 class Caller:
-    """The sender of one request, and what the request uses; routes find it in `request.state.caller`."""
+    """The sender of one request, and the resources that the request uses. Routes find it in `request.state.caller`."""
 
     client: str
     """The client's name: the digest of its API key, or its address."""
     n_texts: int = 0
     """Number of this request's texts, counted for its client: the choices of each prompt, or the texts to embed."""
     works: bool = False
-    """Whether the request counts as work: its body is complete, and it is not a stream that only watches."""
+    """Whether the request counts as work: its body is complete, and it has not become a stream of `Service.watch`."""
     watches: bool = False
+    """Whether the request has become a stream of `Service.watch`."""
     is_page: bool = False
     """Whether the request is to a route for web pages. If its client closes the connection, the answer ends at once."""
     n_numbers: int = 0

@@ -78,7 +78,7 @@ class Tokens:
         return "".join([*map(decoder.push, ids), decoder.flush()])
 
     def spell(self, token: int) -> tuple[str, list[int] | None]:
-        """Return a token's spelling, which no other token has, and its bytes; None: the tokens do not spell bytes."""
+        """Return a token's spelling, which no other token has, and its bytes, or None if tokens do not spell bytes."""
         return self._speller.spell(token)
 
     @cached_property

@@ -39,8 +39,8 @@ REFUSED = {
     "dry_sequence_breakers": "the DRY penalty has no sequence breakers",
     "cache_prompt": "prompts with the same beginning share its computation automatically",
 }
-"""Fields of OpenAI's, vLLM's and llama.cpp's APIs that are not supported, and why. Some may have a value that requests
-nothing; any field that is not supported may be null."""
+"""Unsupported fields of OpenAI's, vLLM's and llama.cpp's APIs, with the reasons. A request may still contain any
+unsupported field with null, or one of these with a value in `_REQUESTS_NOTHING`."""
 
 _REQUESTS_NOTHING: dict[str, tuple[Any, ...]] = {
     "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True),
@@ -52,7 +52,7 @@ _REQUESTS_NOTHING: dict[str, tuple[Any, ...]] = {
     "dry_sequence_breakers": ([],), "store": (False,), "metadata": ({},), "reasoning_effort": ("none",),
     "service_tier": ("auto", "default"),
 }  # fmt: skip
-"""Values of these fields that request what the server does anyway; some clients always send them."""
+"""Values of fields in `REFUSED` that request what the server does anyway; some clients always send them."""
 
 
 def _requests_nothing(name: str, value: Any) -> bool:

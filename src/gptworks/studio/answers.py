@@ -54,7 +54,8 @@ def _printable(tree: Any) -> Any:
 
 
 def plain(tree: Any) -> Any:
-    """Return a tree that JSON can hold: non-finite numbers become strings, as in metrics.jsonl; so do other objects."""
+    """Return the tree in a form that JSON can hold. Non-finite numbers become strings, as in metrics.jsonl. Other
+    objects become strings too."""
     if isinstance(tree, dict):
         return {printable(str(key)): plain(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

@@ -1,5 +1,5 @@
 """Check recipes that the page sends, in a process with limits, since their text and paths may be hostile.
-The checks are those of the recipe parser and of `gptworks plan`, and those of `read_within` on paths and addresses.
+The recipe parser and `gptworks plan` check the settings; `read_within` checks paths and addresses.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ _UNMEASURED = "the run shows this machine's speed once it trains"
 _LIMITS = Limits(seconds=8.0, n_bytes=3 << 30)
 _WAIT_SECONDS = 30.0
 _GRACE_SECONDS = 1.0
-"""Seconds that a question has to finish after its client has left. If it does, its process is kept for the next one."""
+"""Seconds that a question has to finish after its client has left. If it finishes, its process is kept for the next."""
 _Result = TypeVar("_Result")
 
 
@@ -187,7 +187,7 @@ def beginning(origin: str) -> str:
 def _without_given(text: str) -> str:
     try:
         tree = read_text(text)
-    except UserError:  # a person's own file, which the page shows with its problem
+    except UserError:  # a file with faults, which the page shows
         return text
     for name in GIVEN_BY_THE_START:
         if name in tree:
@@ -196,7 +196,7 @@ def _without_given(text: str) -> str:
 
 
 def _shortest(tree: Tree, section: str, whole: Recipe) -> Tree:
-    """Return the tree without those settings of a section that can be removed without changing the recipe `whole`."""
+    """Return the tree without the settings of a section that can be removed without changing the recipe `whole`."""
     for name, value in (_at(tree, section) if section else tree).items():
         path = f"{section}.{name}" if section else name
         with contextlib.suppress(UserError):
@@ -213,8 +213,9 @@ def _shortest(tree: Tree, section: str, whole: Recipe) -> Tree:
 
 
 def edited(text: str, tree: Tree, path: str, value: str | None) -> tuple[str, Tree]:
-    """Return text and tree after changing a setting, or removing it (None). The text keeps its comments if it is enough
-    to change, add or remove this setting in its place; otherwise it is written anew, without comments.
+    """Return the text and the tree after setting `path` to `value`, or after removing the setting if `value` is None.
+    The text keeps its comments if it suffices to change this setting's lines. Otherwise, the text is rewritten without
+    comments.
 
     Raises:
         UserError: the path leads into a plain value or past a list's end, or is not a path.
@@ -238,7 +239,7 @@ def _removed(tree: Tree, path: str) -> Tree:
 
 
 def _of_its_kind(tree: Tree, path: str) -> Tree:
-    """Return the tree; if `path` is a section's `type`, without the section's settings that the new type lacks."""
+    """Return the tree. If `path` is a section's `type`, remove the section's settings that the new type lacks."""
     section, _, name = path.rpartition(".")
     kinds = next((group["kinds"] for group in form() if group["path"] == section), None)
     if name != "type" or kinds is None or "type" not in tree.get(section, {}):
@@ -305,9 +306,10 @@ def _given(tree: Tree, section: str = "") -> dict[str, str]:
 
 
 def read_within(tree: Tree, question: Tree) -> Recipe:
-    """Make a recipe from a tree, and limit what it may read, since users of the page may have fewer rights than the
-    studio's owner: paths must lie in the question's `allowed` folders or occur in its `origin`, and must not be Python
-    files; addresses must be public https.
+    """Make a recipe from a tree, and check that it reads only allowed files and addresses.
+
+    Users of the page may have fewer rights than the studio's owner. Paths must lie in the question's `allowed` folders
+    or occur in the recipe `origin`, and must not be Python files. Addresses must be public https.
 
     Raises:
         UserError: a path or address is not allowed, or the recipe is invalid.
@@ -315,7 +317,7 @@ def read_within(tree: Tree, question: Tree) -> Recipe:
     origin = question["origin"]
     known = set[str]()
     if origin is not None:
-        with contextlib.suppress(UserError):  # a person's own file, to be corrected on the page
+        with contextlib.suppress(UserError):  # a file with faults, which the user corrects on the page
             known = {value for _, _, value in places(load_recipe(origin))}
 
     def check(named: Iterable[tuple[str, Place, str]]) -> None:

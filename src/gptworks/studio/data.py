@@ -36,8 +36,8 @@ MOST_SHOWN = 4096
 """Maximum number of tokens that an answer shows, over all its rows."""
 MOST_ROWS = 32
 MOST_HELD = 1 << 22
-"""Maximum number of tokens in the samples of an answer, shown or not: the context length for each sample. One sample is
-allowed in any case."""
+"""Maximum number of tokens in the samples of an answer, shown or not. Each sample counts as many tokens as the
+context has. One sample is always allowed."""
 MOST_HITS = 100
 MOST_INDEXED = 1 << 25
 """Maximum bytes of text that a request indexes. This takes a few seconds."""
@@ -107,7 +107,7 @@ class Opened:
 
 
 def _answers(path: str, kind: type[_Body]) -> Callable[[_Work[_Body]], _Work[_Body]]:
-    """Return a decorator: requests to `path` are answered with the function's result plus the checkpoint's step."""
+    """Return a decorator that answers requests to `path` with the function's result and the checkpoint's step."""
 
     def add(work: _Work[_Body]) -> _Work[_Body]:
         @router.post(path)

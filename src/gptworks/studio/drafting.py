@@ -21,7 +21,7 @@ from gptworks.errors import RunError, UserError, shortened
 from gptworks.files.fetch import REACH
 
 MOST_KINDS, MOST_REASONS, N_PASSAGES = 200, 8, 6
-"""In an answer: maximum number of kinds of files, of notes and of reasons for each kind; and number of passages."""
+"""Maximum numbers in an answer: of kinds of files, of notes and of reasons for each kind, and of passages."""
 MOST_LEFT_OUT, MOST_WORDS = 1_000, 300
 """Maximum number of left-out files in an answer, and of characters of the line that names a file and the reason."""
 MOST_TEXT = 100_000

@@ -23,14 +23,14 @@ def outermost(folders: Sequence[str]) -> list[str]:
 
 
 def entries(folder: str | None, words: str, allowed: Sequence[str]) -> Tree:
-    """Return a folder's folders and files, sorted by name.
+    """Return the subfolders and files of a folder, sorted by name.
 
     Args:
         folder: the folder's path; None: return the allowed folders or, if there is only one, its entries.
         words: return only entries whose names contain this, in any case.
 
     Returns:
-        `path` (None for the list of allowed folders); `above`, the folder and those around it that are allowed,
+        `path` (None for the list of allowed folders); `above`, the folder and the allowed folders around it,
         outermost first; the first `MOST_SHOWN` of `folders` and of `files`, each with its `name`, its `path` (None if
         the name is not UTF-8, so that a request cannot state it) and a file's `n_bytes`; the numbers `n_folders` and
         `n_files` of all that were found; and `notes` on what is left out.
@@ -97,7 +97,7 @@ def _size(entry: "os.DirEntry[str]") -> int | None:
 
 
 def _stated(path: str | Path) -> str | None:
-    """Return the path as text; None if it is not UTF-8, since JSON cannot represent it then."""
+    """Return the path as text; None if the path is not UTF-8, which JSON cannot represent."""
     try:
         str(path).encode()
     except UnicodeEncodeError:

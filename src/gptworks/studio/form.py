@@ -37,14 +37,16 @@ _TOPICS = {
         "log_every": "evaluations, checkpoints and samples", "early_stopping_patience": "training: stops and spikes",
     },
 }  # fmt: skip
-"""Titles of the groups into which a large section is divided, by the first setting of each, in the schema's order."""
+"""Titles of the groups into which a large section is divided, by the first setting of each group, in the schema's
+order."""
 
 
 @cache
 def form() -> list[Tree]:
-    """Return the form's groups in the schema's order: a section, or a part of a large one. They have all settings but
-    those in GIVEN_BY_THE_START. Each group has `path`, `title`, `help`, `optional`, `fields` and `kinds`, which maps
-    the values of the section's `type` to their help; None for a section without kinds.
+    """Return the form's groups in the schema's order, with all settings except those in GIVEN_BY_THE_START.
+
+    A group is a section, or a part of a large section. It has `path`, `title`, `help`, `optional`, `fields` and
+    `kinds`, which maps the values of the section's `type` to their help and is None for a section without kinds.
 
     A field has `path`, `name`, `help`, `bounds`, `input` (number, switch, choice, text or yaml), `choices`, `default`,
     `nullable`, `common` (whether it is often changed), and `kinds`: the section's kinds that have the field; None: all.

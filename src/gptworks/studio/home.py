@@ -1,5 +1,5 @@
-"""Routes of the Home tab: choosing a folder of texts, drafting a recipe for it, and a run's progress. Start's routes
-start runs.
+"""Routes of the Home tab: choosing a folder of texts, drafting a recipe for it, and a run's progress. The routes of
+the Start tab start runs.
 """
 
 import os
@@ -90,7 +90,7 @@ async def progress(request: Request, run: RunName) -> Response:
 
 def _progress(one: Watched | None) -> dict[str, Any]:
     """Return a run's last `step`, its `steps` (`train.max_steps`, if set), the `share` done, the `seconds_left` at its
-    pace so far, its `first_loss` and newest `loss`, their `unit`, and the `samples` of the newest step that has some.
+    pace so far, its `first_loss` and newest `loss`, their `unit`, and the `samples` of the newest step with samples.
 
     `share` and `seconds_left` are None without `train.max_steps` and `train.max_minutes`. Until the log is read to its
     end, `step` is 0, and all values except `steps` are empty.

@@ -47,7 +47,7 @@ class RunFolder:
     """The run's path below the given folder, or its name if the run itself was given; changed if not unique."""
     folder: Path
     root: Path
-    """The given folder that contains the run. No link in the run's folder may lead out of it."""
+    """The given folder that contains the run. No link in the run's folder may lead out of the given folder."""
     started: float = 0.0
     """Time at which recipe.yaml was written (at the run's start or last resumption), in seconds since the epoch."""
 
@@ -59,7 +59,8 @@ class RunFolder:
         return list(by_step.values())
 
     def choose(self, which: str | int | None) -> Checkpoint:
-        """Return the best checkpoint ("best" or None), the last ("last") or that of a step. Its files are not verified.
+        """Return the best checkpoint ("best" or None), the last one ("last"), or the checkpoint of a step (its number).
+        The files are not verified.
 
         Raises:
             APIError: the run has no such checkpoint.
@@ -109,7 +110,7 @@ class Library:
         self._found: dict[str, RunFolder] = {}
         self._looked_at = -math.inf
         self.notice: str | None = None
-        """A notice that the list omits runs because there are too many runs or folders; None if there are not."""
+        """A notice that the list omits runs because there are too many runs or folders; None if it omits none."""
         self.recipes = Recipes()
         self._settings_of: dict[Path, tuple[Recipe, dict[str, Any]]] = {}
 
@@ -224,11 +225,11 @@ class Library:
 
 
 def _run_folders(folder: Path, depth: int, left: list[int]) -> Iterator[Path]:
-    """Yield the runs in a folder and below it, but none inside a run, a hidden folder or a linked one.
+    """Yield the runs in a folder and below it, but none inside a run, a hidden folder or a linked folder.
 
     Args:
         depth: number of levels to search below the folder.
-        left: number of folders left to search, which is counted down.
+        left: `[n]`, the number of folders left to search, which is counted down in place.
     """
     left[0] -= 1
     if (folder / "recipe.yaml").is_file():
@@ -280,10 +281,9 @@ def _checkpoints(run: RunFolder) -> list[dict[str, Any]]:
 
 def state_of(folder: Path) -> str:
     """Return the state of a run: quantized (`gptworks quantize` made it), running, finished, killed (its log goes
-    beyond its last recorded end, and no process has the run open), or stopped (all others: by a signal, or before the
-    first record).
+    beyond its last recorded end, and no process has the run open), or stopped (by a signal, or before any record).
 
-    On Windows, where it is unknown whether a process has a run open, stopped also stands for running and killed.
+    On Windows, it is unknown whether a process has a run open. There, running and killed runs also count as stopped.
     """
     if (folder / QUANTIZATION).is_file():
         return "quantized"

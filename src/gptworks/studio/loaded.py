@@ -49,7 +49,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A run's checkpoint. `manifest`, the SHA-256 of its manifest, changes if the run is trained again from step 0."""
+    """A run's checkpoint, with the SHA-256 of its manifest, which changes if the run is trained again from step 0."""
 
     run: RunFolder
     checkpoint: Checkpoint
@@ -57,7 +57,7 @@ class Wanted:
 
     @property
     def name(self) -> str:
-        """The engine's name in /v1/models, to which `Engines` adds `+` while an older engine has it."""
+        """The engine's name in /v1/models. `Engines` adds `+` to it while an older engine has the same name."""
         return f"{self.run.id}@{self.checkpoint.step}"
 
     @property
@@ -111,8 +111,8 @@ class Engines:
         return found is not None and found.is_there
 
     async def load_ahead(self, wanted: Wanted, caller: Caller) -> bool:
-        """Load an engine before a request needs it, if it fits next to the engines in use. Engines that are loading
-        already, such as those that requests wait for, finish first.
+        """Load a checkpoint's engine before a request needs it, if memory suffices next to the engines in use. Engines
+        that are already loading finish first.
 
         Returns:
             Whether the engine is loaded.
@@ -133,7 +133,8 @@ class Engines:
         return True
 
     async def take(self, wanted: Wanted, caller: Caller) -> ServedModel:
-        """Return a checkpoint's served engine, which all callers share. It stays loaded at least until `caller` leaves.
+        """Return a checkpoint's served engine, which all callers share. The engine stays loaded at least until
+        `caller` leaves.
 
         Raises:
             UserError: the model cannot be loaded, for example because it is damaged.

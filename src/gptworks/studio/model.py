@@ -69,8 +69,7 @@ class Shown:
 
 @lru_cache(maxsize=256)
 def _verify(wanted: Wanted) -> None:
-    """Verify a checkpoint's weights, but not again once they are verified: the checksum of a large file takes
-    seconds."""
+    """Verify a checkpoint's weights, only once per checkpoint, since the checksum of a large file takes seconds."""
     wanted.checkpoint.verify("model.safetensors")
 
 
@@ -102,8 +101,8 @@ def _of_tensor(one: StoredWeights) -> Tree:
 
 @router.post("/weights")
 async def model_weights(request: Request) -> Response:
-    """Return a tensor's histogram and moments, and a short vector's elements, at one checkpoint, or at two with the
-    relative change between them."""
+    """Return a tensor's histogram and moments at one checkpoint, or at two with the relative change between them. For a
+    short vector, also return the elements."""
     return await _of_checkpoints(request, _weights)
 
 
@@ -141,7 +140,7 @@ def _weights(of: list[tuple[int, StoredWeights]], check: Check) -> Tree:
 
 
 def _values(weights: StoredWeights, check: Check) -> list[float] | None:
-    """Return the elements of a vector of at most MOST_VALUES; None for other tensors."""
+    """Return the elements of a vector with at most MOST_VALUES elements; None for other tensors."""
     if len(weights.shape) > 1 or weights.size > MOST_VALUES:
         return None
     return [value for part in weights.parts(check) for value in part.tolist()]

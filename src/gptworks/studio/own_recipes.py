@@ -24,7 +24,7 @@ _LEAST_SECTIONS = 2
 def own_recipes(roots: Sequence[Path]) -> dict[str, Path]:
     """Return the recipes by name: the path relative to the working folder, or the whole path for files outside of it.
 
-    Recipes next to the run folder of the same name are left out, since the run has them.
+    A recipe next to a run folder of the same name is left out: the run's own recipe can be used instead.
     """
     here = Path.cwd()
     folders = dict.fromkeys(Path(os.path.realpath(one)) for one in (here, *roots))

@@ -32,12 +32,12 @@ router = APIRouter(include_in_schema=False)
 Event = dict[str, Any]
 
 _SEEDS = 2**31
-"""A request without a seed gets a random one below this, which JavaScript represents exactly."""
+"""A request without a seed gets a random seed below this limit, which JavaScript represents exactly."""
 _Tokens = Annotated[int, Field(ge=0, le=openai.MAX_TOKENS)]
 
 
 class PlaySettings(Wire, SamplingConfig):
-    """Sampling settings of a request: those of a recipe, and those of a single text."""
+    """Sampling settings of a request: the settings that a recipe also has, and settings for a single text."""
 
     max_tokens: _Tokens | None = None
     min_tokens: _Tokens | None = None
@@ -101,8 +101,7 @@ async def state(request: Request) -> Response:
 
 @router.post("/studio/load")
 async def load(request: Request) -> Response:
-    """Load a model before a text is requested, if memory allows. Answer once it is loaded, or that memory does not
-    allow it."""
+    """Load a model before a text is requested, if memory allows. Return whether the model is loaded."""
     body, engines = await body_of(request, Chosen), _engines_of(request)
     if engines is None:
         service_of(request).get(body.model)

@@ -42,7 +42,7 @@ class Training:
 
     @property
     def exit_code(self) -> int | None:
-        """The process's exit code; 0 also if it stopped when it was asked to. None: it is running."""
+        """The process's exit code; 0 also if the process stopped on request. None while the process is running."""
         code = self.process.poll()
         return 0 if code == UNFINISHED else code
 
@@ -140,7 +140,8 @@ def console_lines(folder: Path) -> list[str]:
 
 
 def _ask_holder(found: int, folder: Path) -> None:
-    """Ask the process `found` to stop if it still holds the run folder's lock: another may have its id by now."""
+    """Ask the process `found` to stop if it still holds the run folder's lock. Another process may have its id
+    by now."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(found)
         try:

@@ -62,7 +62,7 @@ class TokenRequest(ReadRequest):
     token: Annotated[int, Field(ge=0)] | None = None
     """Id of the token whose logit at `index` is attributed to the model's parts; null: the token in the text."""
     against: Annotated[int, Field(ge=0)] | None = None
-    """Id of a token whose logit is subtracted from that of `token`; null: nothing is subtracted."""
+    """Id of a token whose logit is subtracted from the logit of `token`; null: nothing is subtracted."""
 
 
 class StepsRequest(ReadRequest):

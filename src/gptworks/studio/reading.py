@@ -22,7 +22,7 @@ from gptworks.studio.loaded import Wanted
 from gptworks.tokenizer import fingerprint
 
 MOST_KEPT = 64
-"""Maximum number of cached results: the losses of one text under one checkpoint."""
+"""Maximum number of cached results. Each result is the losses of one text under one checkpoint."""
 
 MOST_OPEN = 4
 """Maximum number of runs whose data is kept open."""

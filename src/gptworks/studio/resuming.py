@@ -75,8 +75,9 @@ class Extension:
 
 
 def extension(run: RunFolder, forked_at: int | None = None) -> Extension:
-    """Return the length that a run, or its fork from step `forked_at`, needs in order to train further: the run's own,
-    plus as much again if none of it is left or, for a fork, less than a tenth of `train.max_steps`."""
+    """Return the length that a run, or its fork from step `forked_at`, needs in order to train further. This is the
+    run's own length, extended by the same length again if no training is left or if a fork has less than a tenth of
+    `train.max_steps` left."""
     recipe, outcome = load_recipe(run.folder), read_outcome(run.folder)
     newest = next((checkpoint.step for checkpoint in checkpoints(run.folder)), 0)
     last = outcome.step if not isinstance(outcome, str) and outcome.reason == "finished" else None

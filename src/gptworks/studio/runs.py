@@ -1,5 +1,5 @@
-"""Routes of the Runs tab: the curves of many runs, their differences, and conclusions. The figures are those of
-`gptworks report` and `gptworks compare`.
+"""Routes of the Runs tab: the curves of many runs, their differences, and conclusions, as in `gptworks report`
+and `gptworks compare`.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ MOST_SAMPLES = 100
 MOST_CHARACTERS = 20_000
 """Maximum number of characters of a sample's prompt, and of its text, in an answer; the rest is cut off."""
 MOST_BEGUN = 32
-"""Number of curves in an answer for which an unread log is begun in any case. For later curves, it is begun only if the
-answer's time for reading is not over; otherwise these curves are empty until a later answer."""
+"""Number of curves in an answer for which the first records of an unread log are always read. For later curves, they
+are read only if the answer's time for reading is not over; otherwise these curves are empty until a later answer."""
 _AT_ONCE = 8
 """Number of curves that are computed before other requests may use the feed's thread."""
 _LIVE_SECONDS = 0.5
@@ -73,7 +73,7 @@ async def _rows(feed: Feed, names: set[str] | None = None) -> list[dict[str, Any
 
 def _origin(one: Watched, named: Mapping[str, Mapping[Path, str]]) -> dict[str, Any] | None:
     """Return the run that `one` was forked from: its name `run`, the `step`, and its `id`; None if `one` is not a fork.
-    If several listed runs have that name, `id` is that of the run next to the fork. `id` is None if no run fits.
+    If several listed runs have this name, `id` names the run next to the fork. `id` is None if no run fits.
 
     Args:
         named: ids of runs by their folder's name, then by their folder.
@@ -107,8 +107,7 @@ async def curves(
     raw: bool = False,
 ) -> Response:
     """Return curves of runs' figures in a window of an axis, with fewer points but all spikes, and the bands of
-    `validation.loss`. raw: also return the curves without smoothing, if
-    `smooth` is above 0."""
+    `validation.loss`. With `raw`, also return the curves without smoothing if `smooth` is above 0."""
     infinite = float("inf")
     view = View(x, -infinite if low is None else low, infinite if high is None else high, points, smooth, log)
     names, keys = list(dict.fromkeys(run)), list(dict.fromkeys(key))

@@ -304,7 +304,7 @@ def _start_new(processes: Processes, name: str, folder: Path, text: str) -> None
     processes.check_room()
     file = folder.with_name(f"{name}.yaml")
     try:
-        folder.parent.mkdir(exist_ok=True)  # the default folder of runs, which a newcomer lacks
+        folder.parent.mkdir(exist_ok=True)  # the default folder `runs` may not exist yet
         folder.mkdir()
         write_whole(file, text, new=True)
     except (FileExistsError, UserError) as error:

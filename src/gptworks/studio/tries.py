@@ -53,7 +53,7 @@ class Tries:
         return {"tries": listed, "left_out": len(tries) - len(listed)}
 
     def _row(self, folder: Path, root: Path, ids: Mapping[str, str]) -> dict[str, Any]:
-        """Return the page's row of one try. ids: ids of the try's runs by the name of their folder."""
+        """Return the page's row for one try. `ids` maps the folder names of the try's runs to the runs' ids."""
         below = folder.relative_to(root).as_posix()
         name = root.resolve().name if below == "." else below
         row = {"id": printable(name), "runs": [ids[one] for one in sorted(ids)][:MOST_RUNS], "page": None}

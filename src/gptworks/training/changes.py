@@ -1,7 +1,8 @@
 """The settings that a resumed run may change, and `changes.json`: the run folder's record of the changes made.
 
 The user must allow each change that affects the loss curve (`--change SETTING`); other changes are only recorded. The
-record also holds the run's origin, and the settings of its command lines, which a resumed run uses again.
+record also holds the checkpoints from which the run was forked, and the overrides of its command lines, which a resumed
+run uses again.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -69,7 +70,7 @@ class History:
     value."""
     changes: list[Change] = field(default_factory=list)
     origins: list[Origin] = field(default_factory=list)
-    """The checkpoint from which the run was forked, then the one from which that checkpoint's run was forked, etc."""
+    """The checkpoints from which the run was forked, nearest first: a fork of a fork has two."""
 
     @property
     def exact(self) -> bool:
@@ -175,9 +176,9 @@ def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), fork
 
     Raises:
         UserError: a changed setting may never change, or affects the loss curve and is not in `asked`;
-            `train.max_steps` is below the step already reached; `data.anneal` would change the weights of samples
-            already read, or `train.batch_size` those that `data.anneal.share` counts; or `asked` contains an unknown
-            setting.
+            `train.max_steps` is below the step already reached; `data.anneal` would change the mixture weights of
+            samples already read; `train.batch_size` changes although `data.anneal.share` is set; or `asked` contains an
+            unknown setting.
     """
     changes, folder = changed(before, now), now.run_dir
     known = {setting.path for recipe in (before, now) for setting in settings(recipe)}
@@ -280,7 +281,7 @@ def _why(recipe: Recipe, path: str) -> str:
 
 
 def _covers(asked: Iterable[str], paths: Collection[str]) -> bool:
-    """Whether `asked` contains one of the paths, a section that contains one, or a setting inside one."""
+    """Whether `asked` names any of the paths, a section around any of them, or a setting inside any of them."""
     pairs = ((f"{one}.", f"{path}.") for one in asked for path in paths)
     return any(one.startswith(path) or path.startswith(one) for one, path in pairs)
 
@@ -288,11 +289,11 @@ def _covers(asked: Iterable[str], paths: Collection[str]) -> bool:
 def record(
     run_dir: Path, step: int, changes: Changes, overrides: Sequence[str], before: Recipe | None, exact: bool = True
 ) -> History:
-    """Add the changes made at `step`, and `overrides`, to the run folder's record, before recipe.yaml is written;
-    return the record.
+    """Add the changes made at `step`, and `overrides`, to the run folder's record; return the record. Call this before
+    recipe.yaml is written.
 
     The last recorded change is removed if a crash kept it out of recipe.yaml, whose settings are `before`. Changes at
-    later steps, which will run again, are moved to `step`.
+    later steps are moved to `step`, because these steps will run again.
     """
     history = read_history(run_dir)
     values = {} if before is None else {s.path: to_jsonable_python(s.value) for s in settings(before)}

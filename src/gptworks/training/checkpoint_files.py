@@ -73,7 +73,8 @@ def save_checkpoint(
     """Write `checkpoints/step-<step>`, or without optimizer_tensors `weights-<step>`, completely or not at all.
 
     Args:
-        model_tensors, optimizer_tensors: this rank's parts, on the CPU or meta device; rank 0 has one per tensor.
+        model_tensors, optimizer_tensors: this rank's parts, on the CPU or meta device. Rank 0 passes a part of
+            every tensor.
         writers: the ranks that write. Each of them calls this function.
 
     Raises:
@@ -125,7 +126,7 @@ def save_checkpoint(
 
 
 def _add_parts(parent: Path, files: Files, writers: Writers) -> None:
-    """Write this rank's parts into the files that rank 0 has made; report their bytes, or the error, to rank 0."""
+    """Write this rank's parts into the files that rank 0 has made; report their size, or an error, to rank 0."""
     folder = writers.share()
     if not folder:  # rank 0 could not make the folder or its files
         return
@@ -186,7 +187,7 @@ def _write_parts(path: Path, parts: Mapping[str, TensorPart]) -> int:
     """Write parts of tensors to a file made by `_make_file`; return the number of bytes.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: the parts cannot be written.
     """
     written = 0
     if not parts:

@@ -98,8 +98,8 @@ def origin_of(text: str) -> tuple[Path, int | None]:
     """Parse `RUN`, `RUN@STEP`, `RUN@best` or `RUN@last`; return the run folder and the step (None: the last).
 
     Raises:
-        UserError: `text` has another form, or `best` is asked of a run whose newest checkpoint, if any, names no best
-            step.
+        UserError: `text` has another form; or it asks for `best`, and the run has no checkpoint or its newest one names
+            no best step.
     """
     folder, at, which = text.rpartition("@")
     if not at or Path(text).is_dir():
@@ -150,7 +150,7 @@ def _progress_of(checkpoint: Checkpoint, before: Recipe, now: Recipe, changes: C
 
 
 def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe: Recipe, aside: Path) -> None:
-    """Copy or link the files that a fork needs into the new folder `aside`, the log only up to the checkpoint."""
+    """Copy or link the files that a fork needs into the new folder `aside`; the log ends at the checkpoint."""
     best = checkpoint_of_step(source, progress.best_step)
     start = Checkpoint(source / "checkpoints" / "weights-000000")
     for taken in [checkpoint, *(one for one in dict.fromkeys([best, start]) if one != checkpoint and one.is_whole)]:

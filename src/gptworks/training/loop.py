@@ -1,4 +1,4 @@
-"""The training loop. Read `train` first; the methods of `Run` follow in the order in which it calls them.
+"""The training loop. Read `train` first; the methods of `Run` follow in the order in which `train` calls them.
 
 session.py starts or resumes a run.
 """
@@ -190,7 +190,7 @@ class Run(Session):
         return step
 
     def evaluate(self) -> bool:
-        """Evaluate on the validation split, or the part that the recipe sets; return False if a signal interrupts."""
+        """Evaluate on the validation split, or the part that the recipe sets; return whether no signal interrupted."""
         progress = self.progress
         try:
             with (
@@ -217,7 +217,7 @@ class Run(Session):
         return True
 
     def sample(self) -> None:
-        """Continue each of the run's beginnings and prompts, always with the same seed, and report the texts. Do
+        """Generate a continuation of each text in `self.samples`, always with the same seed, and report the texts. Do
         nothing on ranks that take no part."""
         if not (self.parallel.samples or self.parallel.gathers_once):
             return

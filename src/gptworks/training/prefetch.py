@@ -58,7 +58,7 @@ BLOCK = 256
 
 
 def cut_windows(first: int, size: int, n_rows: int) -> Iterator[tuple[int, int, int]]:
-    """Determine the rows to read for `size` samples from index `first`, if each sample's window is cut into `n_rows`.
+    """Yield the rows to read for `size` samples from index `first`, if each sample's window is cut into `n_rows` rows.
 
     Up to `BLOCK` rows of a step come from different windows, since rows of the same window are similar. Which row is
     the k-th of the run depends only on k and `n_rows`. A complete block contains each row of its windows once.

@@ -1,5 +1,5 @@
-"""Trains in the mirror of a remote folder: `remote_run` claims the folder, fetches its files, uploads the files that
-training writes, and shows other processes that this one is alive.
+"""Trains in the mirror, the local copy, of a remote folder. `remote_run` claims the folder, fetches its files, uploads
+the files that training writes, and shows other processes that this one is alive.
 """
 
 import contextlib
@@ -127,7 +127,8 @@ class Session:
         self._own["after"] = written_by(last or {})
         self._number = (last or {"number": 0})["number"] + 1
         name = self._name(self._number)
-        if last is not None and is_last_here(mirror, last):  # must stay true if this process dies before the end
+        if last is not None and is_last_here(mirror, last):
+            # `is_last_here` must stay true if this process dies before the end
             self._keep(mirror, False, token=written_by(last), claims=self._own["token"])
         text = json.dumps(self._own).encode()
         try:

@@ -18,15 +18,17 @@ Signature = tuple[tuple[str, int, int, int], ...]
 def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: set[Signature] | None = None) -> None:
     """Delete old checkpoints, and leftovers of interrupted writes and deletions.
 
-    Keeps the newest `keep` undamaged checkpoints that a run can resume from; the best one that each of them names; full
-    ones at multiples of `keep_every` steps; with `keep_every`, the weights of step 0; and the newest one with only
-    weights, if newer than every undamaged full one. Also keeps, without counting them towards `keep`, the newest
-    checkpoint if it was saved after a skipped step, and damaged ones newer than the last counted one, because a run
-    never rolls back to these.
+    A full checkpoint has the optimizer's state, so that a run can resume from it. These are kept:
+
+    - the newest `keep` undamaged full checkpoints, and the best checkpoint that each of them names
+    - without counting towards `keep`, because a run never rolls back to them: the newest full checkpoint if it was
+      saved after a skipped step, and damaged full ones newer than the last counted one
+    - with `keep_every`, full checkpoints at multiples of `keep_every` steps, and the weights of step 0
+    - the newest checkpoint with only weights, if newer than every undamaged full one
 
     Args:
-        known: signatures of folders that matched their manifests, which are not read again while unchanged; folders
-            that are found to match now are added.
+        known: signatures of checkpoints that matched their manifests. These checkpoints are not read again while
+            unchanged. Checkpoints found to match now are added.
 
     Raises:
         RunError: a deletion fails.

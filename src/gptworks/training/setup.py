@@ -41,8 +41,8 @@ class PreparedRun:
     """A run that has been checked and can start."""
 
     recipe: Recipe
-    """The recipe with the vocabulary size of its tokenizer and, if other programs keep cores busy when a new run of one
-    process starts on a CPU, the number of threads."""
+    """The recipe with the vocabulary size of its tokenizer. If a new run of one process starts on a CPU whose cores
+    other programs keep busy, the recipe also has a number of threads."""
     prepared: Prepared
     device: torch.device
     precision: Precision

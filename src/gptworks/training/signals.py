@@ -21,8 +21,8 @@ STOPS = (signal.SIGINT, *SCHEDULERS) if _BREAK is None else (signal.SIGINT, sign
 
 ASK: signal.Signals = getattr(signal, "CTRL_BREAK_EVENT", signal.SIGTERM)
 """The signal that makes another process stop its run after a step, as Ctrl-C does. Before the first step, it ends the
-process. Unlike SIGINT, it is not lost while Python imports modules. On Windows, SIGTERM would end a run without saving,
-and the process must be started with `OWN_GROUP`."""
+process. Unlike SIGINT, it is not lost while Python imports modules. On Windows, it is CTRL_BREAK_EVENT, because SIGTERM
+would end a run without saving; the process must be started with `OWN_GROUP`."""
 
 OWN_GROUP: int = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
 """Value of `creationflags` of `subprocess.Popen` for a process that `ASK` can be sent to."""

@@ -1,4 +1,4 @@
-"""Uploads the mirror of a remote folder while a run trains in it.
+"""Uploads the mirror of a remote folder while a run trains in the mirror.
 
 A checkpoint's manifest is uploaded last, after the records up to its step, and deleted first: a reader of the store
 finds complete checkpoints only, with the metrics that led to them. A failed upload is tried again, with growing random
@@ -26,7 +26,7 @@ END_SECONDS = 600.0
 _WHOLE_BYTES = 1 << 26
 Report = Callable[[str], None]
 _Stamp = tuple[int, int, int]
-"""A file's inode, size in bytes and time of change in ns: if they are equal, so are the contents."""
+"""A file's inode, size in bytes and time of change in ns. A file whose stamp stays the same has not changed."""
 
 
 class Uploads:
@@ -43,7 +43,7 @@ class Uploads:
     ) -> None:
         """
         Args:
-            may_write: returns whether this process may change the store. Called before each change, with the argument
+            may_write: returns whether this process may change the store. Called before each change; the argument is
                 whether a reader of the folder sees the change.
             fetched: whether the mirror's files, except tensors of checkpoints, are those of the store.
         """
@@ -143,8 +143,8 @@ class Uploads:
             self._upload_small()
 
     def _resumable(self, here: list[str]) -> str | None:
-        """Return the store's newest checkpoint with optimizer state that is not newer than the newest such one here;
-        None: the store has none, or this folder has none."""
+        """Return the name of the store's newest checkpoint with optimizer state that is not newer than the newest such
+        checkpoint of the mirror; None if there is none."""
         newest = next((_order(folder) for folder in here if folder.startswith("step-")), None)
         there = (name.split("/")[1] for name in self._names if name.startswith(f"{CHECKPOINTS}/step-"))
         usable = [each for each in there if f"{CHECKPOINTS}/{each}/{SEAL}" in self._names]
@@ -204,7 +204,7 @@ class Uploads:
         self._sent.pop(name, None)
 
     def _writing(self, counts: bool = True) -> Remote:
-        """Return the store in order to change it.
+        """Return the store, after a check that this process may change it.
 
         Args:
             counts: whether a reader of the folder sees the change.
@@ -228,8 +228,8 @@ class Uploads:
         return sorted(names, key=lambda name: (_order(name), name), reverse=True)
 
     def _small(self) -> list[str]:
-        """Return the names of all other files, except hidden ones and links, in the order in which they are
-        uploaded."""
+        """Return the names of all files outside checkpoints, except hidden ones and links, in the order of their
+        upload."""
         found: list[Path] = []
         for parent, folders, files in os.walk(self._mirror):
             above = Path(parent).relative_to(self._mirror)

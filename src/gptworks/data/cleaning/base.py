@@ -29,7 +29,7 @@ class Filter:
         self.settings = settings
 
     def apply(self, text: str) -> str | Dropped:
-        """Return the text, perhaps changed, or the reason to drop it. It depends only on the text and the settings."""
+        """Return the text, perhaps changed, or the reason to drop it. The result depends only on text and settings."""
         raise NotImplementedError
 
 

@@ -24,7 +24,7 @@ class GeneratedFilter(Filter):
         return Dropped("generated") if _GENERATED.search("\n".join(lines)) else text
 
 
-# The pattern matches in linear time: its branches begin with different characters, and none backtracks.
+# The pattern matches in linear time: no branch backtracks, and at most two begin with the same character.
 _DATA_LINE = re.compile(
     r"""
     [ \t]*+ (?![rRbBuU]?(?:\"\"\"|'''))
@@ -43,7 +43,7 @@ _LITERAL = re.compile(r"[\"'0-9]")
 
 
 class TableFilter(Filter):
-    """Drops files in which at least `min_lines` lines are data and have more than the share `max_data` of all
+    """Drops files in which at least `min_lines` lines are data, and these have more than the share `max_data` of all
     characters. A line of data has only literals (numbers, strings and their separators), perhaps with a comment; a line
     of only brackets is not data. White space at the ends of lines does not count."""
 

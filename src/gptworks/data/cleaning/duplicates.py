@@ -80,7 +80,7 @@ class Duplicates:
         the same text or shares a band with it.
 
         Args:
-            signatures: [documents, columns], may be a memory map: memory holds three columns and the shared hashes.
+            signatures: [documents, columns]. A memory map suffices: memory holds three columns and the shared hashes.
         """
         verdicts = np.zeros(len(signatures), dtype=np.uint8)
         rows, groups, near_from = self._shared(signatures)
@@ -97,8 +97,8 @@ class Duplicates:
         return verdicts
 
     def _shared(self, signatures: Hashes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
-        """Return the pairs (document, group of equal hashes that contains it) as two arrays [n], ascending by document;
-        and the number of the first group of equal bands: lower numbers are groups of equal texts."""
+        """Return the documents and the groups that contain them, as two arrays [n] ascending by document, and a number.
+        The documents of a group share a hash: of the text if the group is below that number, else of a band."""
         rows, groups, number, near_from = [], [], 0, 0
         for columns in self._keys():
             order = np.lexsort([signatures[:, column] for column in columns])

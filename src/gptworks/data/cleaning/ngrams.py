@@ -48,7 +48,7 @@ def combine(columns: Sequence[Hashes]) -> Hashes:
 
 
 class HashSet:
-    """A nonempty set of hashes. A table of the highest bits of its hashes rules out most others without a search."""
+    """A nonempty set of hashes. A table of their highest bits rules out most other hashes without a search."""
 
     def __init__(self, hashes: Hashes) -> None:
         self.hashes: Hashes = np.unique(hashes)

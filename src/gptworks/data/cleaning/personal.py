@@ -33,8 +33,8 @@ _KEY_PARTS = (
 
 
 class PersonalDataFilter(Filter):
-    """Replaces e-mail addresses, public IP addresses, phone numbers and secret keys, if the settings list these kinds,
-    with `<email>`, `<ip>` and so on.
+    """Replaces e-mail addresses, public IP addresses, phone numbers and secret keys with `<email>`, `<ip>` and so on.
+    The settings list the kinds of data to replace.
 
     Only the form is checked, so a version number of four parts is taken for an IP address. Private addresses are kept.
     Phone numbers begin with `+` and a country code, or are written as in North America. Keys are keys of well-known

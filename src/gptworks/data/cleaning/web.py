@@ -17,8 +17,8 @@ class C4Filter(Filter):
 
     Removes lines that do not end with the end of a sentence, have fewer than three words or a word of more than 1,000
     characters, or name JavaScript, terms of use, or a policy on privacy or cookies. Removes citation marks. Drops pages
-    in which another line has "lorem ipsum" or an opening curly bracket, and pages with fewer than five sentences; these
-    numbers, and the rules about line ends and brackets, are settings. Leaves out C4's list of bad words. A sentence
+    in which another line has "lorem ipsum" or an opening curly bracket, and pages with fewer than five sentences. These
+    numbers, and the rules about line ends and brackets, are settings. C4's list of bad words is not used. A sentence
     ends at `.`, `!` or `?` before white space, whereas C4's code uses a trained model.
     """
 

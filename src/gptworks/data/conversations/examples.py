@@ -1,9 +1,9 @@
 """Encode conversations and preference pairs as examples, and write them to shards: tokens, loss masks and hashes.
 
 The learned tokens are the assistant's answers, each with its end token. Rendering finds the answers with any template:
-the template's text for the turns before an answer, with the generation prompt, is exactly what a model reads before it
-answers. In the whole conversation, the answer follows that text and includes the end token. If a token would span the
-border of an answer, both sides are encoded separately, because the model reads one side and writes the other.
+the turns before an answer are rendered with the generation prompt, which gives exactly the text that a model reads
+before it answers. In the whole conversation, the answer follows this text and includes the end token. If a token would
+span the border of an answer, both sides are encoded separately, because the model reads one side and writes the other.
 """
 
 import hashlib

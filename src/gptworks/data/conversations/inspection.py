@@ -37,7 +37,7 @@ class Finding:
 _CONSEQUENCES: dict[DataFault, frozenset[DataFault]] = {
     "tokens-not-special": frozenset({"no-end-token", "answers-altered"}),
 }
-"""Maps a fault to the faults that it causes. Messages explain these only once their cause is fixed."""
+"""Maps a fault to the faults that it causes. Messages do not explain caused faults until the cause is fixed."""
 
 
 def refuse_faults(findings: Sequence[Finding], allowed: Sequence[str]) -> None:
@@ -94,7 +94,7 @@ class Inspection:
     n_cut: int
     n_rows: int
     fill: float
-    """Fraction of the rows that the examples' inputs fill, 0 to 1; the rest is padding or joins examples."""
+    """Fraction of the rows that the examples' inputs fill, 0 to 1; the rest is padding or tokens between examples."""
     median_tokens: int
     longest: list[tuple[int, str]]
     """(number of tokens, record) of the longest examples."""
@@ -169,8 +169,9 @@ class PairInspection:
     n_pairs: int
     n_validation: int
     median_prompt: int
-    """Median prompt length of the training pairs in tokens, within the context. The next two fields are for answers."""
+    """Median length of the training pairs' prompts within the context, in tokens."""
     median_chosen: int
+    """Median number of learned tokens in the chosen answers, within the context."""
     median_rejected: int
     n_chosen_longer: int
     """Number of pairs whose chosen answer is longer; if it is high, a model may learn length instead of quality."""
@@ -343,7 +344,7 @@ def _about_repetition(
 
 
 def about_tokens(recipe: Recipe, prepared: Prepared) -> list[Finding]:
-    """Return faults of the records' keys, the chat template, the tokenizer, the run to start from and the objective."""
+    """Return faults in the records' keys, the chat template, the tokenizer, the run to start from and the objective."""
     manifest, template = prepared.manifest, prepared.chat_template
     assert template is not None
     findings = about_keys(manifest)

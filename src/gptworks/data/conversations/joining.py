@@ -1,6 +1,6 @@
 """Rows in which examples are the turns of one conversation, so that a model also learns to answer later in a chat.
 
-A row has the tokens of the chat template's text for the joined conversation: text that the template writes only at the
+A row has the tokens that the chat template gives for the joined conversation: text that the template writes only at the
 beginning is left out of later examples. Each epoch joins different examples, because a model that always saw the same
 neighbours would learn them by heart. The number of rows is constant: examples change places only with examples of equal
 length, rounded up.
@@ -22,7 +22,7 @@ from gptworks.errors import UserError
 from gptworks.tokenizer import load_tokenizer
 
 _ROUND_TOKENS = 8
-"""Lengths are rounded up to a multiple of this. A larger one gives more padding, and more examples of equal length."""
+"""Lengths are rounded up to a multiple of this. A larger value gives more padding and more examples of equal length."""
 
 
 class Joint(NamedTuple):
@@ -119,7 +119,8 @@ class JoinedExamples(Examples):
         return Row.of(inputs, targets, positions, texts)
 
     def _places_in(self, epoch: int) -> tuple[Int64s, Int64s]:
-        """Return the example that takes each example's place in an epoch, [n], and random keys to sort rows by, [n]."""
+        """Return the example that takes each example's place in an epoch, [n], and random keys, [n], which order the
+        examples in a row."""
         random = np.random.default_rng((self._seed, epoch))
         at = np.arange(len(self.n_tokens))
         for alike in self._alike:

@@ -28,8 +28,8 @@ class Key:
     meaning: str
     """The key's meaning in the programs that write it."""
     read_in: tuple[Shape, ...] = ()
-    """The shapes of records in which the key is read. In other shapes, it is reported as `keys-not-read`, and so is a
-    record's key whose text is not among the messages read."""
+    """The shapes of records in which the key is read. In other shapes, the key is reported as `keys-not-read`. A
+    record's key is also reported if its text is not in the messages that were read."""
     asks_nothing: tuple[object, ...] = ()
     """Values that mean the default behaviour, as if the key were missing."""
     matters: tuple[object, ...] = ()
@@ -135,7 +135,7 @@ def unread_in_turn(turn: Fields, shape: Shape, answers: bool) -> Iterator[str]:
     """Yield the keys of a turn that other programs honour and gptworks does not read.
 
     Args:
-        answers: whether the turn is the assistant's; in other turns, learning switches that are on are not read.
+        answers: whether the turn is the assistant's. In other turns, a learning switch is yielded if it is on.
     """
     for name in turn:
         if not is_stated(turn, name) or not isinstance(name, str):
@@ -231,8 +231,8 @@ def _about_sides(record: Fields, name: str, shape: Shape) -> bool:
 
 
 def misspelt(name: str, keys: Iterable[str]) -> str | None:
-    """Return the key that a name misspells: with other case or separators, or, in five letters or more, with one letter
-    wrong, missing, added or swapped. None if there is none."""
+    """Return the key that a name misspells; None if there is none. A misspelling differs in case or separators or, in
+    five letters or more, in one letter that is wrong, missing, added or swapped."""
     plain = _joined(name)
     for key in keys:
         if name != key and plain == _joined(key):

@@ -41,7 +41,8 @@ class Examples:
         self.rows = pack(n_inputs, context_length) if packing else [[i] for i in range(len(n_inputs))]
         """Indices of the examples in each row."""
         self._most_texts = max(map(len, self.rows), default=0) + 1
-        """Maximum number of texts in a row, with its padding. All rows have this many starts, so one graph fits all."""
+        """Maximum number of texts in a row, counting padding as a text. All rows have this number of starts, so one
+        compiled graph fits all rows."""
 
     def tokens(self, example: int) -> tuple[Int64s, npt.NDArray[np.bool_]]:
         """Return all tokens of an example, [n], and whether each is learned, [n]."""

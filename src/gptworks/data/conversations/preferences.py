@@ -86,7 +86,7 @@ def _read(origin: str, number: int, record: Fields) -> Pair:
 
 
 def _shared_prompt(stated: list[Message], sides: Mapping[str, list[Message]]) -> list[Message]:
-    """Return the prompt of a record, which may state it up to three times: separately, and before each of its answers.
+    """Return a record's prompt. The record may state the prompt up to three times: separately, and before each answer.
 
     The copies may differ in white space, the system message may be in only one copy, and a copy may hold only some of
     another copy's turns. If the turns before the answers begin with the assistant, they continue the prompt.
@@ -126,7 +126,7 @@ def _contradiction(where: str, turns: list[Message], other_where: str, others: l
 
 
 def _holds(turns: list[Message], part: list[Message]) -> bool:
-    """Return whether `turns` contain all turns of `part`, one after the other."""
+    """Return whether `turns` contain all turns of `part` in a row."""
     return any(all(map(_same, turns[i:], part)) for i in range(len(turns) - len(part) + 1))
 
 

@@ -95,8 +95,9 @@ def is_held_out(prompt: list[Message], fraction: float) -> bool:
 
 
 def fraction_held_out(prompts: Iterable[list[Message]], fraction: float) -> float:
-    """Return the fraction with which `is_held_out` holds out at least one of these prompts: `fraction`, or more if that
-    holds out none. If all prompts are equal, return `fraction`. Prompts are read up to the first that is held out."""
+    """Return a fraction with which `is_held_out` holds out at least one of these prompts: `fraction` if it is enough,
+    else the smallest that is. If all prompts are equal, return `fraction`. Reading stops at the first prompt that
+    `fraction` holds out."""
     nearest, farthest = 1.0, 0.0
     for prompt in prompts:
         place = _place(prompt)

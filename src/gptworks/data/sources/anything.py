@@ -57,7 +57,7 @@ KINDS = {ending: kind for kind, endings in _ENDINGS.items() for ending in ending
 _READING_VERSION = 1
 """Raise this number when the same files give another text."""
 _KIND_VERSIONS = {"archive": 2}
-"""Raise a kind's number, which is 1 if it is not here, when only files of this kind give another text."""
+"""Versions of kinds; a kind that is not listed has 1. Raise a kind's number when only its files give another text."""
 _LOOKED_AT_RECORDS = 20
 
 
@@ -75,8 +75,8 @@ class Files(Source):
         return path if path is not None and path.is_dir() else None
 
     def entries(self) -> Iterator[tuple[Path, str]]:
-        """Yield each file, and each folder that is not entered, with the reason why it is not read; "" if it is to be
-        read. Paths in a folder are sorted."""
+        """Yield each file, and each folder that is not entered, with the reason why it is not read ("" for a file to
+        read). Paths in a folder are sorted."""
         files = local_files(self.settings, tuple(KINDS)) if self.folder is None else sorted(_walk(self.folder))
         for path in files:
             yield path, self._outside(path) or _unreadable(path, self.folder)
@@ -99,8 +99,7 @@ class Files(Source):
         return divided[kind](None).units_of(file) if kind in divided else [Unit(file, about_unpacked_size(file))]
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
-        """Yield the documents of a unit without those that cannot be read. At an error, a document that has begun ends
-        there."""
+        """Yield the documents of a unit without those that cannot be read. An error ends a document that has begun."""
         return self._read(unit, lambda error: None)
 
     def check(self) -> None:
@@ -130,14 +129,15 @@ class Files(Source):
         return [["files", _READING_VERSION, *missing, *versions], *(sums or contents(files))]
 
     def may_divide_texts(self) -> bool:
-        """Return whether a text may have several units: it is not compressed, and larger than a unit or a download."""
+        """Return whether a text file may have several units. It may if it is not compressed, and is a download (whose
+        size is unknown) or larger than a unit."""
         downloads = [Path(url) for url, _ in self.settings.downloads]
         texts = (file for file in downloads or self.files() if self.kind(file) == "text" and not compression(file.name))
         return any(downloads or file.stat().st_size > base.UNIT_BYTES for file in texts)
 
     def kind(self, file: Path) -> str | None:
-        """Return the kind of a file: text if the settings' `extensions` have its ending, else that in `KINDS`. Another
-        ending gives None in a folder, and text if the settings name files."""
+        """Return the kind of a file: text if the settings' `extensions` have its ending, else its kind in `KINDS`. Any
+        other ending gives None in a folder, and text if the settings name files."""
         if has_ending(file.name, self.settings.extensions):
             return "text"
         return KINDS.get(Path(plain_name(file.name)).suffix.lower()) or ("text" if self.folder is None else None)
@@ -145,8 +145,7 @@ class Files(Source):
     def look(
         self, most_bytes: int | None = None, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> list[Item]:
-        """Read all files, and return an `Item` for each, and for each folder that is not entered: the text that it
-        gives, or why it gives none.
+        """Read all files. Return an `Item` for each file, and for each folder that is not entered.
 
         Args:
             most_bytes: bytes of text after which to stop reading a file that is not plain text, at the end of a unit;
@@ -265,8 +264,8 @@ class Files(Source):
         return Item(name, ending, n_bytes, None if is_sampled else documents, "", tuple(notes), lacks)
 
     def excerpts(self, item: Item, offsets: list[int], n_bytes: int) -> Iterator[list[str]]:
-        """Yield, for each byte offset in a file's text, about `n_bytes` of the text from the next line on: the parts of
-        one document or several. The offsets must ascend, and be less than the item's `n_bytes`."""
+        """Yield, for each byte offset in a file's text, about `n_bytes` of the text from the next line on, as a list of
+        one part per document. The offsets must ascend, and be less than the item's `n_bytes`."""
         file = Path(item.file) if self.folder is None else self.folder / item.file
         units = [*self.units_of(file)]
         scale = item.n_bytes / max(1, sum(unit.size_bytes for unit in units))
@@ -323,7 +322,7 @@ def _of_the_file(error: Exception, file: Path) -> UserError:
     """Return any error as a UserError about the file: libraries raise many types of errors for broken files.
 
     Raises:
-        MemoryError, RunError: the error, if it has this type, because it is then not about the file.
+        MemoryError, RunError: the error has this type, so it is not about the file.
     """
     if isinstance(error, MemoryError | RunError):
         raise error
@@ -332,7 +331,7 @@ def _of_the_file(error: Exception, file: Path) -> UserError:
 
 
 def _unreadable(path: Path, folder: Path | None) -> str:
-    """Return the reason why a file cannot be opened, or that it is empty; "" if neither is so."""
+    """Return the reason why a file is not read: it cannot be opened, or it is empty. Return "" if it can be read."""
     try:
         with open_regular(path, inside=folder) as stream:
             return "" if stream.read(1) else "it is empty"
@@ -341,8 +340,8 @@ def _unreadable(path: Path, folder: Path | None) -> str:
 
 
 def _reason(error: Exception, file: Path) -> str:
-    """Return an error's message without the file's name, which a table states already; for a link, what is wrong with
-    it."""
+    """Return an error's message without the file's name, which the table shows already. For a link that cannot be
+    followed, return a message about the link."""
     if file.is_symlink() and "leads out of" in str(error):
         return "a link out of the folder: give the file that it leads to as a source of its own"
     if isinstance(error, OSError):
@@ -358,9 +357,9 @@ def _ending(file: Path) -> str:
 
 def _walk(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder, and the folders that are not entered, except those named in `NEVER_READ`. If the
-    folder has a `.git` or a `.gitignore`, leave out what `.gitignore` names, the folders of other people's code and of
-    gptworks, and links. If a `.gitignore` cannot be read, or pathspec is not installed, none of them has an effect, and
-    a warning names the reason."""
+    folder has a `.git` or a `.gitignore`, leave out ignored files, folders of other people's code, folders made by
+    gptworks, and links. If a `.gitignore` cannot be read, or pathspec is not installed, warn with the reason, and use
+    no `.gitignore` at all."""
     if any((folder / name).exists() for name in (".git", ".gitignore")):
         try:
             yield from [*Code(CodeSource(type="code", path=str(folder))).walk()]
@@ -406,7 +405,7 @@ def _records(file: Path, kind: str, unit: Unit, skip: Skip) -> Iterator[tuple[ob
 
 @lru_cache(maxsize=1 << 12)
 def _text_field(file: Path, kind: str, _: object) -> str:
-    """Return the field that is the text of a file's records; "" if it is all fields together."""
+    """Return the field that is the text of a file's records; "" if all fields together are the text."""
     errors: list[UserError] = []
     rows: list[Record] = []
     try:

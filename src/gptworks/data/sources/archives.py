@@ -65,9 +65,9 @@ class Archive(Source):
     def __init__(self, settings: ArchiveSource, kinds: Mapping[str, str] | None = None) -> None:
         """
         Args:
-            kinds: the kind of a member by its name's ending. With it, `format` "text" reads documents and texts in any
-                encoding, and members that are not read are reported to `skip`. None: the settings alone state which
-                members are read.
+            kinds: maps the ending of a member's name to the member's kind. If given, `format` "text" reads documents
+                and texts in any encoding, and members that are not read are reported to `skip`. None: the settings
+                alone state which members are read.
         """
         super().__init__(settings)
         self.kinds = kinds

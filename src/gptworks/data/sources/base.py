@@ -49,8 +49,8 @@ class Unit:
     size_bytes: int = 0
     """Approximate size of the unit's text, or of the part of the file that holds the text; 0 if neither is known."""
     start: int = 0
-    """First byte, row group or member of the unit in the file, or its first file in a dataset, depending on the
-    source."""
+    """Index of the unit's first byte, row group or archive member in the file, or of its first file in a dataset,
+    depending on the source."""
     end: int | None = None
     """One after the unit's last byte, row group, member or file; None: the unit ends with the file or dataset."""
 
@@ -66,7 +66,7 @@ class Source:
     endings: ClassVar[tuple[str, ...]] = ()
     """File name endings to read in a folder."""
     whole_files: ClassVar[bool] = False
-    """Whether each file is one document whose text is all of the file, so that files are counted without reading."""
+    """Whether each whole file is one document, so that documents are counted without reading files."""
     size_known: ClassVar[bool] = True
     """Whether the files' sizes determine the amount of text."""
     files_checked: ClassVar[int | None] = None
@@ -105,7 +105,8 @@ class Source:
         return self.read_unit(Unit(file))
 
     def opening(self, unit: Unit) -> Piece:
-        """Return the first piece of the document that a unit begins inside of, which is all of the unit's file.
+        """Return the first piece of a unit's file. Call this only if the file is one document and the unit begins
+        inside it.
 
         Raises:
             UserError: the file cannot be read.
@@ -143,7 +144,7 @@ class Source:
             )
 
     def signature(self) -> list[list[Any]]:
-        """Return everything that decides the source's text, as lists for JSON: the files' contents, not their paths."""
+        """Return the values that decide the source's text, as lists for JSON: files' contents, but not their paths."""
         return [["sha256", one] for one in self.settings.sums] or contents(self.files())
 
     def size_bytes(self) -> int | None:

@@ -90,8 +90,8 @@ class Code(_SourceFiles):
         return files
 
     def walk(self) -> Iterator[Path]:
-        """Yield the folder's files of all endings, except links, caches, files of gptworks, and, unless the settings
-        want them, ignored files and vendored code. A folder that may not be opened is yielded itself.
+        """Yield the files of all endings below the folder. Leave out links, caches, folders made by gptworks, and, if
+        the settings say so, ignored files and vendored code. A folder that cannot be opened is yielded itself.
 
         Raises:
             UserError: a `.gitignore` cannot be read.

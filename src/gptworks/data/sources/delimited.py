@@ -44,8 +44,7 @@ def read_table(
 ) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the place (FILE:LINE) of each row, and its fields, or only `field`. The first row only names the columns.
 
-    `CSVSource` describes `delimiter` and `quotes`, except that a first line such as `sep=;` states the delimiter if
-    `delimiter` is None; `read_lines` describes `opened`.
+    `CSVSource` describes `delimiter` and `quotes`. `read_lines` describes `opened`.
 
     Args:
         skip: called with the error of a row that has another number of fields or wrong quotation marks.
@@ -84,8 +83,8 @@ def read_table(
 
 
 def sniffed(head: bytes) -> str:
-    """Return the delimiter that divides most of a table's first lines into as many columns as the first line has,
-    which must be two or more; else a comma."""
+    """Return the delimiter that divides most of a table's first lines into the same number of columns as the first
+    line, at least two; a comma if there is no such delimiter."""
     lines = head.decode("utf-8-sig", "replace").splitlines(keepends=True)
     if len(lines) > 1 and len(head) >= _SNIFFED_BYTES:
         lines.pop()  # it may be cut off
@@ -100,7 +99,7 @@ def sniffed(head: bytes) -> str:
 def _rows(
     file: Path, delimiter: str, quotes: bool, opened: BinaryIO, n_before: int, skip: Skip
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield the place of each row as FILE:LINE, and its fields. Empty lines are skipped, and the first `n_before`."""
+    """Yield the place of each row as FILE:LINE, and its fields. Skip empty lines, and the first `n_before` lines."""
     csv.field_size_limit(
         max(csv.field_size_limit(), MOST_ROW_BYTES)
     )  # this limit is for the whole process; `lines` below applies a stricter one

@@ -1,5 +1,8 @@
-"""Read text files in any encoding as UTF-8. The encoding is that of the byte order mark; without a mark, UTF-16
-if zero bytes show it, else UTF-8 if the bytes are valid, else chardet's guess, corrected as `guessed` states."""
+"""Read text files in any encoding as UTF-8.
+
+A byte order mark states the encoding. A file without a mark is UTF-16 if its zero bytes show that, else UTF-8 if its
+bytes are valid UTF-8. In any other file, `guessed` chooses the encoding.
+"""
 
 import codecs
 import io
@@ -18,10 +21,10 @@ _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codecs.BOM_UTF8, UTF_8),
     (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
 )  # fmt: skip
-"""Byte order marks and their encodings; UTF-32 comes first, since its little-endian mark begins with that of UTF-16."""
+"""Byte order marks and their encodings; UTF-32 comes first, since its little-endian mark begins with UTF-16's."""
 _CHUNK_BYTES = 1 << 16
 _GUESSED_BYTES = 1 << 18
-"""Bytes from which an encoding is guessed: those around the first byte that is not UTF-8."""
+"""Number of bytes from which an encoding is guessed; they are around the first byte that is not UTF-8."""
 
 
 class Encoding(NamedTuple):
@@ -29,7 +32,7 @@ class Encoding(NamedTuple):
 
     name: str
     guessed: bool
-    """Whether it was guessed from the bytes; False: a byte order mark states it, or the file is valid UTF-8."""
+    """Whether the encoding was guessed from the bytes; False: a mark states it, or the file is valid UTF-8."""
     n_bytes: int
     """Bytes of the text in UTF-8, including the byte order mark of a UTF-8 file."""
 
@@ -87,8 +90,9 @@ def _found(file: Path, opened: Open) -> Encoding:
 def guessed(data: bytes) -> str | None:
     """Return the likeliest encoding of bytes that are not UTF-8; None if none fits.
 
-    chardet ranks the encodings. An encoding that gives many words with both Latin and other letters is passed over: it
-    would read Italian as Macedonian. If chardet is unsure, as for a few words, the result is cp1252 where that fits.
+    chardet ranks the encodings. An encoding that gives many words with both Latin and other letters is passed over,
+    since it may read Italian as Macedonian. If chardet is unsure, as for a few words, the result is cp1252 if the bytes
+    fit that encoding.
     """
     import chardet
 
@@ -114,7 +118,7 @@ def open_text(file: Path, encoding: str) -> BinaryIO:
     """Open a text file as a stream of UTF-8 bytes. If `encoding` is `UTF_8`, the bytes are not checked.
 
     Raises:
-        UserError: while bytes are read, they prove not to be text in this encoding, if it is another one.
+        UserError: `encoding` is not `UTF_8`, and bytes are read that are not text in `encoding`.
     """
     return _as_utf_8(open_file(file), encoding, file)
 
@@ -196,7 +200,7 @@ def _first_wrong(opened: Open) -> int | None:
 
 
 _NUL, _CONTROLS = re.compile(rb"\0"), re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")
-"""Bytes that show that a file is not text: the first if its encoding is known, the second if it is guessed."""
+"""Bytes that show that a file is not text: `_NUL` if its encoding is known, `_CONTROLS` if the encoding is guessed."""
 
 
 def _bytes_around(opened: Open, at: int) -> bytes:
@@ -208,7 +212,7 @@ def _bytes_around(opened: Open, at: int) -> bytes:
 
 
 def _wide(head: bytes) -> str | None:
-    """Return the UTF-16 encoding, by its byte order, of mostly Latin text without a mark; None if it is not UTF-16."""
+    """Return utf-16-le or utf-16-be for mostly Latin text without a byte order mark; None if it is not UTF-16."""
     n_even, n_odd, half = head[::2].count(0), head[1::2].count(0), len(head) // 2
     if n_even == 0 and n_odd > 0.4 * half:
         return "utf-16-le"

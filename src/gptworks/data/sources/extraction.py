@@ -234,7 +234,7 @@ def _mail(data: bytes) -> str:
 
 
 def _epub(data: bytes) -> str:
-    """Return the text of a book's pages, in the order in which it is read."""
+    """Return the text of a book's pages, in reading order."""
     with zipfile.ZipFile(io.BytesIO(data)) as book:
         root = ElementTree.fromstring(book.read("META-INF/container.xml")).find(".//{*}rootfile")
         place = "" if root is None else root.get("full-path", "")

@@ -74,8 +74,8 @@ def check_links_of(folder: Path, files: Iterable[Path]) -> None:
 
 
 def walk(folder: Path, skipped_folders: Collection[str] = ()) -> Iterator[Path]:
-    """Yield every file below a folder, without following links to folders. Folders whose names are in `skipped_folders`
-    are left out, and those made by gptworks: a build must not read its own work or a run."""
+    """Yield every file below a folder, without following links to folders. Leave out folders whose names are in
+    `skipped_folders`, and folders made by gptworks: a build must not read its own work or a run."""
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in skipped_folders and not is_made_here(Path(parent, name))]
         yield from (Path(parent, name) for name in names)

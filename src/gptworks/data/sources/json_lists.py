@@ -1,5 +1,5 @@
-"""Sources of JSON files with a list of objects, one field of which is the text. Files are streamed: memory holds one
-object."""
+"""Sources of JSON files that hold a list of objects. One field of each object is the text. Files are streamed: memory
+holds one object."""
 
 import codecs
 import json

@@ -21,7 +21,8 @@ _TARS = {"tgz": "gz", "txz": "xz", "tbz2": "bz2", "tzst": "zst"}
 
 FREE_BYTES = 1 << 28
 MOST_RATIO = 1000
-"""Maximum ratio of unpacked to packed bytes if over FREE_BYTES are unpacked. Text has about 10, repeated lines 100."""
+"""Maximum ratio of unpacked to packed bytes if over FREE_BYTES are unpacked. The ratio is about 10 for
+text, and about 100 for repeated lines."""
 
 _USUAL_RATIO = 3
 _CHUNK_BYTES = 1 << 16

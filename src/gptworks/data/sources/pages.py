@@ -81,7 +81,7 @@ def _warc_records(file: Path, stream: BinaryIO) -> Iterator[Any]:
         for record in ArchiveIterator(stream):
             yield record
             number += 1
-        if number and getattr(record.raw_stream, "limit", 1):  # `limit`: missing bytes; not set if headers are cut off
+        if number and getattr(record.raw_stream, "limit", 1):  # `limit`: bytes missing; unset if headers are cut off
             raise EOFError("it is cut off")
     except (ArchiveLoadFailed, EOFError) as error:
         reason = " ".join(str(error).split())[:200]

@@ -1,5 +1,5 @@
-"""Sources of records with a field that is the text: JSONL, Parquet and Hugging Face datasets. Also sources of
-conversations and preference pairs, which `gptworks.data.conversations` reads."""
+"""Sources of records: JSONL, Parquet and Hugging Face datasets, in which one field is the text; and conversations and
+preference pairs, whose records `gptworks.data.conversations` reads."""
 
 import json
 import os
@@ -88,8 +88,8 @@ class Records(Source):
 
 
 class HuggingFace(Source):
-    """A source that reads a dataset of the Hugging Face hub or a local folder, as a stream unless `save_to_disk` of the
-    library `datasets` wrote the folder. One field is the text."""
+    """A source that reads a dataset of the Hugging Face hub or a local folder. One field is the text. The dataset is
+    streamed, unless the library `datasets` wrote its folder with `save_to_disk`."""
 
     settings: HuggingFaceSource
 
@@ -193,7 +193,7 @@ def read_lines(
         opened: a stream of the bytes, if `file` is only a name.
 
     Raises:
-        UserError: a line is larger than `most_bytes`, its end included; or compressed data is broken.
+        UserError: a line, including its line break, is larger than `most_bytes`; or compressed data is broken.
     """
     with opened or open_file(file) as stream:
         number, at = 0, stream.seek(start) if start else 0

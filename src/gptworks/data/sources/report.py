@@ -15,22 +15,22 @@ _LISTED = 8
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A file of a folder, or an inner folder that is not entered: what it gives, or why it gives nothing."""
+    """A file of a folder, or an inner folder that is not entered, with its amount of text or why it is skipped."""
 
     file: str
-    """Its path, relative to the folder."""
+    """Path of the item, relative to the folder."""
     kind: str
-    """The ending of its name, such as `.docx` or `.jsonl.gz`; `folder` for a folder, and `HIDDEN` for hidden ones."""
+    """Ending of the file's name, such as `.docx` or `.jsonl.gz`; `folder` for a folder; `HIDDEN` for hidden items."""
     n_bytes: int = 0
-    """Bytes of its text in UTF-8; an estimate if only its beginning was looked at."""
+    """Bytes of the item's text in UTF-8; an estimate if only the beginning of the file was read."""
     n_documents: int | None = 0
-    """Number of its documents; None if only its beginning was looked at."""
+    """Number of documents; None if only the beginning of the file was read."""
     why: str = ""
-    """The reason why it is skipped; empty if it is read."""
+    """Reason why the item is skipped; empty if it is read."""
     notes: tuple[str, ...] = ()
-    """How it is read: its encoding, the field that is its text, or how many of its bytes were looked at."""
+    """How the file is read: its encoding, the field that is its text, or how many of its bytes were looked at."""
     lacks: str = ""
-    """The parts of it that are left out, such as broken records, with the first reason; empty if there are none."""
+    """Number of parts that are left out, such as broken records, with the first reason; empty if there are none."""
     is_folder: bool = False
 
 
@@ -74,7 +74,7 @@ def _left_out(items: Iterable[Item]) -> list[Item]:
 
 
 def table(items: Iterable[Item]) -> list[Kind]:
-    """Return the files by kind: the kind with the most text first, then kinds of which nothing is read."""
+    """Return the items by kind: kinds with more text first, then kinds with more skipped items."""
     by_kind: dict[str, list[Item]] = {}
     for item in items:
         by_kind.setdefault(item.kind, []).append(item)

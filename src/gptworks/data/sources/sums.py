@@ -21,7 +21,7 @@ _THREADS = 8
 
 
 def contents(files: Iterable[Path]) -> list[list[Any]]:
-    """Return the endings of each file's name, and its sha256: a description that does not depend on paths."""
+    """Return a pair for each file: the endings of its name, and its sha256. The pair does not depend on the path."""
     files, known = list(files), _read()
     keys = [_key(file) for file in files]
     with ThreadPoolExecutor(_THREADS) as threads:

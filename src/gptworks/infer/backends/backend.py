@@ -5,8 +5,8 @@
     chunks ─┬─► long ones (prefill), one at a time ─────────────────────┬─► wanted logits
             └─► short ones (decode, speculation), as one flat batch ────┘
 
-`NativeBackend` (native.py) computes the same in C++ on a CPU, all chunks together; outside training, `choose_backend`,
-in the same file, prefers it if it can compute the model.
+`NativeBackend` (native.py) computes the same in C++ on a CPU, all chunks together. Outside training, `choose_backend`
+(native.py) prefers `NativeBackend` for each model that it can compute.
 """
 
 from abc import ABC, abstractmethod
@@ -93,7 +93,7 @@ class Backend(ABC):
             self.features.pop(target, None)
 
     def _keep(self, chunks: Sequence[Chunk], features: Tensor) -> None:
-        """Store features [n, C], one for each of the chunks' logits, in `self.features`, if it is not None."""
+        """Store features [n, C], a row for each row of the chunks' logits, if `self.features` is not None."""
         parts = torch.split(features, [chunk.n_logits for chunk in chunks])
         for chunk, part in zip(chunks, parts, strict=True):
             if self.features is not None and chunk.n_logits:

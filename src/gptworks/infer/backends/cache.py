@@ -75,11 +75,11 @@ class Vectors:
 
 
 def _memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return memory for keys, values or scales: of any content on a CPU, zeros on other devices.
+    """Return memory for keys, values or scales: uninitialized on a CPU, zeros on other devices.
 
     Other devices multiply all positions and mask them afterwards, which does not remove a NaN. A CPU reads only
-    positions that were written; its slots up to `_MOST_SLOT_BYTES` are in large pages, and longer ones in normal pages,
-    so that the system commits memory only for positions in use.
+    positions that were written. Its slots of up to `_MOST_SLOT_BYTES` are in large pages. Longer slots are in normal
+    pages, so that the system commits memory only for positions in use.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -134,7 +134,7 @@ class SlotCache:
     def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
         """Grow to `n_slots` slots of `capacity` tokens, and keep the first `held[i]` tokens of each old slot i.
 
-        The keys or the values of only one layer at a time are in memory twice.
+        Only one layer's keys or values at a time are in memory twice.
         """
         assert n_slots >= self.n_slots and capacity >= self.capacity
         capacity = min(capacity, self.config.context_length)

@@ -25,7 +25,7 @@ such a wait while another capture runs. A server has a thread for each model."""
 
 
 class DecodingGraphs:
-    """Computes decoding steps of a model on CUDA by graphs, each captured at the first step with its number of texts.
+    """Computes decoding steps of a model on CUDA by graphs: one for each number of texts, captured when first needed.
 
     The graphs share one memory pool, because their steps never overlap and their results are copied.
     """

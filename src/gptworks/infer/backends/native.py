@@ -3,10 +3,10 @@
 Prefill, decoding and the check of draft tokens use the same call, with one row per token of any text; a long chunk
 takes several calls. The bits of a row's result depend neither on other rows nor on how its text is split into chunks.
 
-Activations are float32. If the processor can multiply narrower numbers, they are rounded before a product: to bf16 for
-bf16 weights, as in torch (AVX512_BF16, AMX); to 16 bits with one scale per row, which is finer, for 8-bit and 4-bit
-weights (AVX2, AVX512_VNNI, ARM's dot products; AMX for int8). With a bf16 cache and AVX512_BF16, queries and attention
-weights are rounded to bf16.
+Activations are float32. If the processor can multiply narrower numbers, activations are rounded before a product. For
+bf16 weights, they are rounded to bf16, as in torch (AVX512_BF16, AMX). For 8-bit and 4-bit weights, they are rounded to
+16 bits with one scale per row, which is finer than bf16 (AVX2, AVX512_VNNI, ARM's dot products; AMX for int8). With a
+bf16 cache and AVX512_BF16, queries and attention weights are rounded to bf16.
 """
 
 import ctypes
@@ -92,8 +92,11 @@ def refusal(model: GPT) -> str | None:
 
 
 class NativeBackend(Backend):
-    """Computes a model in C++ on the CPU. Moves the model's matrices (placement.py) and keeps their addresses: do
-    not replace a matrix later; only fp32 matrices may be changed in place."""
+    """Computes a model in C++ on the CPU. Moves the model's matrices (placement.py) and keeps their addresses.
+
+    Do not replace a matrix later. Only fp32 matrices whose rows are a multiple of 64 bytes may be changed in place: of
+    other matrices, the kernels may read a copy.
+    """
 
     invariant = True
 
@@ -178,7 +181,7 @@ class NativeBackend(Backend):
 
 
 class _InProcess(ModelStructure):
-    """A model's structures for this process; they refer to the model's tensors and keep them alive."""
+    """A model's structures for this process. They point to the model's tensors, which this object keeps alive."""
 
     def __init__(self, backend: NativeBackend) -> None:
         super().__init__(

@@ -37,7 +37,7 @@ def matrices(model: GPT) -> Iterator[Any]:
 
 
 def settle(modules: Sequence[Any], widest: Mapping[torch.dtype, int]) -> None:
-    """Move the modules' matrices into one block of large pages, packed ones into panels of up to `widest` rows.
+    """Move the modules' matrices into one block of large pages, packed matrices in panels of up to `widest` rows.
 
     A step reads every weight once. Pages of 4 KiB instead of 2 MiB would need 512 times as many address translations.
     """

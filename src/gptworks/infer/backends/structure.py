@@ -13,8 +13,8 @@ from gptworks.model.gpt import GPT
 from gptworks.quantize.panels import panel_of, size_in_panels, to_panels
 
 AT_ONCE_BYTES = 64
-"""Rows of matrices are padded to a multiple of this many bytes, which products read together; int4 rows in panels are
-not."""
+"""Rows of matrices are padded to a multiple of this many bytes, which products read together. int4 rows in panels are
+not padded."""
 
 
 class ModelStructure:
@@ -35,7 +35,7 @@ class ModelStructure:
         """
         Args:
             n_slots, capacity: number of slots, and of tokens in each.
-            widest: the most rows of a panel, for each dtype that the kernels multiply in panels.
+            widest: maximum number of rows in a panel, for each dtype that the kernels multiply in panels.
             n_threads: number of threads among which panels are divided.
         """
         self.model, self.n_slots, self.capacity, self.cache_dtype = model, n_slots, capacity, cache_dtype
@@ -50,12 +50,12 @@ class ModelStructure:
         raise NotImplementedError
 
     def place_cache(self, i: int) -> tuple[int, int, int, int, int, int]:
-        """Return the addresses of a layer's keys, their scales, values and their scales, and the bytes of keys and of
-        scales."""
+        """Return the addresses of a layer's keys, key scales, values and value scales, then the number of bytes of the
+        keys and of the key scales."""
         raise NotImplementedError
 
     def place_history(self) -> tuple[int, int]:
-        """Return the address and the bytes of the cached tokens, int32 [slots, capacity]."""
+        """Return the address and the number of bytes of the cached token ids, int32 [slots, capacity]."""
         raise NotImplementedError
 
     def build(self) -> Any:

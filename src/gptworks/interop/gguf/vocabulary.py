@@ -52,7 +52,7 @@ _FURTHER_ENDS = frozenset(
 
 _END_IS_NONE = ({"<|return|>", "<|call|>"}, {"<|call|>", "<|flush|>"}, {"<|calls|>", "<|flush|>"},
                 {"<|return|>", "<|calls|>"})  # fmt: skip
-"""Pairs of tokens: if both are in the vocabulary, newer versions of llama.cpp do not end a text at <|end|>."""
+"""If both tokens of a pair are in the vocabulary, newer versions of llama.cpp do not end a text at <|end|>."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def _refusal(reason: str) -> UserError:
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary | None) -> None:
-    """Write the tokenizer, and whether a text begins with bos and ends with eos. None: write "no tokenizer"."""
+    """Write the tokenizer, and whether a text begins with bos and ends with eos. None: write that there is none."""
     if vocabulary is None:
         writer.add_tokenizer_model("no_vocab")
         return

@@ -1,8 +1,8 @@
 """Open a page in a browser that is installed here, without a window, and compute in it.
 
-Chromium and its relatives are driven by the DevTools protocol over a pipe, not over a port. The browser reaches no
-network but, for a page that must be served, a web server of this process. The profile is new; it is removed with the
-processes. https://chromedevtools.github.io/devtools-protocol
+The DevTools protocol (https://chromedevtools.github.io/devtools-protocol) controls Chromium and its relatives over a
+pipe, not over a port. The browser reaches no network except this process's web server, if the page must be served. Its
+profile is new, and is removed when the browser ends.
 """
 
 import contextlib
@@ -81,7 +81,7 @@ def opened(file: Path, seconds: float, served: bool = False) -> Iterator["Page"]
 
     Args:
         seconds: time limit for loading the page and computing in it.
-        served: open it from a local web server, which also serves the files next to it.
+        served: open the file from a local web server, which also serves the files next to it.
 
     Raises:
         Unavailable: there is no browser, or it does not start or may not read the file.
@@ -150,7 +150,7 @@ class Page:
 
         Raises:
             RunError: the expression throws, or the time limit is exceeded.
-        Unavailable: the browser has ended.
+            Unavailable: the browser has ended.
         """
         found = self._pipe.ask("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if thrown := found.get("exceptionDetails"):
@@ -212,7 +212,7 @@ class _Pipe:
         return answer["result"]
 
     def wait(self, event: str) -> None:
-        """Wait until an event has come."""
+        """Wait until the browser has reported an event."""
         while not any(name == event for name, _ in self.events):
             self._next()
 

@@ -1,7 +1,7 @@
 """Bundle JavaScript modules into one script: each becomes a function that returns its exports, imported modules first.
 
-Only those forms of import and export are read that the studio's modules use, each at the beginning of a line; a list of
-exports may also follow a semicolon.
+Imports and exports must have one of the forms that the studio's modules use, and begin a line. A list of exports may
+also follow a semicolon.
 """
 
 import re

@@ -65,7 +65,7 @@ def check_file(
     """Compare a file with the engine; return the result, or the reason why this machine cannot compare them.
 
     Args:
-        split: the page reads files next to it.
+        split: whether the page reads files next to it.
 
     Raises:
         RunError: something differs, or the file does not open.
@@ -165,7 +165,7 @@ def _compare_texts(
     """Compare the text that the page writes with the engine's, up to the first token that differs because of rounding.
 
     Raises:
-        RunError: they differ by more than rounding.
+        RunError: the texts differ by more than rounding.
     """
     read, decoder = StreamDecoder(tokenizer), StreamDecoder(tokenizer)
     if given["prompt"] != [read.push(one) for one in tokens[:n_prompt]]:

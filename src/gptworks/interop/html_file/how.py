@@ -86,7 +86,7 @@ def _losses(loaded: LoadedRun) -> list[tuple[int, float | None, float | None]]:
 
 def _thinned(rows: list[Any]) -> list[Any]:
     """Return at most `MOST_LOSSES` rows, by step: all if they fit, else the last row and evenly spaced others. Rows
-    with a held-out loss have at least half of the room."""
+    with a held-out loss get at least half of the places if they need them."""
     held = [row for row in rows[:-1] if row[2] is not None]
     others = [row for row in rows[:-1] if row[2] is None]
     room = MOST_LOSSES - 1

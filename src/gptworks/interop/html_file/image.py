@@ -23,7 +23,7 @@ _LINE = 64
 
 @dataclass(frozen=True)
 class Image:
-    """A model's image."""
+    """A model's memory image, and the positions of its pointers, to which the page adds the image's address."""
 
     parts: tuple[tuple[int, memoryview], ...]
     """Positions and contents, in order; bytes between them are zero."""

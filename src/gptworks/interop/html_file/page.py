@@ -42,7 +42,7 @@ def script() -> str:
 
 
 def as_json(tree: Any) -> str:
-    """Return JSON that may stand in a script element."""
+    """Return a JSON tree as text that is safe inside a script element."""
     return json.dumps(tree, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -50,7 +50,7 @@ def model_page(title: str, page: Any, about: Any, blocks: Iterable[tuple[str, by
     """Yield the page's HTML in pieces; each block is a piece.
 
     Args:
-        page: what the page shows at once, for main.js.
+        page: the content that the page shows at once, for main.js.
         about: the model, for model.js. If it has `files`, the page may fetch them from its own host.
         blocks: names and contents of blocks of bytes; read one at a time.
     """

@@ -59,7 +59,7 @@ def shown(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool
 def _sheets(loaded: LoadedRun) -> dict[str, Any]:
     """Return `made`, the distinct sheets of the layers, and `of`, the index in `made` of each layer's sheet. Sheets
     that differ only in the layer's number and in tensor names count as one."""
-    recipe = loaded.recipe.model_copy(update={"model": loaded.model.config})  # without the heads left out
+    recipe = loaded.recipe.model_copy(update={"model": loaded.model.config})  # without the heads that exports drop
     tensors, shapes = loaded.model.state_dict(), count_parameters(recipe.model).shapes
 
     def stored(names: Sequence[str]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ _UNUSED = {
     "dropout": (None, 0.0), "continuing_subword_prefix": (None, ""), "end_of_word_suffix": (None, ""),
     "alpha": (None,), "nbest_size": (None,),
 }  # fmt: skip
-"""Settings of tokenizer models that the page ignores, and their values for which its token ids are right."""
+"""Settings of tokenizer models that the page ignores → the values with which its token ids are still right."""
 _KEEPS = ("Isolated", "Removed", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 _Step = dict[str, Any]
 
@@ -147,7 +147,7 @@ def _decoder(step: _Step) -> _Step:
 
 
 def _added(tokens: Sequence[_Step], tokenizer: Tokenizer) -> list[_Step]:
-    """Return the added tokens. A token with `normalized` matches its normalized text."""
+    """Return the added tokens. A token with `normalized` matches the normalized form of its text."""
     made: dict[tuple[bool, str], _Step] = {}
     for token in sorted(tokens, key=lambda token: not token["special"]):
         name, normalized = token["content"], token["normalized"]

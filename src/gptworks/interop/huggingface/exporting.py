@@ -133,7 +133,7 @@ def _check_adapted(ours: GPT, adapted: GPT) -> None:
     """Check in fp32 that `adapt_weights` kept the logits: the folder is later compared only with `adapted`.
 
     Raises:
-        RunError: their logits differ.
+        RunError: the logits of the two models differ.
     """
     tokens = torch.randint(
         ours.config.vocab_size, (1, min(64, adapted.config.context_length)), generator=torch.Generator().manual_seed(0)

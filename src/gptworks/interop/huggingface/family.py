@@ -26,7 +26,7 @@ class Family:
     model_type: str
     architecture: str
     prefix: str
-    """Prefix of all tensor names except the head's. Files that were saved from a model without a head lack it."""
+    """Prefix of all tensor names except the head's. Files saved from a model without a head lack the prefix."""
     clauses: tuple[Clause, ...]
     places: tuple[Place, ...]
     other_names: Mapping[str, str] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Family:
     own_split: str | None = None
     """Splitting pattern that AutoTokenizer uses for this architecture instead of the pattern in the folder."""
     exported: bool = True
-    """Whether exports use this architecture. False if another one holds the same models and more programs read it."""
+    """Whether exports use this architecture. False if an architecture that more programs read holds the same models."""
     advice: str = ""
     """Advice in README.md for the users of an exported folder."""
 

@@ -197,12 +197,12 @@ _WRAPPERS = {
     "_orig_mod": "torch.compile", "_fsdp_wrapped_module": "FSDP", "_checkpoint_wrapped_module": "checkpoint_wrapper",
     "module": "DistributedDataParallel", "_forward_module": "DeepSpeed or Lightning", "base_layer": "PEFT",
 }  # fmt: skip
-"""Parts of tensors' names -> the program that adds them to the names of the model that it wraps."""
+"""Parts of tensor names → the program that adds them when it wraps a model."""
 
 
 def _cause(files: Mapping[str, Path], folder: Path) -> str:
-    """Return a sentence on why the files lack a tensor: a wrapper renamed all of them, or other files are read. Return
-    "" if neither is so."""
+    """Return a sentence that explains why a tensor is missing: a wrapper renamed the tensors, or the folder also has
+    files that are not read. Return "" if neither is the case."""
     parts = {part: name for name in files for part in name.split(".")}
     if wrapper := next((part for part in _WRAPPERS if part in parts), None):
         return (

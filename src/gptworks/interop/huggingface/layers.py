@@ -78,8 +78,9 @@ def window_by_layer(
     """Return a clause for a window in some layers, which `layer_types` lists (one type per layer).
 
     Args:
-        switched: `use_sliding_window` turns windows on; without `layer_types`, they begin at layer `max_window_layers`.
-        by_rotation: without `layer_types`, the layers without rotary positions are windowed.
+        switched: whether `use_sliding_window` turns windows on. Without `layer_types`, windows then begin at layer
+            `max_window_layers`.
+        by_rotation: whether, without `layer_types`, the layers without rotary positions are windowed.
         full_every: without `layer_types`, one layer in this many is not windowed.
         full_is: index of that layer among `full_every` layers: 0 first, -1 last.
         pattern: name of the setting that replaces `full_every`; None: there is no such setting.

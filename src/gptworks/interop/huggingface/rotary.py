@@ -113,7 +113,8 @@ def _written(scaling: RopeScaling, original: int) -> Values:
 
 
 def _older(parameters: Values, context: int) -> Values:
-    """Return `rope_scaling` for earlier versions of transformers; for LongRoPE only keys they accept, if possible."""
+    """Return `rope_scaling` for earlier versions of transformers. For LongRoPE, leave out the keys that they refuse,
+    if they compute the same values themselves."""
     factors = {name: parameters[name] for name in ("short_factor", "long_factor") if name in parameters}
     if not factors or "attention_factor" in parameters:
         return dict(parameters)

@@ -134,7 +134,7 @@ def heads(
 
     Args:
         heads, kv_heads, width: names of the settings; None: no such setting.
-        whole: whether the number of heads must divide the model's width even if `config.json` has `width`.
+        whole: whether the number of heads must divide the model's width, even with the setting `width`.
     """
 
     def write(config: ModelConfig) -> Values:

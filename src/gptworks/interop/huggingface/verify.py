@@ -244,8 +244,11 @@ def _compare_original(original: Original, tokenizer: Any, generation: Any) -> No
 
 
 def sequences_for(model: GPT, tokenizer: Tokenizer, texts: Sequence[str] = ()) -> list[list[int]]:
-    """Return sequences of token ids to compare, shortest first: of `TEXTS`, of `texts`, and three of random ids, one of
-    them longer than any window if the context allows."""
+    """Return sequences of token ids to compare, shortest first: `TEXTS`, `texts`, and three sequences of random ids.
+
+    If the context allows, one random sequence is longer than the attention window, and than the original context of
+    a rotary scaling that depends on the text's length.
+    """
     config = model.config
     context, beyond = config.context_length, 96
     if config.window is not None:

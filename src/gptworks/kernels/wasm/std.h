@@ -1,5 +1,5 @@
-// The part of C++'s standard library that the decoding step uses, for WebAssembly without a library: build.py makes
-// every <header> that the sources include read this file.
+// The part of C++'s standard library that the decoding step uses, for WebAssembly, which has no standard library.
+// build.py makes every <header> that the sources include read this file.
 
 #pragma once
 
@@ -51,7 +51,7 @@ template<class T> constexpr typename remove_reference<T>::type &&move(T &&x) {
 template<class T, T... I> struct integer_sequence {};
 template<class T, T N> using make_integer_sequence = __make_integer_seq<integer_sequence, T, N>;
 
-template<class T> class initializer_list { // as the compiler lays it out
+template<class T> class initializer_list { // with the layout that the compiler expects
     const T *first;
     size_t n;
 
@@ -113,7 +113,7 @@ inline int memcmp(const void *a, const void *b, size_t n) {
     return 0;
 }
 
-template<class T> class vector { // elements that are copied by their bytes; new ones are zero
+template<class T> class vector { // of elements that can be copied byte by byte; new elements are zero
     T *first = nullptr;
     size_t n = 0, room = 0;
 
@@ -151,7 +151,7 @@ public:
 };
 
 template<class T> class unique_ptr;
-template<class T> class unique_ptr<T[]> { // of elements that need no destructor
+template<class T> class unique_ptr<T[]> { // of elements without destructors
     T *at = nullptr;
 
 public:
@@ -168,7 +168,7 @@ public:
 // ------------------------------------------------------------------------------------------------------------ threads
 
 enum memory_order { memory_order_relaxed, memory_order_acquire, memory_order_release, memory_order_acq_rel };
-template<class T> struct atomic { // WebAssembly orders all
+template<class T> struct atomic { // WebAssembly has only sequentially consistent operations
     T x;
     atomic(T x = T()) : x(x) {}
     T load(memory_order = memory_order_relaxed) const { return __atomic_load_n(&x, __ATOMIC_SEQ_CST); }

@@ -1,4 +1,4 @@
-// What the kernels need of a system, for WebAssembly: memory, text, and threads.
+// The system services that the kernels need in WebAssembly: memory, text formatting and threads.
 
 #include "../entry.h"
 #include "../threads.h"
@@ -7,11 +7,11 @@
 
 using namespace kernels;
 
-extern "C" char __heap_base; // of the linker: where memory is free
+extern "C" char __heap_base; // set by the linker: start of the free memory
 
 namespace {
 
-// Blocks of 64 · 2^k bytes after one another; those given back wait in a list for their size.
+// Memory is given out in blocks of 64 · 2^k bytes. Each size has a list of the freed blocks, which are reused.
 constexpr size_t LINE = 64, HEADER = LINE, SIZES = 26;
 
 struct Block {
@@ -22,7 +22,7 @@ struct Block {
 char *top = nullptr;
 Block *waiting[SIZES];
 
-// Held while memory is given or taken: no thread waits long for it.
+// A lock that is held while a block is taken or freed. Threads spin, because no thread waits long.
 struct Held {
     static std::atomic<int32_t> taken;
     Held() {
@@ -33,8 +33,8 @@ struct Held {
 };
 std::atomic<int32_t> Held::taken{0};
 
-// New memory, which begins at a multiple of LINE; null where there is none. The caller holds the lock: a trap here
-// would keep it.
+// Returns new memory that begins at a multiple of LINE, or null if there is none. The caller holds the lock, so this
+// function must not trap: the lock would stay held.
 char *more(size_t n) {
     if (!top) top = &__heap_base + (LINE - (uintptr_t)&__heap_base % LINE) % LINE;
     char *const at = top;
@@ -75,7 +75,7 @@ void give_back(void *at) {
     waiting[block->size_class] = block;
 }
 
-// Numbers in decimal, from the end of `digits`.
+// Writes a number in decimal to the end of `digits`; returns its first character.
 const char *decimal(long long x, char (&digits)[24]) {
     char *at = digits + sizeof digits - 1;
     *at = 0;
@@ -95,7 +95,7 @@ void operator delete[](void *at) noexcept { give_back(at); }
 void operator delete(void *at, size_t) noexcept { give_back(at); }
 void operator delete[](void *at, size_t) noexcept { give_back(at); }
 
-// What the compiler calls for checked products of 64 bits.
+// The compiler calls this function for 64-bit products that are checked for overflow.
 extern "C" __int128 __multi3(__int128 a, __int128 b) {
     const auto parts = [](uint64_t x) { return std::pair<uint64_t, uint64_t>(x & 0xffffffff, x >> 32); };
     const auto [a0, a1] = parts((uint64_t)a);
@@ -108,7 +108,7 @@ extern "C" __int128 __multi3(__int128 a, __int128 b) {
 
 extern "C" int __cxa_thread_atexit(void (*)(void *), void *, void *) { return 0; } // no thread ends
 
-// %s, %lld and %zu: all that the kernels write.
+// Formats %s, %lld and %zu, the only conversions that the kernels use.
 int std::vsnprintf(char *to, size_t room, const char *format, va_list values) {
     size_t n = 0;
     const auto put = [&](const char *text) {
@@ -143,17 +143,17 @@ int std::snprintf(char *to, size_t room, const char *format, ...) {
 
 // ------------------------------------------------------------------------------------------------------------ threads
 
-// The page's thread, which may not sleep, and helpers: workers with an instance each over the same memory. A helper
-// looks for work a while, then sleeps.
+// Work runs on the page's thread, which may not sleep, and on helpers. A helper is a worker with its own instance of
+// the module over the same memory. It polls for work for a while, then sleeps.
 namespace {
 
-constexpr int64_t AWAKE = 1 << 19, PATIENT = 1 << 16; // looks at memory, of a nanosecond or two
+constexpr int64_t AWAKE = 1 << 19, PATIENT = 1 << 16; // numbers of polls, a nanosecond or two each
 constexpr int64_t NAP_NANOSECONDS = 50'000;
 
 struct {
-    std::atomic<int32_t> n_helpers{0}, turn{0}; // turn: number of the work
-    std::atomic<int32_t> n_busy{0};             // helpers that are not done with it
-    std::atomic<int32_t> lost{0};               // a thread failed amid it: nobody waits any more
+    std::atomic<int32_t> n_helpers{0}, turn{0}; // turn: number of the current work
+    std::atomic<int32_t> n_busy{0};             // helpers that are still working
+    std::atomic<int32_t> lost{0};               // a thread failed: nobody waits for it any more
     Work work;
     int64_t n_threads;
     Barrier *barrier;
@@ -193,7 +193,7 @@ void Barrier::wait(int64_t n_threads, const Alarm &) {
     }
 }
 
-// Makes a worker a helper; it does not return.
+// Makes the calling worker a helper. Never returns.
 extern "C" void gptworks_help() {
     helps = true;
     int32_t seen = job.turn.load();
@@ -207,14 +207,14 @@ extern "C" void gptworks_help() {
     }
 }
 
-// Called where a thread ended by a trap.
+// Called after a trap ended a thread.
 extern "C" void gptworks_lost() {
     if (job.n_busy.load()) job.lost.store(1), job.n_busy.store(0);
 }
 
 extern "C" int32_t gptworks_threads() { return job.lost.load() ? 1 : 1 + job.n_helpers.load(); }
 
-// Memory for the page to fill: a model's image, and the arguments of a step. Never given back.
+// Returns memory for the page to fill with a model's image or a step's arguments. It is never freed.
 extern "C" void *gptworks_room(size_t n) {
     char *at;
     {

@@ -1,5 +1,5 @@
-// What a page asks about a text beyond its logits: what a step writes down, the logit lens, and what each part of the
-// model adds to a token's logit.
+// What a page shows of a text's computation: intermediate values of a step, the logit lens, and the contribution of
+// each part of the model to a token's logit.
 
 #include "../products.h"
 #include "../step.h"
@@ -11,7 +11,7 @@ using namespace kernels;
 
 namespace {
 
-// Rows [n, k] for products, whose stride is padded.
+// Memory for rows [n, k] of a product, with a padded stride.
 struct Padded {
     int64_t n, stride;
     Buffer x;
@@ -21,10 +21,10 @@ struct Padded {
         if (n >= MANY) common.make_room(n, stride);
     }
     float *row(int64_t i) { return (float *)x.data() + i * stride; }
-    Rows rows() { return {n, stride, row(0), n >= MANY ? &common : nullptr}; } // of one thread
+    Rows rows() { return {n, stride, row(0), n >= MANY ? &common : nullptr}; } // each thread needs its own
 };
 
-// Logits of n rows of the residual stream.
+// Writes the logits of n rows of the residual stream to `out`.
 void lens(const Model &m, const float *stream, int64_t n, float *out, int64_t n_threads) {
     Padded features(n, m.d_model);
     for (int64_t i = 0; i < n; i++)
@@ -41,8 +41,8 @@ double dot(const float *a, const double *b, int64_t n) {
     return sum;
 }
 
-// What a part adds along a direction after a norm. The norm is a linear map here: its divisor is that of row x. Without
-// a weight, there is no norm.
+// Computes how much a part of row x adds along a direction after a norm. The norm's divisor is fixed at that of x, so
+// that the norm is a linear map. A norm without a weight is skipped.
 struct Reader {
     std::vector<double> direction;
     double constant = 0; // what the norm's bias adds
@@ -65,7 +65,8 @@ struct Reader {
     float of(const float *part) const { return dot(part, &direction[0], direction.size()); }
 };
 
-// The parts in the order of gptworks_parts; stream: [2 n_layers + 1, d_model], mixed: [n_layers, n_heads * d_head].
+// Writes the parts to `out` in the order of gptworks_parts. stream: [2 n_layers + 1, d_model]. mixed: [n_layers,
+// n_heads * d_head].
 void parts(const Model &m, int64_t token, int64_t position, int64_t of, const float *stream, const float *mixed,
            float *out, const Team &team) {
     const int64_t width = m.d_model, d_query = m.n_heads * m.d_head;
@@ -76,16 +77,16 @@ void parts(const Model &m, int64_t token, int64_t position, int64_t of, const fl
     const float embedding = logit.of(&part[0]) * m.embedding_scale;
     const float place = m.position ? logit.of(m.position + position * width) : NAN;
     *out++ = embedding;
-    *out++ = m.pairs.weight ? logit.of(stream) - embedding - (m.position ? place : 0) : NAN; // the rest of the sum
+    *out++ = m.pairs.weight ? logit.of(stream) - embedding - (m.position ? place : 0) : NAN; // the rest of the input
     *out++ = place;
-    Padded alone(m.n_heads + 1, d_query), given(m.n_heads + 1, width); // a head's output in each row; none in the last
+    Padded alone(m.n_heads + 1, d_query), given(m.n_heads + 1, width); // a head's output in each row; 0 in the last
     for (const Layer *layer = m.layers; layer < m.layers + m.n_layers; layer++, stream += 2 * width, mixed += d_query) {
         for (int64_t i = 0; i < m.n_heads; i++)
             std::copy_n(mixed + i * m.d_head, m.d_head, alone.row(i) + i * m.d_head);
         Rows rows = alone.rows();
         product(layer->out, rows, {given.row(0), given.stride}, team);
         for (int64_t i = 0; i < width; i++) {
-            part[i] = given.row(m.n_heads)[i]; // the bias, and all heads
+            part[i] = given.row(m.n_heads)[i]; // the bias and all heads
             for (int64_t head = 0; head < m.n_heads; head++) part[i] += given.row(head)[i] - given.row(m.n_heads)[i];
         }
         const Norm &after = layer->norm1_after;
@@ -107,8 +108,8 @@ const Model &checked(const Model *model) {
 
 } // namespace
 
-// Computes the next tokens of texts, and writes down what Watched says. tokens, slots, positions: int64 [rows]; the
-// others float32. attention: [n_layers, n_heads, rows, keys], keys a multiple of 32.
+// Computes a step for the rows, and writes the intermediate values that `Watched` describes. tokens, slots, positions:
+// int64 [rows]. The other tensors are float32. attention: [n_layers, n_heads, rows, keys], keys a multiple of 32.
 extern "C" int gptworks_watch(const Model *model, const Tensor *tokens, const Tensor *slots, const Tensor *positions,
                               const Tensor *stream, const Tensor *attention, const Tensor *mixed, const Tensor *neurons,
                               int64_t n_threads) noexcept {
@@ -131,7 +132,7 @@ extern "C" int gptworks_watch(const Model *model, const Tensor *tokens, const Te
     });
 }
 
-// The logits [n, vocabulary] that rows [n, d_model] of the residual stream give through the final norm and the head.
+// Computes the logits [n, vocabulary] of rows [n, d_model] of the residual stream, by the final norm and the head.
 extern "C" int gptworks_lens(const Model *model, const Tensor *stream, const Tensor *out, int64_t n_threads) noexcept {
     return guarded([=] {
         const Model &m = checked(model);
@@ -141,10 +142,10 @@ extern "C" int gptworks_lens(const Model *model, const Tensor *stream, const Ten
     });
 }
 
-// What each part adds to the logit of token `of` after `token` at `position`, the final norm's divisor held fixed.
-// stream: [2 n_layers + 1, d_model] and mixed: [n_layers, n_heads * d_head], as watched for this token. out: [4 +
-// n_layers * (n_heads + 2)]: the embedding, the pair of tokens, the position; of each layer the heads, the bias of
-// their projection, the MLP; the final norm's bias. NaN for what the model lacks.
+// Computes what each part adds to the logit of token `of` after `token` at `position`, with the final norm's divisor
+// held fixed. stream [2 n_layers + 1, d_model] and mixed [n_layers, n_heads * d_head] are this token's values from
+// gptworks_watch. out: [4 + n_layers * (n_heads + 2)], in this order: the embedding, the pair of tokens, the position;
+// for each layer, its heads, their projection's bias and the MLP; the final norm's bias. Missing parts are NaN.
 extern "C" int gptworks_parts(const Model *model, int64_t token, int64_t position, int64_t of, const Tensor *stream,
                               const Tensor *mixed, const Tensor *out) noexcept {
     return guarded([=] {

@@ -44,8 +44,10 @@ class BigramEmbedding(nn.Module):
 
 
 class Smear(nn.Module):
-    """Adds to each embedding the previous token's, times λ · sigmoid(w · the embedding's first channels), as
-    modded-nanogpt's smear gate."""
+    """Adds the previous token's embedding to each embedding, with a gate (modded-nanogpt's smear gate).
+
+    The gate is λ · sigmoid(w · the embedding's first channels).
+    """
 
     def __init__(self, n_channels: int) -> None:
         super().__init__()

@@ -3,9 +3,9 @@
 A model repeats its context, A B … A → B, by two heads one layer apart (Elhage et al., 2021; Olsson et al., 2022:
 induction heads). In the first layer, a head copies the previous token to each token. In the second, a head finds an
 earlier occurrence of the current token and copies its successor to the output. Training finds these two heads late, so
-the first heads of the first two layers start as such; mimetic initialization likewise imitates trained weights
-(Trockman & Kolter, 2023). The embedding, an untied head and the two layers' QK-norms are set to fit them. All other
-weights start as with `init: normal`, and all are trained.
+the first heads of the first two layers are initialized as these two. Mimetic initialization likewise imitates trained
+weights (Trockman & Kolter, 2023). The embedding, an untied head and the two layers' QK-norms are set to fit the heads.
+All other weights start as with `init: normal`. All weights are trained.
 
 Of the C channels of the residual stream, the first is the same for every token; the next m distinguish tokens; the last
 m receive the output of the first head.

@@ -1,6 +1,6 @@
 """Experimental additions to a block: changes of its input and of attention's values.
 
-`LabParts`, the base class of `gptworks.model.block.Block`, adds these parts. A part is a small module; None if its
+`LabParts`, the base class of `gptworks.model.block.Block`, adds these parts. A part is a small module, or None if its
 setting is off. Scalars are stored as vectors, so that AdamW trains them without decay. Gates' weights start at 0.
 
 Shapes: B batch, T time, C width, H query heads, G key/value heads, D head width, V vocabulary.
@@ -157,9 +157,11 @@ class Gating(nn.Module):
 
 
 class Values(nn.Module):
-    """A layer's values: its own, mixed with the first layer's (Zhou et al., 2024, `Value Residual Learning`), plus the
-    token's vector from a table or a projection of the first block's input, gated for each head (nanochat's `ve_gate`,
-    2 · sigmoid)."""
+    """A layer's values: its own, mixed with the first layer's (Zhou et al., 2024, `Value Residual Learning`).
+
+    A vector is then added: the token's from a table, or a projection of the first block's input. A gate for each head
+    scales the vector (nanochat's `ve_gate`, 2 · sigmoid).
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ class Agent:
                 "several processes train together on Linux and macOS only: use gptworks train, or Linux in WSL 2."
             )
         self._notice = NOTICE
-        """The signal that stops a rank and never ends it before it has saved."""
+        """The signal that makes a rank save and stop; sending it again does not end the rank early."""
         self._n_ranks, self._arguments, self._rendezvous, self._restarts = n_ranks, arguments, rendezvous, restarts
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._stop: str | None = None
@@ -54,10 +54,10 @@ class Agent:
         self._meets = False
 
     def run(self) -> int:
-        """Start the ranks, and again after a failure or with other machines; return the exit code.
+        """Run the ranks, and restart them after a failure or when machines come or leave; return the exit code.
 
         0: the run has ended, or SIGINT has stopped it. `UNFINISHED`: another signal has stopped it. Otherwise the code
-        of the first rank that failed, or 128 + n if signal number n has ended this rank.
+        of the first rank that failed, or 128 + n if signal number n has ended that rank.
 
         Raises:
             RunError: the other machines do not arrive, or the run has ended on one of them.
@@ -122,7 +122,7 @@ class Agent:
             environment = os.environ | common | {"RANK": str(found.node * self._n_ranks + i), "LOCAL_RANK": str(i)}
             command = [sys.executable, "-m", "gptworks", *self._arguments]
             self._ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
-        if self._stop is not None:  # the signal came while they were started
+        if self._stop is not None:  # a signal came while the ranks were being started
             self._signal(signal.Signals[self._stop])
 
     def _pass_on(self, number: int, _: FrameType | None) -> None:
@@ -135,7 +135,7 @@ class Agent:
         self._signal(signal.SIGKILL if self._ends_at_once else number)
 
     def _signal(self, number: int) -> None:
-        """Send the ranks a signal; SIGUSR1 in place of the first SIGTERM, which a scheduler may have sent them too."""
+        """Send the ranks a signal. The first SIGTERM is sent as SIGUSR1: a scheduler may send the ranks SIGTERM too."""
         if number == signal.SIGTERM and self._asked != signal.SIGINT:
             number = self._notice
         for rank in self._ranks:
@@ -145,7 +145,8 @@ class Agent:
     def _wait(self) -> tuple[int, bool]:
         """Wait for all ranks; return the exit code, and whether they were stopped because other machines wait.
 
-        After a rank has failed, the others have `GRACE_SECONDS`; after other machines wait, ranks have `SAVE_SECONDS`.
+        Once a rank has failed, the others have `GRACE_SECONDS` to exit. Once other machines wait, all ranks have
+        `SAVE_SECONDS`.
         """
         code, changed, reported, deadline, look_at = 0, False, False, float("inf"), time.monotonic()
         while True:
@@ -158,7 +159,7 @@ class Agent:
             elif ended and not code:
                 code = UNFINISHED
             if not running or time.monotonic() > deadline:
-                code = code or (UNFINISHED if running else 0)  # those that still run are killed
+                code = code or (UNFINISHED if running else 0)  # ranks that still run are killed below
                 break
             if not changed and time.monotonic() > look_at:
                 changed, look_at = self._rendezvous.others_wait(), time.monotonic() + _OTHERS_SECONDS

@@ -14,8 +14,8 @@ from gptworks.files.fetch import CACHE
 from gptworks.training.distributed.ranks import Ranks
 
 SHARED = ".shared"
-"""Name of a temporary file in the run folder: rank 0 writes random characters to it, which all ranks must find, and
-then each rank writes a byte to it."""
+"""Name of a temporary file in the run folder. Rank 0 writes random characters to it; each rank must find them, and then
+writes a byte to the file."""
 
 SHARED_SECONDS = 5.0
 
@@ -42,13 +42,14 @@ def agreed_checkpoint(ranks: Ranks, run_dir: Path, choose: Callable[[], Checkpoi
 
 
 def check_shared(ranks: Ranks, run_dir: Path) -> None:
-    """Check that every rank sees the run folder and can write its part of a file there, as a save does: rank 0 makes a
-    file of random characters, in which each rank writes one more byte, and then finds all of them. A network file
-    system has up to `SHARED_SECONDS` to show the file, and the bytes.
+    """Check that every rank sees the run folder and can write its part of a file there, as a save does.
+
+    Rank 0 makes a file of random characters, each rank writes one byte to it, and rank 0 checks that all bytes have
+    arrived. A network file system has up to `SHARED_SECONDS` to show the file, and as long again to show the bytes.
 
     Raises:
-        UserError: a rank does not find the file, or rank 0 not a rank's byte; raised on all ranks.
-        RunError: a rank cannot write to the folder.
+        UserError: a rank does not find the file, or rank 0 does not find a rank's byte; raised on all ranks.
+        RunError: a rank cannot write to the folder; raised on all ranks.
     """
     if ranks.size == 1:
         return
@@ -89,7 +90,7 @@ def check_shared(ranks: Ranks, run_dir: Path) -> None:
 
 
 def _waited(holds: Callable[[], bool]) -> bool:
-    """Wait until a condition holds, for up to `SHARED_SECONDS`; return whether it does."""
+    """Wait until a condition holds, for up to `SHARED_SECONDS`; return whether it did."""
     until = time.monotonic() + SHARED_SECONDS
     while not (does := holds()) and time.monotonic() < until:
         time.sleep(0.1)
@@ -108,7 +109,7 @@ def refuse_blind(ranks: Ranks, sees: bool, what: str, rule: str) -> None:
 
     Args:
         what: the file or folder that a rank may fail to see, for the message.
-        rule: what must hold, besides a shared disk, for the message.
+        rule: a condition, besides the shared disk, that the message gives.
 
     Raises:
         UserError: `sees` is false on a rank.

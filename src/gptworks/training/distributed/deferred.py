@@ -2,9 +2,9 @@
 
 On one device, building a model draws random numbers tensor by tensor. Here the same code builds the model on the meta
 device, and its operations are recorded. Once the model is sharded, the operations are repeated: each rank draws each
-whole tensor, in the same order and from the same generator, and keeps its part. Weights are the same bits as on one
-device. A rank holds its parts and one whole tensor; with `init: induction`, also the whole embedding, head and
-attention matrices of two blocks.
+whole tensor, in the same order and from the same generator, and keeps its part. The weights are bit for bit the same as
+on one device. A rank holds its parts and one whole tensor at a time; with `init: induction`, also the whole embedding,
+head and attention matrices of two blocks.
 """
 
 from collections.abc import Mapping

@@ -32,7 +32,7 @@ from gptworks.training.distributed.shards import (
 )
 
 Matrices = Sequence[nn.Parameter]
-"""Matrices of one shape and one kind of sharding, which one rank computes together."""
+"""Matrices of one shape and one kind of sharding, which one rank processes together."""
 
 NOTHING: Part = (slice(0, 0), slice(0, 0))
 
@@ -59,9 +59,10 @@ class Owners:
         self.copy, self.part = divmod(self.number, self.n_parts)
 
     def _group(self, of_parts: bool) -> distributed.ProcessGroup | None:
-        """Return the group of ranks that hold the parts of this rank's copy or, if not `of_parts`, the same part."""
+        """Return the group of ranks that hold the parts of this rank's copy or, if not `of_parts`, the group of ranks
+        that hold the same part in each copy; None: all ranks."""
         names = [name for name in DIMENSIONS if (name in self._divided_over) == of_parts]
-        return self._mesh.get_group(names[0]) if self._mesh is not None and len(names) == 1 else None  # None: all ranks
+        return self._mesh.get_group(names[0]) if self._mesh is not None and len(names) == 1 else None
 
     def part_of(self, matrix: Tensor, number: int | None = None) -> Part:
         """Return the part of a matrix that the owner with this number holds; None: this rank."""
@@ -73,7 +74,8 @@ class Owners:
 
         Args:
             owned: the matrices that each rank of this copy owns, by part number; at least one rank owns some.
-            made: returns this rank's part of a matrix's tensor. The tensor has the matrix's shape; all have one dtype.
+            made: returns this rank's part of a matrix's tensor. The tensor has the matrix's shape; all tensors have one
+                dtype.
         """
         mine = owned[self.part]
         if self.n_parts == 1:
@@ -89,7 +91,7 @@ class Owners:
         return whole
 
     def send(self, owned: Sequence[Matrices], whole: Tensor) -> list[Tensor]:
-        """Send each rank of this copy its parts of `whole`; return this rank's parts, [N, rows, columns] by owner.
+        """Send each rank of this copy its parts of `whole`; return the parts from each owner, [N, rows, columns].
 
         Args:
             owned: the matrices that each rank of this copy owns, by part number.
@@ -106,7 +108,7 @@ class Owners:
         return [v.view(len(m), *shape_of(part)) for v, m, part in zip(received, owned, here, strict=True)]
 
     def send_rows(self, owned: Sequence[Matrices], values: Tensor) -> list[Tensor]:
-        """Send each rank of this copy a number per row of the matrices; return all owners' numbers, [N, rows] by owner.
+        """Send each rank of this copy a number per row of the matrices; return the numbers from each owner, [N, rows].
 
         Args:
             owned: the matrices that each rank of this copy owns, by part number.
@@ -125,7 +127,7 @@ class Owners:
             distributed.broadcast(sent.view(torch.uint8), group=self._group(of_parts=False), group_src=copy)
 
     def _parts_of(self, matrices: Matrices) -> list[Part]:
-        """Return the part of each of these matrices, which are alike, that each rank of a copy holds."""
+        """Return, for each rank of a copy, the part that it holds of any of these matrices, which are divided alike."""
         return [self.part_of(matrices[0], number) if matrices else NOTHING for number in range(self.n_parts)]
 
     def _exchange(self, sent: list[list[Tensor]], sizes: list[int], like: Tensor) -> list[Tensor]:
@@ -144,7 +146,7 @@ class Owners:
 def divided_among_owners(
     matrices: Matrices, mesh: DeviceMesh | None, work: Callable[[tuple[int, ...]], int]
 ) -> Iterator[tuple[Owners, list[list[nn.Parameter]]]]:
-    """Yield, for matrices sharded over the same mesh dimensions, their owners and each owner's matrices, by number.
+    """Yield the owners of all matrices sharded over the same mesh dimensions, and each owner's matrices, by number.
 
     Owners get about equal work. All ranks compute the same division, which depends only on shapes and order.
 

@@ -81,7 +81,7 @@ class Parallel:
         return True
 
     def micro_steps(self, batch_size: int) -> range:
-        """Return the numbers, within a step of `batch_size` samples, of this rank's micro-batches."""
+        """Return the numbers of this rank's micro-batches within a step of `batch_size` samples."""
         return range(self._data_rank, batch_size // self.micro_batch_size, self._n_data)
 
     def build(self, make: Callable[[], GPT], device: torch.device) -> GPT:
@@ -99,11 +99,12 @@ class Parallel:
         return value
 
     def all_reduce_numbers(self, numbers: list[float]) -> list[float]:
-        """Return the sums of numbers over the data-parallel ranks, in float64."""
+        """Return the sum of each number over the data-parallel ranks, in float64."""
         return numbers
 
     def begin_all_reduce(self, timed: Timed) -> None:
-        """Call before the last micro-batch's backward pass, which may all-reduce gradients; `timed` measures waits."""
+        """Let the next backward pass, the step's last, all-reduce the gradients, where the layout allows it. `timed`
+        measures waits for other ranks."""
 
     def finish_gradients(self) -> None:
         """Finish the all-reduce of the step's gradients. Call it after the last micro-batch."""
@@ -130,8 +131,8 @@ class Parallel:
         """Return this rank's shards of whole tensors, which are named `parameter` or `parameter/key`.
 
         Args:
-            holders: for tensors that only one rank keeps, that rank, by name. Other ranks get a tensor without memory,
-                on the meta device.
+            holders: the rank of each tensor that only one rank keeps, by the tensor's name. Other ranks get a tensor
+                without memory, on the meta device.
         """
         return tensors
 
@@ -142,7 +143,7 @@ class Parallel:
 
         Args:
             tensors: this rank's shards, as `shard_tensors` returns them.
-            holders: for tensors that only one rank keeps, that rank, by name.
+            holders: the rank of each tensor that only one rank keeps, by the tensor's name.
         """
         return ((name, TensorPart.whole(tensor)) for name, tensor in tensors.items())
 
@@ -202,8 +203,8 @@ class ManyDevices(Parallel):
     # ------------------------------------------------------------------------------------------- model
 
     def build(self, make: Callable[[], GPT], device: torch.device) -> GPT:
-        """Make this rank's parts of a model. If ranks divide the model, hold at most one whole tensor besides them, and
-        more only with `init: induction` (deferred.py)."""
+        """Make this rank's parts of a model. If ranks divide the model, memory holds these parts and one whole tensor
+        at a time; with `init: induction`, more (deferred.py)."""
         if self.layout.n_parts == 1:
             return self.place(make(), device)
         with Deferred() as deferred:
@@ -276,8 +277,9 @@ class ManyDevices(Parallel):
             with torch.autocast(self.mesh.device_type, dtype=torch.bfloat16, enabled=in_bf16):
                 yield
         finally:
-            for module in sharded:  # else parameters gathered by a forward pass
-                module.reshard()  # without a backward pass would stay, with averaged or outdated weights
+            # Else parameters that a forward pass gathered would stay gathered, with averaged or outdated weights.
+            for module in sharded:
+                module.reshard()
             for block in _sharded_modules(self.model.blocks) if once else ():
                 block.set_reshard_after_forward(self.layout.sharding == "fsdp", recurse=False)
 
@@ -369,8 +371,8 @@ class ManyDevices(Parallel):
     # --------------------------------------------------------------------------------------- evaluation
 
     def split_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield every n-th batch. In the last round, a rank without a batch yields the round's last batch with all
-        targets ignored, because all ranks must take part in gathering blocks."""
+        """Yield every n-th batch on n data-parallel ranks. In the last round, a rank without a batch yields the round's
+        last batch with all targets ignored, because all ranks must take part in gathering blocks."""
         n, index = self._data.size(), self._data.get_local_rank()
         while turn := list(islice(batches, n)):
             if self.ranks.agree_to_stop(self.stop_asked()):
@@ -380,7 +382,7 @@ class ManyDevices(Parallel):
 
 
 def compile_blocks(model: GPT, setting: str, device: torch.device, varying_widths: bool = False) -> None:
-    """Make each block compile at its first run, if `compiles_blocks`.
+    """Make each block compile at its first run, if `compiles_blocks` returns true.
 
     If batches vary in width, one graph serves all widths: a graph per width would soon exceed torch's limit of 8, after
     which blocks run uncompiled.

@@ -6,8 +6,8 @@ by all, since ranks that disagree would wait for one another for ever.
 
 Ranks communicate by collectives, and through the launcher's store. A thread of each rank writes a heartbeat to the
 store every few seconds, with counts of the rank's work: common points passed, forward passes begun, collectives issued.
-If a rank's heartbeats stop (killed, or its machine lost), another rank names it after `timeout_seconds`, or soon after
-a collective fails, and the run ends. The run also ends if all heartbeats continue but no counts rise for
+If a rank's heartbeats stop (it was killed, or its machine lost), another rank reports this after `timeout_seconds`, or
+soon after a collective fails, and the run ends. The run also ends if all heartbeats continue but no counts rise for
 `timeout_seconds`. Every batch of training, evaluation, sampling or reference log-probabilities needs a forward pass,
 which a hook on the model counts (`ManyDevices._placed`): a run that computes is not taken for one that hangs.
 """
@@ -50,8 +50,8 @@ class Ranks:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this process prints messages and writes the run folder; other ranks write their parts of checkpoints
-        and of stored answers."""
+        """Whether this process prints messages and writes the run folder; other ranks write only their parts of
+        checkpoints and of stored answers."""
         return self.rank == 0
 
     def from_rank_zero(self, work: Callable[[], T]) -> T:
@@ -70,11 +70,11 @@ class Ranks:
         return stop
 
     def all_reduce_max(self, seconds: float) -> float:
-        """Return the maximum over all ranks, so that all ranks make the same decisions by the clock."""
+        """Return the maximum of `seconds` over all ranks, so that all ranks make the same decisions by the clock."""
         return seconds
 
     def all_reduce(self, numbers: list[float]) -> list[float]:
-        """Return the sums of numbers over all ranks, in float64."""
+        """Return the sum of each number over all ranks, in float64."""
         return numbers
 
     def broadcast(self, numbers: list[float]) -> list[float]:
@@ -89,8 +89,8 @@ class Ranks:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Context for uncounted work of unknown length, such as reading files: no rank takes the constant counts of
-        this rank for a hang."""
+        """Context for work of unknown length that no count shows, such as reading files: no rank takes this work for a
+        hang."""
         yield
 
 
@@ -248,7 +248,7 @@ def _take_device(device: torch.device, local_rank: int) -> None:
 def _collectives_issued() -> int:
     """Return the number of collectives that this rank has begun, in all process groups.
 
-    A rank for which others wait has begun fewer than they have, also with NCCL, whose calls return at once.
+    A rank that others wait for has begun fewer than those others, even with NCCL, whose calls return at once.
     """
     total = 0
     if distributed.is_initialized():

@@ -29,7 +29,7 @@ T = TypeVar("T")
 DEFAULT_PORT = 29400
 
 JOIN_SECONDS = 600
-"""Time in which the machines of a round must arrive, and in which a machine tries to reach the first one again."""
+"""Time within which the machines of a round must arrive. A machine tries to reach the first machine for as long."""
 
 _STORE_SECONDS = 10
 _PART_SECONDS = 20.0
@@ -44,11 +44,11 @@ class Round(NamedTuple):
     n_nodes: int
     host: str
     port: int
-    """`host` and `port`: where the ranks find their store."""
+    """Port of the ranks' store on `host`."""
 
 
 class ThisMachine:
-    """The rendezvous of a run on one machine, with the ranks' store at a loopback port: there is nobody to wait for."""
+    """The rendezvous of a run on one machine, which waits for no other. The ranks' store is at a loopback port."""
 
     is_shared = False
     interface: str | None = None
@@ -70,10 +70,10 @@ class ThisMachine:
         return False
 
     def end_round(self) -> None:
-        """Count this machine's ranks of the round as ended."""
+        """Record in the store that this machine's ranks of the round have ended."""
 
     def leave(self, over: bool) -> None:
-        """Wait a while until the ranks of all machines have ended, since they may use this machine's store.
+        """Wait up to `_PART_SECONDS` for the ranks of all machines to end, since they may use this machine's store.
 
         Args:
             over: whether the run has ended for all machines, so that none may join any more.
@@ -106,7 +106,8 @@ class Machines(ThisMachine):
         from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
         from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError as Late
 
-        if self._handler is not None and not self._answers():  # its threads wait for a lost connection, maybe for ever
+        # The handler's threads may wait for a lost connection for ever: start this program again.
+        if self._handler is not None and not self._answers():
             hold_signals()
             os.execv(sys.executable, sys.orig_argv)
         until = time.monotonic() + JOIN_SECONDS
@@ -187,7 +188,7 @@ class Machines(ThisMachine):
 
 
 def _in_thread(work: Callable[[], T]) -> "Future[T]":
-    """Start work in a thread that the process does not wait for: a call to a store may never return."""
+    """Start work in a thread; return its future. The process does not wait for the thread: a store may never answer."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -204,13 +205,15 @@ def _call(work: Callable[[], T], seconds: float) -> T:
     """Return what `work` returns; meanwhile, signals are handled at once.
 
     Raises:
-        TimeoutError: it takes longer.
+        TimeoutError: `work` takes longer than `seconds`.
     """
     return _in_thread(work).result(seconds)
 
 
 def check_host(host: str) -> None:
-    """Check that the first machine's name does not mean each machine itself. The name may still be unknown.
+    """Check that the first machine's name is not a loopback name, by which each machine would reach itself.
+
+    An unknown name passes.
 
     Raises:
         UserError: the name has only loopback addresses.
@@ -269,9 +272,9 @@ def _interface_towards(address: str) -> str | None:
 def start_name(store: Any, rank: int, size: int, timeout_seconds: float) -> str:
     """Return a random name that the ranks of this start share; keys that begin with it are theirs only.
 
-    The launcher's store may keep what the ranks of an earlier start wrote, under the same restart count too: torchrun
-    does not count a restart for a machine that comes or leaves. So each rank sends random characters until rank 0
-    answers them with the name, and rank 0 answers until all have confirmed it.
+    The launcher's store may still hold the keys of an earlier start. The restart count does not distinguish the starts,
+    because torchrun does not count a restart for a machine that comes or leaves. So each rank sends random characters
+    until rank 0 answers them with the name, and rank 0 answers until all ranks have confirmed the name.
 
     Raises:
         RunError: not all ranks answer within `timeout_seconds`.

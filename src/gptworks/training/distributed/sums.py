@@ -16,8 +16,8 @@ Timed = Callable[[], AbstractContextManager[None]]
 class GradientSums:
     """All-reduces the gradients of replicated parameters over the ranks of a group.
 
-    Buckets and their order depend only on the parameters: all ranks send the same buckets, whichever gradients they
-    have and whenever they are ready. At most one bucket is in flight, so only its copy takes memory.
+    Buckets and their order depend only on the parameters: all ranks send the same buckets, whichever gradients a rank
+    has and whenever these are ready. At most one bucket is in flight, so only its copy takes memory.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: distributed.ProcessGroup) -> None:
@@ -39,10 +39,10 @@ class GradientSums:
             parameter.register_post_accumulate_grad_hook(made)  # type: ignore[no-untyped-call]
 
     def begin(self, timed: Timed) -> None:
-        """Call before a step's last backward pass, which then sends buckets in order, as their gradients are ready.
+        """Let the next backward pass, the step's last, send each bucket in order once its gradients are ready.
 
         Args:
-            timed: context manager that measures the wait for other ranks.
+            timed: returns a context that measures the wait for other ranks.
         """
         self._awaited, self._timed = [len(bucket) for bucket in self._buckets], timed
 
@@ -55,7 +55,7 @@ class GradientSums:
         self._n_sent = 0
 
     def _made(self, number: int, _: Tensor) -> None:
-        if self._awaited:  # empty before the last micro-batch: a later one will add to the gradient
+        if self._awaited:  # empty before the last micro-batch, because later ones add to the gradient
             self._awaited[number] -= 1
             while self._n_sent < len(self._buckets) and not self._awaited[self._n_sent]:
                 with self._timed():

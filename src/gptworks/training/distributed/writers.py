@@ -30,14 +30,14 @@ class Writers:
         return [text]
 
     def give_up(self) -> None:
-        """Wait for other ranks only a few more seconds, because the run has failed; then the wait raises a RunError."""
+        """Wait for other ranks only `_GRACE_SECONDS` from now, because the run has failed; then raise a RunError."""
 
 
 ONE_WRITER = Writers()
 
 
 class RankWriters(Writers):
-    """Communication of the thread of one of several ranks."""
+    """Communication of one rank's writing thread with the threads of the other ranks."""
 
     def __init__(self, store: Any, rank: int, n_ranks: int) -> None:
         """

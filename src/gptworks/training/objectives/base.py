@@ -1,4 +1,4 @@
-"""The base class of training objectives. The loop uses only `Objective`; subclasses contain their differences.
+"""The base class of training objectives. The loop uses only the members of `Objective`; subclasses override them.
 
 To add an objective, write a settings class in `gptworks.config.objective` and, in a file of this folder, a subclass of
 `Objective` whose annotation of `settings` names that settings class.
@@ -93,8 +93,8 @@ class Objective:
         return self.samples.batch(position, micro_step, size)
 
     def generate(self, position: int, asked: StepBatches) -> StepBatches:
-        """Return the micro-batches to train on, made from `asked`, the step's micro-batches from `batch`; called if
-        `generates`."""
+        """Return the step's micro-batches to train on, generated from `asked`, which has the micro-batches that `batch`
+        returned. Called only if `generates`."""
         raise NotImplementedError
 
     @property
@@ -108,8 +108,8 @@ class Objective:
         return self.train.n_evaluated(self.n_validation, self.context_length)
 
     def count(self, batch: Batch) -> int:
-        """Return the batch's number of targets, or of pairs or answers if each has one loss; the total of a step's
-        batches divides the step's sum of losses."""
+        """Return the batch's number of targets, or of pairs or answers if each of these has one loss. A step's sum of
+        losses is divided by the total of these numbers over its batches."""
         return count_targets(batch)
 
     def loss(self, model: GPT, batch: Batch) -> Losses:

@@ -123,7 +123,7 @@ def with_routing(
 
 
 def counted(batch: Batch) -> Tensor:
-    """Return the number of a batch's targets that are not ignored, int64 on its device, without waiting for it."""
+    """Return the number of a batch's unignored targets, int64 on the device; does not wait for the device."""
     return (batch[1] != IGNORED).sum()
 
 

@@ -74,6 +74,6 @@ class PairsObjective(Objective):
 
 
 def counts(targets: Tensor) -> bool:
-    """Return whether an evaluation batch has targets. `Workers.split_batches` gives ranks without a batch of their own
-    one without targets, to keep ranks in step."""
+    """Return whether an evaluation batch has targets. To keep ranks in step, `Workers.split_batches` gives a rank that
+    has no batch left a batch without targets."""
     return bool((targets != IGNORED).any())

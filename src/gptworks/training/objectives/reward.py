@@ -106,8 +106,8 @@ def trains_adapters_only(model: GPT) -> bool:
 
 
 def sampling_gap(logprobs: Tensor, prompt_tokens: Sequence[int], answers: Sequence[Completion]) -> Tensor:
-    """Return, for each answer, how far the log-probabilities of the engine and of the training step differ: the mean
-    |difference| over the generated tokens, in nats, float32 [B].
+    """Return each answer's mean absolute difference between the engine's and the training step's log-probabilities of
+    the generated tokens, in nats, float32 [B].
 
     The policy gradient assumes that answers are sampled from the policy in training. But the engine adds numbers in
     another order and may round differently; the gap measures the effect.

@@ -74,7 +74,7 @@ _MOST_BYTES = 1 << 24
 
 
 def keep_reward_file(name: str, run_dir: Path, is_new: bool, writes: bool) -> None:
-    """Copy the function's file to a new run's folder, if this rank `writes`; in a resumed run, compare both files.
+    """Copy the function's file to a new run's folder if this rank `writes`; in a resumed run, compare file and copy.
 
     Raises:
         UserError: the file has changed since the run began.

@@ -3,9 +3,9 @@
     first moment    int8    sign(code) · (code / 127)² · largest magnitude in the block
     second moment   uint8   (code / 255)⁴ · largest value in the block
 
-The powers give small values as many codes as large ones: the smallest nonzero first moment is 6e-5 of its block's
-largest, the smallest second moment 2e-10. No second moment has code 0, because a step divides by its root. A step
-computes in float32, one slice of a matrix at a time.
+The powers give small values more codes than a linear scale would: the smallest nonzero first moment is 6e-5 of its
+block's largest, the smallest second moment 2e-10. No second moment has code 0, because a step divides by its root. A
+step computes in float32, one slice of a matrix at a time.
 """
 
 from collections.abc import Iterator

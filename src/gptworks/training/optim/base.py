@@ -67,17 +67,17 @@ class ByOwners(torch.optim.Optimizer):
 
     @cached_property
     def _divided(self) -> list[list[tuple[Owners, list[list[nn.Parameter]]]]]:
-        """For each group, the matrices of each owner. The division is fixed: owners may keep the state of theirs."""
+        """For each group, the matrices of each owner. The division is fixed, because an owner may keep state."""
         return [
             list(divided_among_owners(group["params"], self.mesh, self.ownership.work)) for group in self.param_groups
         ]
 
     def _batches(self, matrices: Matrices) -> Iterator[Matrices]:
-        """Split one owner's matrices into lists that it computes together."""
+        """Split one owner's matrices into lists whose updates the owner computes together."""
         return ([matrix] for matrix in matrices)
 
     def _turn(self, turn: Sequence[Matrices], owners: Owners, group: Group) -> None:
-        """Update one batch of matrices, maybe empty, per owner. Memory holds this rank's updates and one more."""
+        """Update one batch of matrices, maybe empty, per owner. Memory holds this rank's updates and one other."""
         copies = [turn[i : i + owners.n_parts] for i in range(0, len(turn), owners.n_parts)]
         owned = copies[owners.copy]
         mine = self._updates(owned, owners, group) if any(owned) else []

@@ -83,7 +83,8 @@ class Muon(ByOwners, torch.optim.Muon):
         else:
             whole = owners.gather(owned, lambda p: gradient_of(p).lerp(self._average(p), group["momentum"]).bfloat16())
             if mine:
-                matrices = list(whole.float())  # as gradients and averages: the lerp of equal tensors is that tensor
+                # These serve as gradients and as averages: the lerp of two equal tensors returns the same values.
+                matrices = list(whole.float())
                 del whole
                 whole = self._orthogonalized(matrices, matrices, group)
                 del matrices

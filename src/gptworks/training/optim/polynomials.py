@@ -24,8 +24,9 @@ closest to 1 on the interval to which the earlier ones map [0.001, 1] (Amsel et 
 2505.16932, implementation 1)."""
 
 SAFETY = 1.01
-"""Divisor of the argument of each polynomial in `POLAR_EXPRESS` but the last, applied twice to the first: a singular
-value that rounding moves above the interval would grow (the same paper, on finite precision)."""
+"""Divisor of the argument of each polynomial in `POLAR_EXPRESS` except the last; the first polynomial's argument is
+divided twice. Otherwise, a singular value that rounding moves above the interval would grow (the same paper, on finite
+precision)."""
 
 
 def polynomials(kind: Literal["jordan", "polar_express"], n_iterations: int) -> tuple[Polynomial, ...]:

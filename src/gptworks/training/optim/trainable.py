@@ -15,9 +15,9 @@ from gptworks.quantize.linear import hold_packed, weight_tensors
 
 
 def trainable_model(config: ModelConfig, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> GPT:
-    """Make a model in which only trained parameters require gradients. With an adapter over a quantized base, all base
-    weights are zeros, the blocks' matrices quantized, until the base is loaded, so that no unquantized model is ever in
-    memory."""
+    """Make a model in which only trained parameters require gradients. With an adapter over a quantized base, the
+    blocks' matrices are quantized from the start, so that no unquantized model is ever in memory; all base weights are
+    zeros until the base is loaded."""
     if adapter is None or adapter.base == "full":
         return trained_part(GPT(config), adapter, freeze)
     here = torch.get_default_device()

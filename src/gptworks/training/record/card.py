@@ -185,7 +185,7 @@ def _memory(memory: MemoryPeaks | None) -> dict[str, str]:
 
 
 def source_name(source: object) -> str:
-    """Return a source's type, followed by its URL, or by the last name of its path or dataset, if it has one. Of
+    """Return a source's type, followed by its URL, or by the last part of its path or dataset, if it has one. Of
     several URLs, the first is named and the others are counted."""
     kind, names = getattr(source, "type", ""), (getattr(source, name, None) for name in ("url", "path", "dataset"))
     place = next((name for name in names if name), "")

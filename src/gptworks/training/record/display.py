@@ -25,7 +25,7 @@ SLOW_SECONDS = 2.0
 LOSS_MEMORY = 0.95
 """Decay of the progress line's running mean of losses, which covers about 20 steps."""
 FORMS = range(8)
-"""Forms of the progress line, from all figures in words to the step, the loss and the time left."""
+"""Forms of the progress line, from the longest, with all figures, to the shortest: step, loss and time left."""
 SAMPLE_LINES = 6
 """Number of a sample prompt's last lines that are shown."""
 LEAST_BAR, MOST_BAR = 8, 40
@@ -176,8 +176,8 @@ class Display:
         return "" if self._end is None else f"{clock(self._end - time.monotonic())} left"
 
     def _waiting(self) -> str:
-        """Return the current activity and its duration once it has taken `SLOW_SECONDS`. Until then, return only the
-        activity before the end of the first step, and an empty text later."""
+        """Return the current activity and its duration once it has taken `SLOW_SECONDS`. Until then, return the
+        activity without its duration if the first step has not ended yet; otherwise, return an empty text."""
         waited = time.monotonic() - self._since
         if waited >= SLOW_SECONDS:
             return f"{self._doing} {clock(waited)}"
@@ -193,7 +193,7 @@ def _brief(number: float) -> str:
 
 
 def _broken(text: str, width: int) -> str:
-    """Return the text with lines of at most `width` columns, broken between words; a longer word keeps its line."""
+    """Return the text with lines of at most `width` columns, broken between words; a longer word is not broken."""
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]

@@ -24,8 +24,9 @@ class LayerNorms(Listener):
         step.by_layer = self.finish()
 
     def finish(self) -> dict[str, Any]:
-        """Return figures for metrics.jsonl: the root mean square of each block's output (at its last use) in the rank's
-        first micro-batch, and the norm of its gradients; empty at steps that are no multiple of `every`."""
+        """Return figures for metrics.jsonl: the root mean square of each block's output (at the block's last use) in
+        the rank's first micro-batch, and the norm of the block's gradients; empty at steps not divisible by `every`.
+        """
         outputs, self._model.watched = self._model.watched, None
         if not outputs:
             return {}

@@ -119,8 +119,8 @@ def read_metrics(path: Path, skipped: Skipped | None = None, kinds: Collection[s
     """Yield the records of a log, with their keys and values checked; without a file, yield none.
 
     A crash may have truncated or damaged the log: lines that are not records are left out and counted in `skipped`, and
-    invalid values are left out of their records. In memory are the records of one block of 256 KiB, and at most one
-    unfinished line of up to 4 MiB.
+    invalid values are left out of their records. Memory holds only the records of one block of 256 KiB, and at most
+    one unfinished line of up to 4 MiB.
 
     Args:
         kinds: yield only records of these kinds, without parsing lines that name none of them; empty: all records.
@@ -165,7 +165,7 @@ class MetricsReader:
         self._inode: int | None = None
 
     def read(self) -> list[tuple[int, Record]]:
-        """Read the next 256 KiB; return their records, each with the byte offset of its line; empty without a file."""
+        """Read the next 256 KiB; return the records, each with the byte offset of its line; empty without a file."""
         if not self.path.is_file():
             self.at_end = True
             return []
@@ -279,7 +279,7 @@ def last_step(path: Path) -> int:
 
 
 def _parsed(line: bytes) -> Record | str:
-    """Return the record of a line or, if it is not a record, the reason, worded to follow "3 lines"."""
+    """Return the record of a line or, if it is not a record, the reason, such as "without a step"."""
     try:
         record = from_json(line)
     except ValueError:
@@ -325,7 +325,7 @@ _NEEDED: dict[str, dict[str, Callable[[Any], bool]]] = {
 
 
 def _fault(record: Any) -> str | None:
-    """Return the reason why a value is not a record, worded to follow "3 lines"; None if it is a record."""
+    """Return the reason why a value is not a record, such as "without a step"; None if it is a record."""
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         return "without a kind"
     if not _is_count(record.get("step")):

@@ -37,7 +37,7 @@ class RunOutcome(BaseModel):
 
 
 def read_outcome(run_dir: Path) -> RunOutcome | str:
-    """Read the outcome of the run in a folder; return the reason as text if it is unknown."""
+    """Return the outcome of the run in a folder or, if the outcome is unknown, the reason as text."""
     path = run_dir / FILE
     try:
         if path.stat().st_size > _MOST_BYTES:

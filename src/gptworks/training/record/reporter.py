@@ -173,7 +173,7 @@ class Reporter(Listener):
         self.display.step(self.length.reached(progress), done, losses.loss, self._seconds_left(progress, done))
 
     def _seconds_left(self, progress: Progress, done: float) -> float:
-        """Return the seconds until the run's end at this session's pace, evaluations included; announce it once."""
+        """Return the seconds until the run's end at this session's pace, with evaluations; announce the end once."""
         began, done_before = self._started or (0.0, 0.0)
         if self._started is None or done <= done_before:
             return progress.seconds / done * (1 - done) if done else 0.0

@@ -12,7 +12,7 @@ MEASURE_AFTER_SECONDS = 10.0
 """Training time of a session after which the device's rate is measured; shorter sessions report no utilization."""
 
 MOST_MEASURED = 4
-"""Maximum number of measurements of the device's rate. It is measured again if training exceeds the measured rate."""
+"""Maximum number of measurements of the device's rate. The rate is measured again if training exceeds it."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Throughput:
         self.start(0, 0.0)
 
     def count_short(self, tokens: int, length: int) -> None:
-        """Correct the next `pace` for `tokens` in rows of `length`, shorter than the context: they take fewer FLOPs."""
+        """Correct the next `pace` for `tokens` in rows of `length`: rows shorter than the context take fewer FLOPs."""
         self._saved_flops += tokens * (
             self._flops_per_token - forward_flops(self._model, length).training_per_token_dense
         )

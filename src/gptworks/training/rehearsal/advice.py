@@ -42,7 +42,7 @@ class Advice:
 
 
 def advice(plan: Plan, write_seconds: float) -> Iterator[Advice]:
-    """Yield what should change in a planned run.
+    """Yield the changes to recommend for a planned run.
 
     Args:
         write_seconds: the time to write a checkpoint.
@@ -121,8 +121,10 @@ def _pace(plan: Plan, write_seconds: float) -> Iterator[Advice]:
 
 
 def _faster(plan: Plan) -> Advice | None:
-    """Return advice to use the layout of the step with the fewest changes among those that fit and are within 1% of the
-    fastest; None if the gain is too small, or the speed is unknown or measured."""
+    """Return advice to use a faster layout of the step; None if the gain is small, or the speed is unknown or measured.
+
+    Of the layouts that fit and are within 1% of the fastest, the one with the fewest changes is recommended.
+    """
     if plan.tokens_per_second is None or plan.measured is not None:
         return None
     fsdp, other = "train.parallel.strategy=fsdp", not plan.train.parallel.reshard_after_forward

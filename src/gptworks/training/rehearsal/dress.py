@@ -1,4 +1,4 @@
-"""A dress rehearsal of a run on a machine that may have none of its devices."""
+"""A dress rehearsal of a run, on a machine that may have none of the run's devices."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ DISK_GB_PER_SECOND = 1.0
 """Assumed GB/s at which all ranks together write a checkpoint."""
 
 CLOSE, CLOSE_BYTES = 0.01, 4096
-"""Largest relative and absolute differences of shown and planned bytes that count as equal: plans leave out the flags
-with which DDP tells other ranks which tensors have gradients."""
+"""Relative tolerance, and tolerance in bytes, of counted against planned bytes: plans leave out the flags by which each
+DDP rank shows which tensors have gradients."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Traffic:
     what: tuple[str, ...]
     """Identifiers of the planned tensors, as in `Collective.what`."""
     shown_bytes: int
+    """Bytes counted in the rehearsal."""
     planned_bytes: int
 
     @property
@@ -69,7 +70,7 @@ class Rehearsed:
 
     @property
     def traffic(self) -> list[Traffic]:
-        """The collectives of a step, shown and planned; empty if no rank was placed."""
+        """The collectives of a step, as counted in the rehearsal and as planned; empty if no rank was placed."""
         if self.placement is None or not self.placement.ranks:
             return []
         shown = _step_bytes(self.placement.ranks[0], self.plan.micro_steps)
@@ -115,7 +116,7 @@ def rehearse(
     checks: bool = True,
     disk_gb_per_second: float = DISK_GB_PER_SECOND,
 ) -> Rehearsed:
-    """Rehearse a planned run.
+    """Rehearse a planned run and return the results.
 
     Args:
         checks: whether to check the recipe's inputs as training does; not for a preset, which has none.

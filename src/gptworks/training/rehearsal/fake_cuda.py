@@ -1,4 +1,5 @@
-"""Rehearses a training step on fake CUDA tensors, without a GPU: devices, host reads, dtypes and graph breaks.
+"""Rehearses a training step on fake CUDA tensors, without a GPU, to find wrong devices, host reads, float32 products
+and graph breaks.
 
 A CPU build of torch gets the CUDA device that it lacks from fake_cuda.cpp, which a new process preloads. That process
 runs `gptworks.training.rehearsal.watched` and returns a `FakeStep` as JSON. Nothing is computed.
@@ -30,8 +31,8 @@ class Finding:
     operation: str
     """Name of torch's operation, or why a graph breaks or the step failed."""
     where: str
-    """File and line, such as `model/moe.py:53`, of the code that called the operation, in the forward pass if autograd
-    called it; only the file for a tensor that stays on a wrong device; empty if unknown."""
+    """File and line, such as `model/moe.py:53`, of the code that called the operation; if autograd called it, of the
+    code of the forward pass. Only the file for a tensor that stays on a wrong device; empty if unknown."""
     count: int = 1
     """Number of times that it happened."""
     expected: str | None = None

@@ -1,4 +1,4 @@
-"""Rehearses ranks of a run on a process group whose collectives send nothing; in a new process, which runs:
+"""Rehearses ranks of a run on a process group whose collectives send nothing. A new process runs:
 
 python -m gptworks.training.rehearsal.fake_ranks < ranks.json
 
@@ -148,7 +148,7 @@ class _FakeRanks(Ranks):
 
 
 class _Measured(ManyDevices):
-    """Measures how much the process grows until its parts are made, before FSDP gathers some for the first time: on a
+    """Measures how much the process grows until the rank's parts are made, before FSDP first gathers some of them: on a
     GPU, gathered parts are not in the host's memory."""
 
     grown_bytes: int | None = None
@@ -163,7 +163,7 @@ class _Measured(ManyDevices):
 
 
 class _OnFakeTensors(ManyDevices):
-    """Builds the model on the meta device, and replaces its parts by fake tensors once they are divided."""
+    """Builds the model on the meta device, and replaces its parts by fake tensors once the model is divided."""
 
     def build_on_meta(self, make: Callable[[], GPT]) -> None:
         """Build the model on the meta device and divide it, outside of `FakeTensorMode`: modules cannot exchange fake

@@ -1,6 +1,6 @@
 """Counts the memory of tensors during a step of a run, to compare it with the plan.
 
-The process grows by more: also by freed memory that the allocator keeps, torch's code, and files.
+The process grows by more than these tensors: also by freed memory that the allocator keeps, torch's code, and files.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Measures memory and speed of real training steps of a new model; memory always in a new process, which runs:
+"""Measures memory and speed of real training steps of a new model. Memory is measured in a new process, which runs:
 
 python -m gptworks.training.rehearsal.measure keep|return < rehearsal.json
 """
@@ -52,8 +52,8 @@ def measure_speed(rehearsal: Rehearsal) -> Measured:
 
 
 def median_of_turns(turns: Iterable[tuple[float, ...]], least: int, most: int, seconds: float) -> list[float]:
-    """Return the median of each column of numbers of seconds, from at least `least` rows, and at most as many as `most`
-    or as sum to `seconds`.
+    """Return the median of each column of `turns`, whose rows hold seconds. Read at least `least` rows and at most
+    `most`, and stop before another row like the last one would raise the sum above `seconds`.
 
     Raises:
         RunError: a step failed.

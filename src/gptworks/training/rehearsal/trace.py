@@ -199,7 +199,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its operation on this rank's part comes here again
+            return NotImplemented  # the operation on this rank's part is dispatched here next
         for tensor in tree_leaves((args, kwargs)):
             if not isinstance(tensor, Tensor) or tensor.is_meta:
                 continue

@@ -63,7 +63,7 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its operation on this rank's part comes here again
+            return NotImplemented  # the operation on this rank's part is dispatched here next
         out = function(*args, **(kwargs or {}))
         name = function.name()
         if "c10d" in name and "wait" not in name:

@@ -1,4 +1,5 @@
-"""Runs a training step on fake CUDA tensors and records what a GPU would refuse or wait for; in its own process:
+"""Runs a training step on fake CUDA tensors and records what a GPU would refuse or wait for. Run it in its own
+process:
 
 python -m gptworks.training.rehearsal.watched < rehearsal.json   (with the library of fake_cuda.cpp preloaded)
 """
@@ -236,8 +237,8 @@ def _message(error: Exception) -> str:
 
 @contextmanager
 def fake_cuda(watch: Watch) -> Iterator[None]:
-    """Context in which tensors are fake, CUDA is there, and waits for it are recorded in `watch`. Enter `watch` itself
-    around the operations to watch. `torch.cuda` stays fake afterwards.
+    """Context in which tensors are fake, CUDA appears available, and waits for CUDA are recorded in `watch`. Enter
+    `watch` itself around the operations to watch. `torch.cuda` stays fake afterwards.
 
     Raises:
         RuntimeError: the library of fake_cuda.cpp is not preloaded.
@@ -312,7 +313,7 @@ def _count_graphs(step: TrainStep, rehearsal: Rehearsal, batch: Batch, watch: Wa
 
 
 class _Event:
-    """`torch.cuda.Event`, done as soon as it is recorded."""
+    """A substitute for `torch.cuda.Event`, done as soon as it is recorded."""
 
     watch: Watch
 
@@ -330,7 +331,7 @@ class _Event:
 
 
 class _Stream:
-    """`torch.cuda.Stream`, the only one."""
+    """A substitute for `torch.cuda.Stream`; the fake device has only one stream."""
 
     watch: Watch
 

@@ -3,7 +3,7 @@
 import { bytes, count } from "../../../studio/static/js/format.js";
 import { html, useEffect, useState } from "../../../studio/static/js/ui.js";
 
-/** The part. page: what the file states (html_file/shown.py); model: a promise of the model. */
+/** Return the part's component. The first argument is the page's content (html_file/shown.py); model: a promise. */
 export function about({ facts, card, recipe, how }, model) {
   const figures = [
     ["Parameters", count(facts.parameters)],
@@ -36,7 +36,7 @@ export function about({ facts, card, recipe, how }, model) {
   };
 }
 
-/** What the run states, in its own words. */
+/** Return rows of a name and a text on how the model was made. */
 function made({ rows = {}, data, loss, objective, imported }) {
   const trainedOn = data && [
     data.name,

@@ -1,15 +1,15 @@
-// In place of the studio's api.js: the model of this file answers, and nothing leaves the page.
+// Replaces the studio's api.js: the model of this file answers, and nothing leaves the page.
 
 import { readText, readToken } from "./reading.js";
 
-export const serves = false; // requests of other programs
-export const hasRuns = false; // other checkpoints, and the training data
+export const serves = false; // no requests of other programs
+export const hasRuns = false; // no other checkpoints, and no training data
 
 let answers = null;
 
 export class ApiError extends Error {}
 
-/** model: a promise of the model. state, sheets: the studio's answers to studio/state and studio/model/sheet. */
+/** Set the answers: `model` (a promise), `state` for studio/state, and `sheets` for studio/model/sheet. */
 export function answerBy(model, state, sheets) {
   answers = { model, state, sheets };
 }
@@ -31,7 +31,7 @@ export async function post(path, body, { signal } = {}) {
   return path in POSTS ? POSTS[path](await answers.model, body, signal) : unanswered(path);
 }
 
-/** Layers that differ by the names of their tensors alone share a sheet. */
+/** Return a layer's sheet. Layers that differ only in the names of their tensors share a sheet. */
 function sheetOf(layer) {
   const { made, of } = answers.sheets;
   const sheet = made[of[layer]];

@@ -1,17 +1,17 @@
 // Blocks of bytes, as html_file/blocks.py writes them: in the page's text, or in files next to it.
 
 const MASK = 0x55;
-const REPLACED = [0x00, 0x0d, 0x3c]; // characters that a page cannot hold; U+00C0 and the next ones are in their place
+const REPLACED = [0x00, 0x0d, 0x3c]; // characters that a page cannot hold; U+00C0 to U+00C2 replace them
 const FIRST_REPLACING = 0xc0;
 const SUMS_BYTES = 8;
 
 const BITS = Uint8Array.from({ length: 0xc3 }, (_, code) => (REPLACED[code - FIRST_REPLACING] ?? code) ^ MASK);
 
-/** What a damaged file says. */
+/** Return the error for a damaged file. */
 export const damaged = () =>
   new Error("This file is not whole, or was changed on its way: copy it again, or export it again.");
 
-/** The n bytes of a text: eight characters for seven bytes, the last of which may be missing; then their sums. */
+/** Decode n bytes from a text, eight characters for seven bytes; throw if the checksums after them are wrong. */
 export function bytesOf(text, n) {
   const size = 4 * Math.ceil(n / 4) + SUMS_BYTES;
   const made = new Uint8Array(size);
@@ -20,7 +20,7 @@ export function bytesOf(text, n) {
   for (let at = 0, i = 0; at < size; at += 7, i += 8) {
     const first = (bits(i) << 21) | (bits(i + 1) << 14) | (bits(i + 2) << 7) | bits(i + 3);
     const second = (bits(i + 4) << 21) | (bits(i + 5) << 14) | (bits(i + 6) << 7) | bits(i + 7);
-    made[at] = first >> 20; // what lies beyond the end is not kept
+    made[at] = first >> 20; // writes beyond the end have no effect
     made[at + 1] = first >> 12;
     made[at + 2] = first >> 4;
     made[at + 3] = (first << 4) | (second >> 24);
@@ -41,8 +41,8 @@ export function bytesOf(text, n) {
 
 export const BLOCK_BYTES = 7 * 2 ** 21;
 
-/** The bytes of a file next to the page. The browser asks the server whether its own copy is still current, and refuses
- * bytes with another SHA-256 than `sum`. */
+/** Return the bytes of a file next to the page. The browser asks the server whether its cached copy is current, and
+ * refuses bytes with another SHA-256 than `sum`. */
 export async function fetched([file, sum]) {
   if (location.protocol === "file:")
     throw new Error(

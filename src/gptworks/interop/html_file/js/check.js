@@ -1,8 +1,8 @@
-// What a page computes, for the export to compare with the engine (html_file/checking.py): in a browser, or in Node.
+// Computes what the export compares with the engine (html_file/checking.py), in a browser or in Node.
 
 /**
- * asked: `tokens` to score, of which `n_prompt` are a prompt; `texts` to encode; `chats` to render.
- * The logits of each token are left to `rowOf`, as base64 of float32.
+ * Return the model's results for `tokens` to score, of which the first `n_prompt` are a prompt, `texts` to encode and
+ * `chats` to render. Afterwards, `gptworks.rowOf(i)` returns the logits after token i, float32 in base64.
  */
 export async function answered(model, { tokens, n_prompt, texts, chats }) {
   const rows = [];
@@ -31,7 +31,7 @@ export async function answered(model, { tokens, n_prompt, texts, chats }) {
   };
 }
 
-const WARM_MS = 150; // of writing, in which a browser compiles the code for speed
+const WARM_MS = 150; // milliseconds of generation, in which a browser optimizes the code
 
 const GREEDY = { temperature: 0, ignore_eos: true, seed: 0 };
 

@@ -1,4 +1,4 @@
-// A conversation as a prompt, by the run's chat template: as gptworks/chat_template.py and infer/fitting.py make it.
+// Turns a conversation into a prompt by the run's chat template, as gptworks/chat_template.py and infer/fitting.py do.
 
 import { escaped } from "./tokenizer.js";
 import { Template } from "./vendor/jinja.js";
@@ -19,7 +19,10 @@ export class ChatTemplate {
     return this.template.render(given);
   }
 
-  /** The ids. Special tokens come only from the template: in messages a guard stands inside their names. */
+  /**
+   * Return a conversation's token ids. Special tokens come only from the template: a guard character inside their names
+   * in messages keeps these names plain text.
+   */
   encode(messages) {
     const all = JSON.stringify(messages);
     let code = 0xe000;
@@ -42,7 +45,10 @@ export class ChatTemplate {
     );
   }
 
-  /** The prompt that leaves room for an answer; where it is too long, without the oldest turns. */
+  /**
+   * Return the ids of a prompt that leaves room for an answer, and the number of turns dropped. If the conversation is
+   * too long, its oldest turns are dropped.
+   */
   fit(messages, context, answer_tokens) {
     const turns = messages.flatMap((one, i) => (one.role === "system" ? [] : [i]));
     const starts = [...turns.slice(0, 1), ...turns.slice(1).filter((i) => messages[i].role === "user")];

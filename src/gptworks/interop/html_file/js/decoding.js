@@ -1,6 +1,6 @@
-// Tokens to text, as the decoders of a tokenizer.json do it, and as gptworks/tokenizer.py streams it.
+// Converts tokens to text as the decoders of a tokenizer.json do, and streams text as gptworks/tokenizer.py does.
 
-/** GPT-2's characters for bytes: printable ones stand for themselves, the others come from U+0100 on. */
+/** Return GPT-2's character for each byte: the same code for printable bytes, codes from U+0100 on for the others. */
 function byteCharacters() {
   const made = [];
   let next = 256;
@@ -15,7 +15,7 @@ const CHARACTER_OF = byteCharacters();
 const BYTE_OF = new Map(CHARACTER_OF.map((character, byte) => [character, byte]));
 const INCOMPLETE = "\ufffd";
 
-/** A text's bytes as GPT-2's characters. */
+/** Return a text's bytes as GPT-2's characters. */
 export function spelledInBytes(text) {
   return Array.from(new TextEncoder().encode(text), (byte) => CHARACTER_OF[byte]).join("");
 }
@@ -31,7 +31,7 @@ function bytesOf(name) {
     : [...new TextEncoder().encode(name)];
 }
 
-/** A run of byte tokens as text; each byte is a replacement character if the run is not UTF-8. */
+/** Return the text of consecutive byte tokens; a replacement character for each byte if the bytes are not UTF-8. */
 function runOfBytes(bytes) {
   try {
     return [utf8(bytes, true)];
@@ -71,26 +71,26 @@ const STEPS = {
   Replace: (tokens, { from, to }) => tokens.map((token) => token.replaceAll(from, () => to)),
   Metaspace: (tokens, { replacement, prefixed }) =>
     tokens.map((token, i) => token.replaceAll(replacement, i === 0 && prefixed ? "" : " ")),
-  Spaced: (tokens) => [tokens.join(" ")], // no decoder
+  Spaced: (tokens) => [tokens.join(" ")], // for a tokenizer without a decoder
 };
 
-/** The text of ids, without special tokens. */
+/** Return the text of ids, without special tokens. */
 export function decoded(ids, { names, decoder }, special) {
   let tokens = ids.filter((id) => names[id] && !special.has(id)).map((id) => names[id]);
   for (const step of decoder) tokens = STEPS[step.type](tokens, step);
   return tokens.join("");
 }
 
-/** How many bytes of text a token has; 0 for a special one, and where it depends on its neighbours. */
+/** Return the number of bytes of a token's text; 0 for a special token, or if the text depends on other tokens. */
 export function sizeOf(id, { names, decoder }, special) {
   if (decoder.length !== 1 || special.has(id)) return 0;
   const sizes = { ByteLevel: (name) => bytesOf(name).length, Fuse: (name) => new TextEncoder().encode(name).length };
   return sizes[decoder[0].type]?.(names[id]) ?? 0;
 }
 
-/** Decodes tokens as they come, and holds back the bytes of an incomplete character. Joined, it is the text of all. */
+/** Decodes tokens one by one, and holds back incomplete characters. The joined texts are the text of all tokens. */
 export class Decoder {
-  /** before: the ids that precede; the text of the next one may depend on them. */
+  /** before: the ids of preceding tokens, on which the text of the next token may depend. */
   constructor(tokenizer, before = []) {
     this.tokenizer = tokenizer;
     this.context = []; // tokens last shown

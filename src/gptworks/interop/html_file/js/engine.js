@@ -1,36 +1,40 @@
-// The kernels in WebAssembly over one model's image: logits of tokens, with a cache of one text.
+// Computes logits with the WebAssembly kernels from one model's image, with a cache for one text.
 
 import { MOST_THREADS, instantiate } from "./kernels.js";
 
-export const AT_ONCE = 16; // tokens of a step
+export const AT_ONCE = 16; // most tokens of a step
 const INT64 = 5; // a dtype's number in entries.py
 export const FLOAT32 = 0;
 export const THREADS = BigInt(MOST_THREADS);
 const TENSOR_BYTES = 104; // entries.py: a pointer, two numbers, 5 sizes, 5 strides
 
-const TRIED = 5; // steps on all threads, and then on one,
-const AGAIN = 256; // of so many
+const TRIED = 5; // steps timed on all threads, and then on one
+const AGAIN = 256; // steps after which both are timed again
 
-/** All threads, or one where that is faster: others may need the cores, and a step waits for its slowest thread. */
+/** Chooses all threads or one, whichever is faster: if other programs use the cores, a step waits for a late thread. */
 class Pace {
   constructor() {
     this.n = -1;
     this.times = [0, 0]; // milliseconds on all threads, on one
   }
 
-  /** Run a step, given how many threads are to compute it. */
+  /** Run `step` with the number of threads to use. */
   run(step) {
     const at = (this.n += 1) % AGAIN;
     const tries = at < 2 * TRIED;
     const kind = Number(tries ? at >= TRIED : this.times[0] > this.times[1]);
     const began = performance.now();
     step(kind === 0 ? THREADS : 1n);
-    if (tries) this.times[kind] = at % TRIED ? this.times[kind] + performance.now() - began : 0; // the first wakes them
+    // The first try also wakes the threads, so its time does not count.
+    if (tries) this.times[kind] = at % TRIED ? this.times[kind] + performance.now() - began : 0;
   }
 }
 
 export class Engine {
-  /** module: bytes. model: `_model` of html_file/exporting.py. fill(memory, at): copies the image into memory. */
+  /**
+   * Return an engine. module: the kernels' bytes; model: the result of `_model` in html_file/exporting.py; fill(memory,
+   * at): copies the image to the address `at` in the memory.
+   */
   static async load(module, model, fill) {
     const { kernels, memory } = await instantiate(module);
     const engine = new Engine(kernels, memory, model);
@@ -59,7 +63,7 @@ export class Engine {
     for (const at of pointers) view.setUint32(this.base + at, view.getUint32(this.base + at, true) + this.base, true);
   }
 
-  /** How many threads compute. */
+  /** The number of threads. */
   get threads() {
     return this.kernels.gptworks_threads();
   }
@@ -72,7 +76,7 @@ export class Engine {
     return { at: this.room(TENSOR_BYTES), data: this.room(bytes), kind };
   }
 
-  /** What fails in the kernels ends by a trap; they keep the reason. */
+  /** Return work(). If the kernels trap, throw an Error with the reason that they have kept. */
   guarded(work) {
     try {
       return work();
@@ -98,7 +102,7 @@ export class Engine {
     return tensor.at;
   }
 
-  /** Forget all cached tokens except those with which `tokens` begins, without its last one; return how many remain. */
+  /** Keep only the cached tokens that equal the start of `tokens` before its last token; return their number. */
   keep(tokens) {
     let n = 0;
     while (n < this.held.length && n < tokens.length - 1 && this.held[n] === tokens[n]) n += 1;
@@ -106,7 +110,10 @@ export class Engine {
     return n;
   }
 
-  /** Write down the next tokens, and which of them are wanted, for the kernels: tokens, slots, positions, wanted. */
+  /**
+   * Write the kernels' inputs for the next tokens, and return the addresses of these tensors: tokens, slots, positions,
+   * and `wanted`, the indices of the tokens after which logits are computed.
+   */
   inputs(tokens, wanted = []) {
     const lists = [tokens, tokens.map(() => 0), tokens.map((_, i) => this.held.length + i), wanted];
     return lists.map((list, i) => {
@@ -115,7 +122,7 @@ export class Engine {
     });
   }
 
-  /** Compute the next tokens of the text, at most AT_ONCE. Logits of the last `n_wanted`, one Float32Array each. */
+  /** Compute the next tokens, at most AT_ONCE; return the logits of the last `n_wanted`, one Float32Array each. */
   step(tokens, n_wanted = 1) {
     const rows = tokens.map((_, i) => i);
     const places = this.inputs(tokens, rows.slice(rows.length - n_wanted));
@@ -131,8 +138,8 @@ export class Engine {
   }
 
   /**
-   * Read a text, and return the logits after its last token. With `from`, compute at least from token `from` on, and
-   * call `score(i, logits)` with the logits that predict token i. `rest()` is awaited between steps.
+   * Read a text, and return the logits after its last token. With `from`, do not use the cache for tokens from `from`
+   * on, and call `score(i, logits)` with the logits that predict token i. `rest()` is awaited between steps.
    */
   async read(tokens, { from = null, score = null, rest = () => {} } = {}) {
     if (from !== null) this.held.length = Math.min(this.held.length, from);

@@ -25,14 +25,14 @@ export async function instantiate(module) {
   return { kernels, memory };
 }
 
-/** The module, importing memory that is not shared: browsers refuse to share it where a page is not isolated. */
+/** Return the module with an import of unshared memory: a page that is not isolated may not share its memory. */
 function unshared(module) {
   const made = module.slice();
   made[new TextDecoder("latin1").decode(module.subarray(0, 4096)).indexOf(SHARED) + SHARED.length - 1] = 1;
   return made;
 }
 
-/** What a worker does; it sees nothing of this file. */
+/** The whole code of a worker, which cannot use other names of this file. */
 function help() {
   globalThis.onmessage = async ({ data: { compiled, memory, stack, tls } }) => {
     const { exports } = await WebAssembly.instantiate(compiled, { env: { memory } });

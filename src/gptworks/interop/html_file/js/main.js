@@ -15,7 +15,7 @@ import { Model } from "./model.js";
  * Load the model.
  *
  * textOf(id): the text of the file's block with this id. fileOf([name, sum]): the bytes of a file next to the page.
- * progress(share): how much of the weights has been read.
+ * progress(share): called with the share of the weights that has been read.
  */
 export async function load(textOf, fileOf = fetched, progress = () => {}) {
   const about = parsed(textOf("about"));
@@ -40,14 +40,14 @@ function parsed(text) {
   }
 }
 
-const SOON_MS = 400; // a model that is there by then needs no line that says so
+const SOON_MS = 400; // a model that loads within this time needs no progress line
 
 if (typeof document === "undefined") globalThis.gptworks = { load };
 else {
   document.querySelector(".nothing-came").remove();
   const textOf = (id) => {
     const block = document.getElementById(id);
-    block?.remove(); // the page keeps it no longer than it is needed
+    block?.remove(); // free the memory
     return block?.textContent ?? null;
   };
   const written = document.getElementById("page").textContent;
@@ -70,7 +70,7 @@ else {
     )
     .finally(() => clearTimeout(slow));
   answerBy(model, state, page.sheets);
-  globalThis.gptworks = { model }; // the export checks it (html_file/checking.py)
+  globalThis.gptworks = { model }; // for the export's check (html_file/checking.py)
   part("play", "Play", () => Promise.resolve(play));
   part("read", "Read", () => Promise.resolve(read));
   part("explain", "Explain", () => Promise.resolve({ Part: explain(page, state, model) }));

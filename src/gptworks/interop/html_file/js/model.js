@@ -1,4 +1,4 @@
-// The model of this file: texts by the kernels, as the events that the studio's server sends.
+// The model of this file. It generates texts as the events that the studio's server would send.
 
 import { ChatTemplate } from "./conversation.js";
 import { Engine } from "./engine.js";
@@ -7,11 +7,11 @@ import { Decoder, Tokenizer } from "./tokenizer.js";
 import { Trace } from "./trace.js";
 
 const LEAST_LOGPROB = -9999; // JSON has no infinity
-const CONTEXT_TOKENS = 16; // of the prompt, which the text of the next token may depend on
-const AT_ONCE_MS = 30; // of work, before the page may draw
+const CONTEXT_TOKENS = 16; // last tokens of a prompt, on which the next token's text may depend
+const AT_ONCE_MS = 30; // milliseconds of work after which the page may draw
 
 export class Model {
-  /** about: what html_file/exporting.py states. */
+  /** about: the facts that html_file/exporting.py writes. module, fill: see Engine.load. */
   static async load(about, module, fill) {
     return new Model(about, await Engine.load(module, about.model, fill));
   }
@@ -24,7 +24,7 @@ export class Model {
     this.turn = Promise.resolve(); // texts wait for one another
   }
 
-  /** The events of a text. request: as the studio's page sends it. */
+  /** Generate a text, and yield its events. request: the request of the studio's page. */
   async *generate(request, signal) {
     const done = await this.myTurn();
     try {
@@ -43,7 +43,7 @@ export class Model {
     return done;
   }
 
-  /** The result of work(rest) while no other text is computed; `rest()` lets the page draw, and ends stopped work. */
+  /** Return the result of work(rest), run while no other text is computed. `rest()` lets the page draw; see Clock. */
   async inTurn(work, signal) {
     const done = await this.myTurn();
     try {
@@ -55,12 +55,12 @@ export class Model {
     }
   }
 
-  /** What is computed on the way to the logits of a text of a few tokens (trace.js). */
+  /** Return the trace of a short text (trace.js). */
   trace(ids, signal) {
     return this.inTurn((rest) => this.traced(ids, rest), signal);
   }
 
-  /** The same in the caller's turn, of the tokens from `first` on. */
+  /** Return the trace of a text's tokens from `first` on. The caller must have the turn. */
   traced(ids, rest, first = 0) {
     return Trace.read(this.engine, ids, rest, first);
   }
@@ -141,7 +141,7 @@ export class Model {
 
 const EMPTY = { logprob: null, top: [] };
 
-/** Lets the page draw, and ends the work if it was stopped. */
+/** Lets the page draw from time to time, and throws if the work was stopped. */
 class Clock {
   constructor(signal) {
     this.signal = signal;

@@ -1,11 +1,11 @@
-// The tokens of a piece of text, by the kinds of model that a tokenizer.json has: their ids are those of the library
-// `tokenizers`, whose order of merges and of sums is kept.
+// Converts a piece of text to token ids by the kinds of model that a tokenizer.json can have. The ids equal those of
+// the library `tokenizers`, because merges and sums have the same order.
 
-const MOST_WORDS = 50_000; // that are remembered
+const MOST_WORDS = 50_000; // most pieces remembered
 const LONGEST_WORD = 256;
 const UNKNOWN_PENALTY = 10; // below the lowest score of a token
 
-/** The function that turns a piece into ids, and remembers short ones. */
+/** Return a function that turns a piece into ids, and remembers the ids of short pieces. */
 export function modelOf(words) {
   const ids = new Map(words.known.map((id) => [nameOf(words, id), id]));
   const model = { BPE: Pairs, Unigram: Likeliest, WordLevel: Whole }[words.kind];
@@ -21,12 +21,12 @@ export function modelOf(words) {
   };
 }
 
-/** A token's name in the model's vocabulary; in texts an added token may have another. */
+/** Return a token's name in the model's vocabulary. In texts, an added token may have another name. */
 function nameOf(words, id) {
   return words.inner[id] ?? words.names[id];
 }
 
-/** Tokens of the bytes of a text, <0x00> to <0xFF>; null where one of them is missing. */
+/** Return the byte tokens, <0x00> to <0xFF>, of a text; null if the vocabulary lacks one of them. */
 function fallback(text, ids) {
   const found = Array.from(new TextEncoder().encode(text), (byte) =>
     ids.get(`<0x${byte.toString(16).toUpperCase().padStart(2, "0")}>`),
@@ -82,7 +82,7 @@ class Pairs {
     return made;
   }
 
-  /** Merge the pair of lowest rank, the leftmost of equals, until none is left. */
+  /** Merge the pair of lowest rank, the leftmost of equal ranks, until no pair can be merged. */
   merged(ids) {
     const n = ids.length;
     const before = ids.map((_, i) => i - 1);
@@ -110,7 +110,7 @@ class Pairs {
 
 const pair = (a, b) => a * 2 ** 26 + b;
 
-/** A heap: the lowest rank, the leftmost of equals, first. */
+/** A heap of possible merges: the lowest rank first, of equal ranks the leftmost. */
 class Queue {
   constructor() {
     this.items = [];
@@ -143,7 +143,7 @@ class Queue {
 
 const below = (a, b) => a.rank < b.rank || (a.rank === b.rank && a.at < b.at);
 
-/** Unigram: the tokens whose scores have the largest sum. */
+/** Unigram: finds the tokens whose scores have the largest sum. */
 class Likeliest {
   constructor(words, ids) {
     Object.assign(this, { words, ids });
@@ -163,7 +163,7 @@ class Likeliest {
     });
   }
 
-  /** The borders of the tokens; unknown characters in a row are one token. */
+  /** Return the [start, end] of each token. Consecutive unknown characters are one token. */
   path(piece) {
     const { scores, unknown } = this.words;
     const best = [{ score: 0 }]; // the best path to each position

@@ -1,15 +1,15 @@
-// The answers of the part Read, as the studio's server gives them (gptworks/studio/read.py, interpret/text.py).
+// Answers the requests of the part Read as the studio's server does (gptworks/studio/read.py, interpret/text.py).
 
 import { sizeOf } from "./decoding.js";
 import { scored } from "./sampling.js";
 import { Decoder } from "./tokenizer.js";
 
 const MOST_TOKENS = 8192;
-const STRETCHES = 32; // of the text, each with its bits per byte
-const NEIGHBOURS = 3; // on each side of a token, which the logit lens shows
+const STRETCHES = 32; // number of parts of a text that get their bits per byte
+const NEIGHBOURS = 3; // tokens on each side of a token for which the logit lens is shown, too
 const N_TOP = 5;
 
-/** A text's tokens and their losses. */
+/** Return a text's tokens and their losses. */
 export async function readText(model, body, signal) {
   const text = textOf(model, body);
   const nats = await model.inTurn((rest) => lossOf(model, text.ids, rest), signal);
@@ -31,7 +31,7 @@ export async function readText(model, body, signal) {
   };
 }
 
-/** One token's causes: attention, the logit lens, and what each part of the model adds to its logit. */
+/** Return the explanation of one token: attention, the logit lens, and each part's contribution to its logit. */
 export function readToken(model, body, signal) {
   const { index, against = null } = body;
   const { ids } = textOf(model, body);
@@ -42,7 +42,7 @@ export function readToken(model, body, signal) {
   const end = Math.min(start + context, ids.length - 1);
   const [first, last] = [Math.max(start + 1, index - NEIGHBOURS), Math.min(end, index + NEIGHBOURS)];
   const around = Array.from({ length: last - first + 1 }, (_, i) => first + i);
-  const rows = around.map((i) => i - 1 - start); // what predicts them
+  const rows = around.map((i) => i - 1 - start); // the tokens that predict them, as indices after `start`
   const token = body.token ?? ids[index];
   return model.inTurn(async (rest) => {
     const trace = await model.traced(ids.slice(start, last), rest, rows[0]);
@@ -77,7 +77,10 @@ const named = (model, id) => ({ id, spelling: model.tokenizer.spelling(id) });
 const strideOf = (context) => Math.max(1, Math.floor(context / 2));
 const bytesIn = (text) => new TextEncoder().encode(text).length;
 
-/** What to read: { ids, pieces, bytes }, the text that each token adds, and the bytes of those that are predicted. */
+/**
+ * Return the tokens to read as { ids, pieces, bytes }. pieces: the text that each token adds; bytes: the size of the
+ * predicted text, or null if the tokens and the text do not determine each other.
+ */
 function textOf({ tokenizer }, { text = null, tokens = null }) {
   const ids = tokens ?? tokenizer.encode(text);
   const begin = tokens ? [] : tokenizer.words.document;
@@ -103,7 +106,7 @@ function textOf({ tokenizer }, { text = null, tokens = null }) {
   return { ids: all, pieces, bytes: bytesIn(text) - unseen };
 }
 
-/** The pieces, in which a token for unknown text has the text between its neighbours; null: other texts differ too. */
+/** Return the pieces, with the original text for unknown tokens; null if the text of other tokens differs, too. */
 function aligned(ids, pieces, text, unknown) {
   const made = [...pieces];
   let [rest, waiting] = [text, []];
@@ -121,7 +124,7 @@ function aligned(ids, pieces, text, unknown) {
   return found("", rest.length) ? made : null;
 }
 
-/** The loss of each token in nats, null for the first. Of a long text, each is predicted in a window of the context. */
+/** Return each token's loss in nats; null for the first. In a long text, each is predicted from a window of tokens. */
 async function lossOf({ engine, about: { context } }, ids, rest) {
   const nats = ids.map(() => null);
   for (let start = 0, known = 0; known < ids.length - 1; start += strideOf(context)) {
@@ -135,7 +138,7 @@ async function lossOf({ engine, about: { context } }, ids, rest) {
   return nats;
 }
 
-/** Bits per byte of equally long parts of the text; a token belongs to the part in which it begins. */
+/** Return the bits per byte of about equally long parts of a text. A token belongs to the part in which it begins. */
 function along({ pieces }, nats) {
   const begins = [0];
   for (const piece of pieces) begins.push(begins.at(-1) + bytesIn(piece));
@@ -153,14 +156,14 @@ function along({ pieces }, nats) {
   });
 }
 
-/** The likeliest tokens by some logits, and the probability and rank of one. */
+/** Return the likeliest tokens by the logits, and the probability and rank of token `id`. */
 function guess(model, logits, id) {
   const { logprob, rank, top } = scored(logits, id, N_TOP);
   const likeliest = top.map((one) => ({ ...named(model, one.id), probability: Math.exp(one.logprob) }));
   return { top: likeliest, probability: Math.exp(logprob), rank };
 }
 
-/** A token's attention over itself and those before it, of all heads: [layers, heads, keys] in base64. */
+/** Return a token's attention weights in all heads, [layers, heads, keys], as float32 in base64. */
 function attentionOf(trace, row) {
   const { n_layers, n_heads } = trace.engine.shape;
   const n_keys = row + 1;

@@ -1,10 +1,10 @@
-// The next token from logits, by the settings and in the order of gptworks/infer/sampling.py:
-// bias, penalties, bans; greedy, or temperature, top-k, top-p, min-p, draw. Seeds draw other numbers than in Python.
+// Chooses the next token from logits, with the settings and order of gptworks/infer/sampling.py: bias, penalties and
+// bans; then the best token, or temperature, top-k, top-p, min-p and a draw. A seed gives other draws than in Python.
 
 const GREEDY_BELOW = 1e-5;
 const MOST_IDS = 2 ** 21;
 const LONGEST_REPEAT = 64; // a longer repetition counts as this long
-const LARGEST_PENALTY = 1e30; // a score stays finite
+const LARGEST_PENALTY = 1e30; // keeps scores finite
 
 /** Settings that leave the model's probabilities as they are. */
 export const NEUTRAL = {
@@ -21,7 +21,7 @@ export const NEUTRAL = {
   min_tokens: 0,
 };
 
-/** Numbers in (0, 1] of a seed: xorshift128+, filled by splitmix64. */
+/** Return a function that draws numbers in (0, 1]: xorshift128+, seeded by splitmix64. */
 export function numbers(seed) {
   const mask = (1n << 64n) - 1n;
   let x = BigInt.asUintN(64, BigInt(seed));
@@ -43,7 +43,7 @@ export function numbers(seed) {
   };
 }
 
-/** Index of the largest value, the first of equals; -1 if one is NaN. */
+/** Return the index of the largest value, the first if several are equal; -1 if a value is NaN. */
 export function argmax(values) {
   let [at, best] = [0, -Infinity];
   for (let i = 0; i < values.length; i++) {
@@ -55,7 +55,7 @@ export function argmax(values) {
   return at;
 }
 
-/** Logarithm of the sum of the exponentials of the values that are at least `least`. */
+/** Return the logarithm of the sum of the exponentials of the values that are at least `least`. */
 function logSumExp(values, least = -Infinity) {
   const top = values[argmax(values)];
   let sum = 0;
@@ -63,16 +63,16 @@ function logSumExp(values, least = -Infinity) {
   return top + Math.log(sum);
 }
 
-/** Probabilities of logits. */
+/** Return the probabilities of logits. */
 export function softmax(logits) {
   const normalizer = logSumExp(logits);
   return Float64Array.from(logits, (logit) => Math.exp(logit - normalizer));
 }
 
-/** Indices of the n largest, in descending order, the first of equals first. */
+/** Return the indices of the n largest values, in descending order of value, equal values in order of index. */
 export function largest(values, n) {
   const found = [];
-  let least = -Infinity; // of n found
+  let least = -Infinity; // the smallest value found
   for (let i = 0; i < values.length && n > 0; i++) {
     const value = values[i];
     if (found.length === n && !(value > least)) continue;
@@ -84,7 +84,7 @@ export function largest(values, n) {
   return found;
 }
 
-/** The k-th largest value. Reorders the values (Hoare's FIND). */
+/** Return the k-th largest value. Reorders the array (Hoare's FIND). */
 function kthLargest(values, k) {
   const at = k - 1;
   let [from, to] = [0, values.length - 1];
@@ -105,7 +105,7 @@ function kthLargest(values, k) {
   return values[at];
 }
 
-/** A token's log-probability and rank, and the n likeliest tokens. */
+/** Return a token's log-probability and rank, and the n likeliest tokens. */
 export function scored(logits, id, n) {
   const normalizer = logSumExp(logits);
   const own = logits[id];
@@ -115,11 +115,11 @@ export function scored(logits, id, n) {
   return { logprob: own - normalizer, rank, top };
 }
 
-/** Finds tokens that would go on repeating earlier text: Repeats of gptworks/infer/penalties.py. */
+/** Finds tokens that would continue a repetition of earlier text, like Repeats in gptworks/infer/penalties.py. */
 export class Repeats {
   constructor(text) {
     this.tokens = [...text];
-    // For each token: how many tokens that end with it are also the end of the text; at most LONGEST_REPEAT.
+    // For each token: the number of tokens, up to this one, that equal the end of the text; at most LONGEST_REPEAT.
     this.lengths = this.tokens.map(() => 0);
     const last = this.tokens.splice(-LONGEST_REPEAT);
     for (const id of last) this.push(id);
@@ -134,7 +134,7 @@ export class Repeats {
     tokens.push(id);
   }
 
-  /** The tokens that would continue a repetition, each with the number to subtract from its score. */
+  /** Return the tokens that would continue a repetition, each with the number to subtract from its score. */
   penalties({ dry_multiplier, dry_base, dry_allowed_length }, ends) {
     const longest = new Map();
     for (let i = 0; i < this.tokens.length - 1; i++) {
@@ -158,7 +158,10 @@ export class Sampler {
     this.next = numbers(settings.seed);
   }
 
-  /** The next token, and its log-probability in the distribution that it was drawn from, with the `n_top` likeliest. */
+  /**
+   * Return the next token as `id`, and as `after` its log-probability and the `n_top` likeliest tokens in the
+   * distribution from which it was drawn.
+   */
   sample(logits, n_top) {
     const { temperature } = this.settings;
     const scores = this.adjusted(logits);
@@ -185,7 +188,7 @@ export class Sampler {
     return { id, after: { logprob, top: likeliest.map(token) } };
   }
 
-  /** The logits after bias, penalties and bans, in memory that the next call changes. */
+  /** Return the logits after bias, penalties and bans, in an array that the next call overwrites. */
   adjusted(logits) {
     const { settings } = this;
     const scores = (this.scores ??= new Float32Array(logits.length));
@@ -200,20 +203,20 @@ export class Sampler {
     return scores;
   }
 
-  /** The tokens that the filters keep, in ascending order; null: all. */
+  /** Return the ids that the filters keep, in ascending order; null: all. */
   filtered(scores) {
     const { top_k, top_p, min_p } = this.settings;
     if (!top_k && top_p >= 1 && !min_p) return null;
     const n = scores.length;
     const bits = new Uint32Array(scores.buffer); // float32: sign and magnitude
-    // Places ascend where scores descend, and among equals with the id, which is the place modulo MOST_IDS.
+    // Sorting by place puts higher scores first, and of equal scores the lower id. The id is the place modulo MOST_IDS.
     const place = (id) => (bits[id] >>> 31 ? bits[id] : 0x7fffffff - bits[id]) * MOST_IDS + id;
     let least = top_k && top_k < n ? kthLargest(scores.slice(), top_k) : -Infinity;
     let last = Infinity; // place of the last token that top-p keeps
     let n_kept = 0;
     if (top_p < 1) {
       const normalizer = logSumExp(scores, least);
-      // What lies below has too little probability, all together, to be kept.
+      // All tokens with lower scores together have too little probability to be kept.
       least = Math.max(least, normalizer + Math.log((1 - top_p) / (2 * n)));
       const places = new Float64Array(n);
       for (let id = 0; id < n; id++) if (scores[id] >= least) places[n_kept++] = place(id);

@@ -1,4 +1,4 @@
-// Text to token ids and back, with the ids of the run's tokenizer (html_file/words.py states it).
+// Converts text to token ids and back, with the same ids as the run's tokenizer (exported by html_file/words.py).
 
 import { decoded, spelledInBytes } from "./decoding.js";
 import { modelOf } from "./pieces.js";
@@ -26,8 +26,8 @@ export class Tokenizer {
   }
 
   /**
-   * The ids of a text. `special`: names of special tokens in it are these tokens, as in a rendered conversation.
-   * `continues`: another text precedes it.
+   * Return the ids of a text. `special`: whether names of special tokens in the text become these tokens, as in a
+   * rendered conversation. `continues`: whether another text precedes this one.
    */
   encode(text, { special = false, continues = false } = {}) {
     const [plain, normalized] = this.finders;
@@ -46,7 +46,7 @@ export class Tokenizer {
     return made;
   }
 
-  /** The ids of a prompt: the text's, with the special tokens around it. "" begins a new document. */
+  /** Return the ids of a prompt, with special tokens around the text. "" begins a new document. */
   prompt(text) {
     const { before, after, start } = this.words;
     return text ? [...before, ...this.encode(text), ...after] : [...start];
@@ -59,7 +59,7 @@ export class Tokenizer {
       for (const id of this.model(this.words.is_bytes ? spelledInBytes(one) : one)) made.push(id);
   }
 
-  /** A text that no other token has. */
+  /** Return the token's spelling, which no other token has. */
   spelling(id) {
     return this.words.spellings[id] ?? this.words.names[id] ?? "";
   }
@@ -69,7 +69,7 @@ export class Tokenizer {
   }
 }
 
-/** A function that divides a text at the added tokens in it: of those that begin first, it takes the longest. */
+/** Return a function that divides a text at added tokens. If several begin at one place, the longest counts. */
 function finder(added) {
   const tokens = new Map(added.map((one) => [one.matched, one]));
   const longest_first = [...tokens.keys()].sort((a, b) => b.length - a.length);
@@ -105,7 +105,7 @@ function normalizer({ type, from, to }) {
   }[type];
 }
 
-/** A function from a piece to pieces. */
+/** Return a function that divides a piece into pieces. */
 function step({ type, pattern, inverted, keeps, from, to, always }) {
   if (type === "Replace") return (text) => [text.replaceAll(from, () => to)];
   if (type === "Prefix") return (text, first) => [(always || first) && !text.startsWith(to) ? to + text : text];
@@ -113,7 +113,7 @@ function step({ type, pattern, inverted, keeps, from, to, always }) {
   return (text) => joined(divided(text, splits, inverted), keeps);
 }
 
-/** The parts of a text, each with whether it is a match. */
+/** Return the parts of a text, each with a flag: whether the part matches (if `inverted`, whether it does not). */
 function divided(text, pattern, inverted) {
   const made = [];
   let at = 0;
@@ -126,7 +126,7 @@ function divided(text, pattern, inverted) {
   return made;
 }
 
-/** The pieces of parts, by the behaviours of the library's Split. */
+/** Join parts to pieces by `keeps`, the behaviour of the library's Split. */
 function joined(parts, keeps) {
   if (keeps === "Isolated") return parts.map(([text]) => text);
   if (keeps === "Removed") return parts.flatMap(([text, matches]) => (matches ? [] : [text]));

@@ -1,14 +1,14 @@
-// What the model computes on the way to its logits, for a text of a few tokens: the kernels write it down.
+// Traces a short text: the kernels write down the intermediate results on the way to the logits.
 
 import { AT_ONCE, FLOAT32, THREADS } from "./engine.js";
 
-const MOST_TOKENS = 256; // of a text that is traced whole
-const MOST_PAIRS = MOST_TOKENS ** 2; // of a traced token and one before it
+const MOST_TOKENS = 256; // limit for a text of which all tokens are traced
+const MOST_PAIRS = MOST_TOKENS ** 2; // limit for traced tokens times tokens of the text
 
-/** The keys that the kernels write down for a text of some tokens. */
+/** Return the number of keys that the kernels write down for a text of `length` tokens: a multiple of 32. */
 const keysOf = (length) => 32 * Math.ceil(length / 32);
 
-/** Calls of the kernels that trace.cpp exports, with room for what they write. */
+/** Calls the kernels that trace.cpp exports, and holds the memory for their results. */
 class Watcher {
   constructor(engine) {
     const { n_layers, n_heads, d_head, d_model, d_ff } = engine.shape;
@@ -26,12 +26,12 @@ class Watcher {
     this.found = room([4 + n_layers * (n_heads + 2)]);
   }
 
-  /** How many tokens of a text of `length` are computed at once. */
+  /** Return the number of tokens to compute at once in a text of `length` tokens. */
   atOnce(length) {
     return Math.min(AT_ONCE, Math.floor(this.pairs / keysOf(length)));
   }
 
-  /** The numbers of a tensor of these sizes, until the memory grows. */
+  /** Return a view of a tensor of these sizes. The view is valid until the memory grows. */
   numbers(tensor, sizes) {
     return new Float32Array(
       this.engine.memory.buffer,
@@ -40,7 +40,7 @@ class Watcher {
     );
   }
 
-  /** Compute the next tokens of a text of `length`, at most atOnce(length), and return what was written down. */
+  /** Compute the next tokens of a text of `length`, at most atOnce(length), and return the intermediate results. */
   watch(tokens, length) {
     const { engine } = this;
     const [n, n_keys] = [tokens.length, keysOf(length)];
@@ -53,7 +53,7 @@ class Watcher {
     return { n, n_keys, ...Object.fromEntries(written) };
   }
 
-  /** Logits of at most AT_ONCE rows of the residual stream. */
+  /** Return the logits of each of at most AT_ONCE rows of the residual stream. */
   lens(rows) {
     const { engine } = this;
     const { stream } = this.tensors;
@@ -65,7 +65,10 @@ class Watcher {
     return rows.map((_, i) => found.slice(i * engine.vocabulary, (i + 1) * engine.vocabulary));
   }
 
-  /** What each part adds to the logit of token `of`; rows of one token: of the streams, and of the heads' outputs. */
+  /**
+   * Return the number that each part adds to the logit of token `of`. `streams` and `mixed` are the rows of `token`:
+   * the states of its residual stream, and its heads' outputs in each layer.
+   */
   parts(token, position, of, streams, mixed) {
     const { engine } = this;
     const put = (tensor, rows) => {
@@ -83,9 +86,9 @@ class Watcher {
 
 export class Trace {
   /**
-   * Read a text, and keep what is computed for its tokens from `first` on. `rest()` is awaited between steps, and may
-   * throw to stop. Arrays are float32, row by row: T tokens, R of them kept, D wide, H heads, F neurons, V words. A
-   * token is named by its place in the text.
+   * Read a text, and keep the intermediate results of its tokens from `first` on. `rest()` is awaited between steps,
+   * and may throw to stop. Arrays are float32 in row-major order. Sizes: T tokens in the text, R tokens kept, D width,
+   * H heads, F neurons, V vocabulary. `t` is a token's index in the text.
    */
   static async read(engine, ids, rest, first = 0) {
     const most = Math.min(Math.floor(MOST_PAIRS / (ids.length - first || 1)), engine.capacity);
@@ -116,7 +119,7 @@ export class Trace {
     this.inner = rows(n_layers, d_ff);
   }
 
-  /** Copy what was written down of the tokens from `from` on. */
+  /** Copy the results that `watch` returned for the tokens from `from` on. */
   take(from, { n, n_keys, ...watched }) {
     const { n_rows, ids } = this;
     const at = from - this.first;
@@ -138,33 +141,33 @@ export class Trace {
     });
   }
 
-  /** The residual stream [R·D]: 0 the embeddings, 2l + 1 after layer l's attention, 2l + 2 after its MLP. */
+  /** Return the residual stream [R·D] after the embeddings (i = 0), layer l's attention (2l + 1) or MLP (2l + 2). */
   stream(i) {
     return this.streams[i];
   }
 
-  /** A layer's probabilities [H·R·T]: of head h, query t, key s. */
+  /** Return a layer's attention weights [H·R·T] by head, query and key. */
   attention(layer) {
     return this.weights[layer];
   }
 
-  /** A head's probabilities [T] at token t. */
+  /** Return a head's attention weights [T] at token t. */
   weightsOf(layer, head, t) {
     const row = head * this.n_rows + t - this.first;
     return this.weights[layer].subarray(row * this.ids.length, (row + 1) * this.ids.length);
   }
 
-  /** What enters the down projection of a layer's MLP [R·F]. */
+  /** Return the input of the down projection in a layer's MLP, [R·F]. */
   neurons(layer) {
     return this.inner[layer];
   }
 
-  /** Logits [V] that stream(i) gives at token t through the final norm and the head. */
+  /** Return the logits [V] that the final norm and the head compute from stream(i) at token t. */
   lens(i, t) {
     return this.lenses(i, [t])[0];
   }
 
-  /** The same at several tokens, at most AT_ONCE, in less time than one by one. */
+  /** Return the logits of `lens` at each of at most AT_ONCE tokens. This is faster than one call per token. */
   lenses(i, tokens) {
     return this.engine.watcher.lens(tokens.map((t) => this.row(this.streams[i], t)));
   }
@@ -174,8 +177,8 @@ export class Trace {
   }
 
   /**
-   * What each part adds to the logit of token `id` after token t, the final norm's divisor held fixed: by head, as
-   * gptworks/interpret/attribution.py.
+   * Return the number that each part, such as a head, adds to the logit of token `id` after token t. The final norm's
+   * divisor is fixed, as in gptworks/interpret/attribution.py.
    */
   byHead(t, id) {
     const { n_layers, n_heads } = this.engine.shape;
@@ -199,7 +202,7 @@ export class Trace {
     return parts;
   }
 
-  /** The same as { name, layer, value }: embeddings, each layer's attention and MLP, and a bias of the final norm. */
+  /** Return the values of `byHead` summed by embeddings, each layer's attention and MLP, and the final norm's bias. */
   parts(t, id) {
     const named = {
       embedding: "embeddings",

@@ -4,8 +4,8 @@
 const SESSION = "gptworks-session";
 const TYPED = "gptworks-key";
 
-export const serves = true; // other programs' requests too: a model in one file has no server
-export const hasRuns = true; // runs with checkpoints and data: a model in one file has none
+export const serves = true; // whether other programs can send requests; false for a model in one file
+export const hasRuns = true; // whether runs with checkpoints and data exist; false for a model in one file
 
 export class ApiError extends Error {
   constructor(message, status) {
@@ -14,7 +14,7 @@ export class ApiError extends Error {
   }
 }
 
-/** Take the code off the address and return it; null if there is none. Call this before other uses of the address. */
+/** Remove the code from the address and return it; null if there is none. Call this before using the address. */
 export function takeCode() {
   const fragment = location.hash.slice(1);
   if (!fragment.startsWith("code=")) return null;
@@ -51,7 +51,7 @@ export async function post(path, body, { signal } = {}) {
   return (await call(path, { method: "POST", body: JSON.stringify(body), signal })).json();
 }
 
-/** The events of a stream as they come; a GET if there is no body. Leaving the loop ends the work on the server. */
+/** Yield a stream's events as they come. Without a body, send a GET. Leaving the loop ends the server's work. */
 export async function* stream(path, body, { signal } = {}) {
   const response = await call(
     path,
@@ -94,7 +94,7 @@ async function call(path, options) {
   try {
     message = JSON.parse(text).error.message;
   } catch {
-    // not the server's JSON: the text itself
+    // not the server's JSON: show the text itself
   }
   throw new ApiError(message, response.status);
 }

@@ -4,7 +4,7 @@ import { count, figure } from "./format.js";
 import { inTab } from "./store.js";
 import { html, useLayoutEffect, useRef, useState } from "./ui.js";
 
-const STORED = "gptworks-choice"; // in the tab
+const STORED = "gptworks-choice"; // key in the tab's storage
 const listeners = new Set();
 let chosen = restored();
 
@@ -17,7 +17,7 @@ function restored() {
   }
 }
 
-/** Choose a run, at its best checkpoint unless one is given, in all parts. */
+/** Choose a run in all parts, at its best checkpoint unless one is given. */
 export function chooseRun({ model, checkpoint = null }) {
   if (model === chosen.model && checkpoint === chosen.checkpoint) return;
   chosen = { model, checkpoint };
@@ -25,12 +25,12 @@ export function chooseRun({ model, checkpoint = null }) {
   for (const listener of listeners) listener(chosen);
 }
 
-/** What was chosen last, even if that run is not listed: { model, checkpoint }, null where nothing was chosen. */
+/** The last choice, even if its run is not listed: { model, checkpoint }. What was not chosen is null. */
 export function lastChosen() {
   return chosen;
 }
 
-/** The same in a component, which is drawn again when it changes. */
+/** The last choice, for a component, which is drawn again when the choice changes. */
 export function useChosen() {
   const [, draw] = useState(chosen);
   useLayoutEffect(() => (listeners.add(draw), () => listeners.delete(draw)), []);
@@ -39,7 +39,7 @@ export function useChosen() {
 
 /**
  * The chosen run; the newest that can be used if none is chosen or the chosen one is not listed. A part that is not
- * shown keeps its run, so that it asks for nothing.
+ * shown keeps its run, so that it sends no requests.
  */
 export function useRun(models, shown) {
   const found = useChosen();
@@ -109,7 +109,7 @@ export function ModelChoice({ name, of = name.toLowerCase(), ...props }) {
   return html`<${RunChoice} name=${name} ...${props} /><${CheckpointChoice} of=${of} ...${props} />`;
 }
 
-/** A name for a new run: `name`, with hyphens for characters that it may not have, and a number if a run has it. */
+/** A name for a new run: `name` with hyphens in place of forbidden characters, and with a number if a run has it. */
 export function freeName(name, models) {
   const taken = new Set(models.map((model) => model.id));
   const clean =
@@ -124,7 +124,7 @@ export function freeName(name, models) {
   return `${base}-${n}`;
 }
 
-/** What a part shows before there is a run that it can show. */
+/** The content of a part that has no run to show. */
 export function NoRun({ children }) {
   return html`<section class="card no-run">
     <h1>There is no run here yet</h1>

@@ -1,4 +1,4 @@
-// The part Data: a run's data by documents, windows and steps, searched, in figures, and cut by two tokenizers.
+// The part Data: a run's documents, training windows and batches; search; figures; and two tokenizers compared.
 
 import { useAsked } from "./data/asked.js";
 import { Documents } from "./data/documents.js";

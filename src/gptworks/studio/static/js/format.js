@@ -53,7 +53,7 @@ export function percent(p) {
   return hundredths === 0 ? "0 %" : "< 0.01 %";
 }
 
-/** Four significant digits. */
+/** A number in up to four significant digits. */
 export function figure(x) {
   return x == null ? "–" : String(Number(x.toPrecision(4)));
 }

@@ -105,7 +105,7 @@ function Go({ models, links }) {
   )}</ul>`;
 }
 
-/** What to look at: folder, minutes, and the run's name, which follows the folder's until it is typed. */
+/** The form: folder, minutes, and the run's name, which follows the folder's name until the user types another. */
 function Ask({ home, working, look, models }) {
   const was = home.drafting;
   const [folder, setFolder] = useState(was?.folder ?? "");

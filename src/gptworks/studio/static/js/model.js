@@ -66,7 +66,7 @@ export function Part({ state, shown }) {
 /** A tensor's name without its layer: the same in all layers. */
 const shortName = (name) => name.replace(/^blocks\.\d+\./, "");
 
-/** The sheet, fetched again when another model, checkpoint or layer is chosen; the previous stays until it comes. */
+/** The sheet for the chosen model, checkpoint and layer. The previous sheet stays until the new one comes. */
 function useSheet({ model, checkpoint }, layer) {
   const [found, setFound] = useState({ sheet: null, problem: null });
   useEffect(() => {

@@ -28,13 +28,13 @@ export function Part({ state, shown }) {
   const prepare = () => session.prepare(models);
   useEffect(() => void (shown && prepare()), [shown, choice]);
   const chosen = session.columns.map((column) => models.find((model) => model.id === column.model));
-  const canChat = chosen.some((model) => model?.chat); // the others take its chat template
-  const chat = canChat && !(session.plain ?? !chosen[0]?.chat); // at first what suits the first column
+  const canChat = chosen.some((model) => model?.chat); // one is enough: the other models use its template
+  const chat = canChat && !(session.plain ?? !chosen[0]?.chat); // at first, the kind that suits the first column
   const busy = session.busy;
   useAnnouncements(session, busy, say);
   useFollowing(chat && busy);
   const prompt = useRef(null);
-  const caret = useRef(null); // its place once the prompt to edit is shown
+  const caret = useRef(null); // where to put the caret once the prompt to edit is shown
   const editPrompt = (before, whole) => {
     caret.current = before.length;
     session.set({ prompt: whole });
@@ -106,7 +106,7 @@ function useAnnouncements(session, busy, say) {
     if (!busy) return undefined;
     say("Generating.");
     const branch = session.tree.get(session.columns.find((column) => column.work)?.work.branch);
-    if (!branch) return undefined; // it ended already
+    if (!branch) return undefined; // the text has ended already
     let n = 0;
     const rest = () => {
       const text = branch.tokens
@@ -148,8 +148,8 @@ function sends(event) {
   return event.key === "Enter" && (event.ctrlKey || event.metaKey);
 }
 
-/** Enter sends a message; with Shift it begins a new line, and in an input method it chooses a word, for which Safari
- * sends the key code 229 once the composition has ended. */
+/** Whether a key press sends the message: Enter does. Shift and Enter begin a new line. In an input method, Enter
+ * chooses a word; Safari then sends the key code 229 after the composition has ended. */
 function ends(event) {
   return event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229;
 }

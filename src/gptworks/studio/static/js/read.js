@@ -25,7 +25,7 @@ export function Part({ state, shown }) {
   const [index, setIndex] = useState(null);
   const [sought, seek] = useState(null); // the token that another part opened
   const [steps, setSteps] = useState(null); // each token's loss at the slider's checkpoint
-  const [weights, setWeights] = useState(null); // of one head, over the tokens before the chosen one
+  const [weights, setWeights] = useState(null); // attention weights of one head, over the tokens before the chosen one
   const [handed, hand] = useState(null); // a text that Play wrote, as its tokens
   const [said, say] = useState("");
   const abort = useRef(null);

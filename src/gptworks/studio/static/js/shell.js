@@ -11,7 +11,7 @@ const QUIET_SECONDS = 20;
 let brought = null;
 let refusedLink = null; // the reason why the last link did not sign in
 const FIRST = "home"; // the first screen
-const NOWHERE = []; // the rest of an address belongs to the shown part
+const NOWHERE = []; // the route of parts that are not shown
 
 /**
  * Add a part: its key in the server's state and in the address, its tab's name, and its module with `Part`.
@@ -27,7 +27,7 @@ export function go(key, rest = "", what = null) {
   location.hash = addressOf(key, rest);
 }
 
-/** The `what` of the last `go`, once. */
+/** Return the `what` of the last `go`; null if it was taken already. */
 export function taken() {
   const what = brought;
   brought = null;
@@ -45,7 +45,7 @@ export async function start(element) {
   render(html`<${Shell} />`, element);
 }
 
-/** Sign in if the address has a code; return whether it has one. If it is refused, the form for a key shows why. */
+/** Sign in if the address has a code, and return whether it has one. The form for a key shows why a code is refused. */
 async function signedIn() {
   const code = takeCode();
   if (code)
@@ -101,7 +101,7 @@ function Theme() {
 
 // ---------------------------------------------------------------------------------------------------- the state
 
-/** The server's state, fetched while the page is visible: often while a run trains. */
+/** The server's state, fetched repeatedly while the page is visible, and more often while a run trains. */
 function useServer() {
   const [server, set] = useState({ state: null, problem: null, status: null });
   const timer = useRef(0);

@@ -213,7 +213,7 @@ function useRecipe(origin) {
   const differs = (path) => given[path] !== first[path];
   const changed = Object.keys({ ...first, ...given }).filter(differs);
   const reset = (...paths) => {
-    const added = paths.filter((path) => !(path in first)); // a section that goes takes its settings with it
+    const added = paths.filter((path) => !(path in first)); // removing a section also removes its settings
     const own = paths.filter((path) => !added.some((section) => path.startsWith(`${section}.`)));
     edit(...own.map((path) => [path, first[path] === "" ? "{}" : (first[path] ?? null)]));
   };
@@ -264,7 +264,7 @@ function about(known, origin, way, name, step) {
     : `${what}${kept}The recipe is written to ${known.folder}/${name || "NAME"}.yaml.`;
 }
 
-/** What has a name that a new run cannot have: runs, and recipes where its recipe would be written. */
+/** Runs and recipes whose names a new run cannot have: all runs, and recipes in the folder of the new recipe. */
 function taken(models, { own }) {
   return [...models, ...own.filter((one) => one.taken).map((one) => ({ id: one.name }))];
 }

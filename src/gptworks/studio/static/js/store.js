@@ -18,7 +18,7 @@ function store(storage, keyOf) {
         return null;
       }
     },
-    /** Keep a text in place of the last one; if there is no room for it, none. */
+    /** Keep a text in place of the last one; if there is no room for it, keep neither. */
     set(key, text) {
       try {
         globalThis[storage].removeItem(keyOf(key));

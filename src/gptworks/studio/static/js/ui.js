@@ -76,7 +76,7 @@ export function Chips({ name, texts, use }) {
 
 const TAIL = 12;
 
-/** A long name as its beginning, which styles cut where room lacks, and its last TAIL characters; a short one whole. */
+/** The parts of a name. A long name has two: its beginning, which CSS cuts if needed, and its last TAIL characters. */
 export function cutName(text) {
   const at = text.length > 2 * TAIL ? text.length - TAIL : text.length;
   return [text.slice(0, at), text.slice(at)].filter(Boolean);

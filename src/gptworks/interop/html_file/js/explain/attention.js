@@ -5,9 +5,9 @@ import { cx, html, useMemo, useState } from "../../../../studio/static/js/ui.js"
 import { argmax } from "../sampling.js";
 import { Choice, Facts, Heat, Layer, Name, Try } from "./parts.js";
 
-const LEAST_DRAWN = 0.05; // of the lines of tokens that are not chosen
-const MOST_SAID = 0.4; // mean attention that gives a head its description
-const LONG = 24; // tokens, beyond which lines stand closer
+const LEAST_DRAWN = 0.05; // least weight of a line from a token that is not chosen
+const MOST_SAID = 0.4; // least mean attention with which a head gets a description
+const LONG = 24; // number of tokens above which the lines of text are closer
 
 export function AttentionStep({ how, model, reading, at, choose }) {
   const { n_layers, n_heads, n_kv_heads, window, window_pattern, position, rope_pattern } = how.model;
@@ -26,7 +26,7 @@ export function AttentionStep({ how, model, reading, at, choose }) {
   const first = argmax(weights);
   const n_windowed = window ? cycled(n_layers, window_pattern).filter((one) => one === "window").length : 0;
   const n_turned = cycled(n_layers, rope_pattern ?? ["rope"]).filter((one) => one === "rope").length;
-  // Through windows of every layer, a token hears from those that others have looked at.
+  // If every layer has a window, each further layer extends the reach, through tokens that have looked further back.
   const reach = Math.min(model.about.context, n_windowed === n_layers ? n_layers * (window - 1) + 1 : Infinity);
   const here = window && window_pattern[layer % window_pattern.length] === "window" && window;
   return html`<p>A word alone means little. So each token looks back at the tokens before it, and at itself, and takes
@@ -74,7 +74,7 @@ export function AttentionStep({ how, model, reading, at, choose }) {
 const several = (n, what) => `${count(n)} ${what}${n === 1 ? "" : "s"}`;
 const cycled = (n, pattern) => Array.from({ length: n }, (_, i) => pattern[i % pattern.length]);
 
-/** The tokens on both sides, and lines from each token to those that it looks at. */
+/** The tokens on both sides, and lines from each token to the tokens that it looks at. */
 function Lines({ reading, layer, head, at, choose }) {
   const n = reading.length;
   const weights = reading.attention(layer, head, at);
@@ -111,7 +111,7 @@ function Lines({ reading, layer, head, at, choose }) {
     )}</ol></div>`;
 }
 
-/** The head that looks most at one other token, apart from the first; it is shown to begin with. */
+/** Return the head with the largest weight on one earlier token, except the first. It is shown at the beginning. */
 function mostStriking(reading, at, n_layers, n_heads) {
   let found = { layer: 0, head: 0, weight: 0 };
   for (let layer = 0; layer < n_layers; layer++) {
@@ -123,7 +123,7 @@ function mostStriking(reading, at, n_layers, n_heads) {
   return found;
 }
 
-/** What a head mostly looks at in this text. */
+/** Return a description of the tokens that a head mostly looks at in this text. */
 function habit(reading, layer, head) {
   const { length, ids } = reading;
   const mean = (place, from = 1) => {

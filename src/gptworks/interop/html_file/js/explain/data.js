@@ -95,7 +95,7 @@ const read = (times) =>
     ? `it read ${percent(times)} of this`
     : `it read this ${times < 1.05 ? "once" : `${Number(times.toPrecision(2))} times`}`;
 
-/** Loss per character of each text, one after the other. */
+/** Return the loss per character of each text. The texts are measured one after the other. */
 function useMeasured(model, texts) {
   const [found, setFound] = useState([]);
   const kept = useRef(new Map());
@@ -134,5 +134,5 @@ async function perCharacter(model, text, signal) {
   return { loss: sum / Math.max(1, [...read].length) };
 }
 
-/** A text as far as every tokenizer keeps it. */
+/** Return a text without differences that some tokenizers remove: normal form, case and spaces. */
 const bare = (text) => text.normalize("NFC").toLowerCase().replace(/\s/gu, "");

@@ -4,7 +4,7 @@ import { count } from "../../../../studio/static/js/format.js";
 import { html, useMemo, useState } from "../../../../studio/static/js/ui.js";
 import { Facts, Heat, Name, Tokens, Try, decimal, largestOf } from "./parts.js";
 
-const SHOWN = 96; // numbers of a token
+const SHOWN = 96; // number of a token's numbers shown
 const ROWS = 16;
 
 export function EmbeddingsStep({ how, reading, at, choose }) {
@@ -68,7 +68,7 @@ export function EmbeddingsStep({ how, reading, at, choose }) {
     }<//>`;
 }
 
-/** The cosine of the angle between two lists of numbers. */
+/** Return the cosine of the angle between two lists of numbers. */
 function cosine(a, b) {
   let [ab, aa, bb] = [0, 0, 0];
   for (let i = 0; i < a.length; i++) {

@@ -49,7 +49,7 @@ export function LogitsStep({ how, model, reading, at, choose }) {
       it have no idea? Why there?<//>`;
 }
 
-/** What each part adds to a token's logit. */
+/** A list of the numbers that parts add to a token's logit. */
 function Votes({ reading, at, id, cap }) {
   const parts = useMemo(() => reading.trace.parts(at, id), [reading, at, id]);
   const sorted = [...parts].sort((a, b) => Math.abs(b.value) - Math.abs(a.value));
@@ -72,7 +72,7 @@ function Votes({ reading, at, id, cap }) {
 
 const signed = (x) => `${x < 0 ? "−" : "+"}${decimal(Math.abs(x))}`;
 
-/** What the model would guess if it stopped after each layer. */
+/** A list of the model's guesses if it stopped after each layer. */
 function Ladder({ how, model, reading, at, id }) {
   const stops = useMemo(
     () =>

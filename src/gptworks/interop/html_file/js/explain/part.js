@@ -22,10 +22,10 @@ const STEPS = [
   ["Training", "How the model learned", TrainingStep],
   ["Data", "What the model has read", DataStep],
 ];
-const PAUSE_MS = 500; // of typing, before the text is read
-const TYPES = "input, textarea, select, [role=region]"; // where arrow keys have their own use
+const PAUSE_MS = 500; // pause after the last key before the text is read
+const TYPES = "input, textarea, select, [role=region]"; // elements with their own use of arrow keys
 
-/** The part. page: what the file states; model: the model, or a promise of it. */
+/** Return the part's component from the page's content, the studio's state, and the model or a promise of it. */
 export function explain({ how, facts, card }, { models: [stated], sampling }, model) {
   const known = Object.entries(stated.sampling ?? {}).filter(([, value]) => value != null);
   const given = {
@@ -94,7 +94,7 @@ function Walk({ how, card, name, prompts, defaults, loading, shown, route }) {
   </div>`;
 }
 
-/** The step of the address; the last one while the address names none. */
+/** Return the step that the address names, or the previous step if it names none; and the function that sets it. */
 function useStep(route) {
   const [step, setStep] = useState(0);
   useEffect(() => {
@@ -104,7 +104,7 @@ function useStep(route) {
   return [step, setStep];
 }
 
-/** The text, and its newest reading, which stays until the next one is made. */
+/** Return the text and its newest reading, which stays until the next reading is ready. */
 function useReading(loading, prompts, defaults) {
   const [model, setModel] = useState(null);
   const [text, setText] = useState("");

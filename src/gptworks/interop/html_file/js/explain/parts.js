@@ -1,10 +1,10 @@
-// What several steps of the walk are made of: tokens to choose from, choices, pictures of numbers, and boxes of words.
+// Components that several steps of the walk share: tokens to choose from, choices, pictures of numbers, boxes of text.
 
 import { cx, html, useEffect, useRef, useTheme } from "../../../../studio/static/js/ui.js";
 
 /**
- * The text's tokens, of which one is chosen. `below(t)`: what stands under a token; `shade(t)`: its strength, 0 to 1,
- * or a class; `off(t)`: it plays no part.
+ * The text's tokens, of which one is chosen. `below(t)`: the text below token t; `shade(t)`: the token's strength, 0 to
+ * 1, or a class of the stylesheet; `off(t)`: whether the token is dimmed.
  */
 export function Tokens({ reading, at, choose, name, below, shade, off }) {
   return html`<div class="ex-tokens" role="radiogroup" aria-label=${name}>${reading.names.map((token, t) => {
@@ -18,7 +18,7 @@ export function Tokens({ reading, at, choose, name, below, shade, off }) {
   })}</div>`;
 }
 
-/** One of several: `options` are [value, content]. */
+/** A choice of one option; `options` are [value, content]. */
 export function Choice({ name, options, value, choose, ...more }) {
   return html`<div class=${cx("ex-choice", more.class)} role="radiogroup" aria-label=${name}>${options.map(
     ([one, content]) => html`<label key=${one} class=${cx("ex-option", one === value && "chosen")}>
@@ -32,14 +32,14 @@ export function Slider({ name, value, set, min = 0, max, step = 1, text = String
       onInput=${(event) => set(Number(event.target.value))} /></label>`;
 }
 
-/** A layer's slider; nothing if there is one layer only. Layers count from 1 here. */
+/** A slider for the layer; nothing if there is only one layer. The slider shows numbers from 1, `value` is from 0. */
 export function Layer({ n, value, set }) {
   if (n < 2) return null;
   return html`<${Slider} name="Layer" value=${value + 1} set=${(layer) => set(layer - 1)} min=${1} max=${n}
     text=${(layer) => `${layer} of ${n}`} />`;
 }
 
-/** What this model has, in short sentences; those that are empty are left out. */
+/** Short sentences on this model; empty ones are left out. */
 export function Facts({ of }) {
   const said = of.filter(Boolean);
   if (!said.length) return null;
@@ -59,8 +59,8 @@ export function Name({ children }) {
 const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.trim().slice(i, i + 2), 16));
 
 /**
- * Numbers as coloured cells, `columns` a row: blue above 0, orange below. `most` has the full colour.
- * `over(index)`: the pointer is over a cell; `pick(index)`: it is clicked.
+ * Numbers as coloured cells, `columns` in a row: blue above 0, orange below. The size `most` has the full colour.
+ * `over(index)` is called when the pointer is over a cell, `over(null)` outside; `pick(index)` when a cell is clicked.
  */
 export function Heat({ values, columns, most, label, over, pick, ...more }) {
   const canvas = useRef(null);
@@ -92,14 +92,14 @@ export function Heat({ values, columns, most, label, over, pick, ...more }) {
     onClick=${pick && ((event) => cell(event) != null && pick(cell(event)))}></canvas>`;
 }
 
-/** The size of the largest number of a list. */
+/** Return the largest absolute value of a list. */
 export function largestOf(values) {
   let most = 0;
   for (const value of values) if (Math.abs(value) > most) most = Math.abs(value);
   return most;
 }
 
-/** A bar from the left, of a share between 0 and 1. */
+/** A bar from the left that fills `share` (0 to 1) of its width. */
 export function Bar({ share, ...more }) {
   return html`<span class=${cx("ex-bar", more.class)} aria-hidden="true"><span style=${{
     width: `${100 * Math.min(1, Math.max(0, share))}%`,

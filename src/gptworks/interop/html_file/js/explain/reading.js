@@ -1,16 +1,16 @@
-// A text as the model reads it: its tokens, and the trace of what the model computed from them.
+// A text as the model reads it: the tokens, and the trace of the model's computation.
 
 import { visible } from "../../../../studio/static/js/format.js";
 import { softmax } from "../sampling.js";
 
-export const MOST_TOKENS = 64; // that a picture holds
-const FIRST_TOKENS = 16; // of the first text
+export const MOST_TOKENS = 64; // most tokens of a picture
+const FIRST_TOKENS = 16; // least tokens of the first text
 
-/** How a token is written on the page. */
+/** Return a token's text for the page. */
 export const nameOf = (model, id) => visible(model.tokenizer.spelling(id));
 
 export class Reading {
-  /** Read a text's first tokens. Throws an Error that says why, if there are none. */
+  /** Read a text's first tokens; throw an Error if there are none. */
   static async of(model, text, signal) {
     const { tokenizer, about } = model;
     const all = [...tokenizer.words.before, ...tokenizer.encode(text)];
@@ -26,13 +26,13 @@ export class Reading {
     this.kept = new Map();
   }
 
-  /** Probabilities of the token after place t. */
+  /** Return the probabilities of the token after place t. */
   chances(t) {
     if (!this.kept.has(t)) this.kept.set(t, softmax(this.trace.logits(t)));
     return this.kept.get(t);
   }
 
-  /** The loss of the token at place t, in nats; null for the first one, which nothing predicts. */
+  /** Return the loss of the token at place t in nats; null for the first token, which is not predicted. */
   loss(t) {
     return t > 0 ? -Math.log(this.chances(t - 1)[this.ids[t]]) : null;
   }
@@ -43,13 +43,13 @@ export class Reading {
     return losses.length ? losses.reduce((a, b) => a + b, 0) / losses.length : null;
   }
 
-  /** The row of the token at place t in a table of numbers, which has one row for each token. */
+  /** Return the row of the token at place t in a table of numbers that has one row for each token. */
   row(table, t) {
     const width = table.length / this.length;
     return table.subarray(t * width, (t + 1) * width);
   }
 
-  /** Attention from place t, by one head of a layer. */
+  /** Return a head's attention weights at place t. */
   attention(layer, head, t) {
     const { length } = this;
     const at = (head * length + t) * length;
@@ -57,7 +57,7 @@ export class Reading {
   }
 }
 
-/** The text that the walk begins with: one that the run states; if it is short, the model writes on. */
+/** Return the text with which the walk begins: a prompt of the run, continued by the model if the prompt is short. */
 export async function firstText(model, prompts, sampling, signal) {
   const { tokenizer, about } = model;
   let text = prompts?.[0] ?? "";
@@ -72,7 +72,7 @@ export async function firstText(model, prompts, sampling, signal) {
   return made.replace(/\uFFFD+$/, "");
 }
 
-/** What the tokens of this model are: characters, words or pieces. */
+/** Return the kind of the model's tokens: characters, words or pieces. */
 export function kindOf({ words }) {
   if (words.kind !== "WordLevel") return "pieces";
   const special = new Set(words.added.map((one) => one.id));

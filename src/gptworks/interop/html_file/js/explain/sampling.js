@@ -7,8 +7,8 @@ import { nameOf } from "./reading.js";
 import { Bar, Facts, Name, Slider, Try } from "./parts.js";
 
 const SHOWN = 10;
-const MANY = 50; // draws at once
-const MOST_KEPT = 50; // of top-k's slider
+const MANY = 50; // draws of one click
+const MOST_KEPT = 50; // largest top-k of the slider
 
 const LETTERLESS = "This token has no letters of its own, so it cannot be added.";
 const FULL = "The text is as long as these pictures can hold: shorten it to go on.";

@@ -42,7 +42,7 @@ export function TokensStep({ model, reading, at, choose }) {
 
 const known = ({ tokenizer }) => tokenizer.words.names.filter(Boolean).length;
 
-/** Of which two tokens the tokenizer joined this one. */
+/** Return a sentence on the two tokens that the tokenizer joined to make this one; null if it joined none. */
 function made(model, id) {
   const { words } = model.tokenizer;
   for (let i = 0; i < words.merges.length; i += 2) {

@@ -63,7 +63,7 @@ export function TrainingStep({ how, model, reading, at, choose }) {
       make the hard one easy?<//>`;
 }
 
-const PREDICTS = ["next_token", "instruction"]; // objectives whose loss is that of the next token
+const PREDICTS = ["next_token", "instruction"]; // objectives whose loss is the loss of the next token
 const OBJECTIVES = {
   instruction: "It was tuned on conversations: only the answers counted.",
   distillation: "It learned from a larger model: it had to give the same chances as that one.",
@@ -87,7 +87,7 @@ function duration(seconds) {
 const WIDE = 600;
 const HIGH = 220;
 
-/** The loss through training; a slider reads it. */
+/** A curve of the loss during training, with a slider that shows the loss at a step. */
 function Curve({ rows }) {
   const [i, setI] = useState(rows.length - 1);
   const values = rows.flatMap(([, train, held]) => [train, held]).filter((value) => value != null);

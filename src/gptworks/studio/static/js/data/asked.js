@@ -4,9 +4,9 @@ import { post } from "../api.js";
 import { count } from "../format.js";
 import { html, useEffect, useState } from "../ui.js";
 
-const PAUSE_MS = 120; // a number is being typed
+const PAUSE_MS = 120; // before a request, since a number may still be being typed
 
-/** Without a body there is no request. The previous answer stays until the new one comes. */
+/** The server's answer to `body`; without a body, nothing is sent. The last answer stays until the new one comes. */
 export function useAsked(what, body) {
   const [answer, set] = useState({ found: null, problem: null, busy: false });
   const key = body && JSON.stringify(body);
@@ -27,7 +27,7 @@ export function useAsked(what, body) {
   return answer;
 }
 
-/** An index from 0, shown as a number from `first` on, that is typed or changed with the buttons next to it. */
+/** A control for an index from 0, shown as a number from `first` on: a box to type in, with buttons next to it. */
 export function Place({ name, value, set, min = 0, max, by = 1, of, first = 1 }) {
   const to = (n) => set(Math.max(min, Math.min(max ?? Infinity, n)));
   const last = max == null || value + by > max;
@@ -42,7 +42,7 @@ export function Place({ name, value, set, min = 0, max, by = 1, of, first = 1 })
       onClick=${() => to(last ? value : value + by)}>›</button></span>`;
 }
 
-/** The choice of the shown tokens. */
+/** A control to choose which tokens are shown. */
 export function TokenPages({ first, n, total, set }) {
   if (total <= n && !first) return null;
   return html`<div class="toolbar">

@@ -7,7 +7,7 @@ import { useAsked } from "./asked.js";
 import { Tokens } from "./tokens.js";
 
 export function Tokenizers({ models, chosen }) {
-  const [other, setOther] = useState(null); // the second run; the first is that of all parts
+  const [other, setOther] = useState(null); // the second run; the first is the run of all parts
   const second = other ?? (models.find((model) => model.id !== chosen.model && !model.problem) ?? models[0]).id;
   const names = [chosen.model, second];
   const [text, setText] = useState("The quick brown fox jumps over the lazy dog.");

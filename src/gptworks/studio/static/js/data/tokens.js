@@ -12,7 +12,7 @@ function Token({ token, masks, row, i }) {
     data-row=${row} data-i=${i}>${token.text ? withEnds(token.text) : visible(token.spelling)}</span>`;
 }
 
-/** The text with a sign, which is not part of it, at the end of each line. */
+/** The text with a sign at the end of each line. The sign is not part of the text. */
 function withEnds(text) {
   const [first, ...rest] = text.split("\n");
   return [first, ...rest.map((line) => html`<span class="line-end"></span>${`\n${line}`}`)];

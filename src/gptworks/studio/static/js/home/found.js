@@ -77,13 +77,13 @@ export function Passages({ passages }) {
   </section>`;
 }
 
-/** A duration in words, in two digits. */
+/** A duration in words, with two significant digits. */
 export function time(minutes) {
   if (minutes < 2) return `${rounded(60 * minutes)} seconds`;
   return minutes < 120 ? `${rounded(minutes)} minutes` : `${rounded(minutes / 60)} hours`;
 }
 
-/** An estimate in two digits. */
+/** An estimate in two significant digits. */
 function rounded(x) {
   return x < 10 ? String(Number(x.toPrecision(2))) : count(Number(x.toPrecision(2)));
 }

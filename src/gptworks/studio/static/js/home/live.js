@@ -1,4 +1,4 @@
-// A run that was started here: how far it is, in words, what it writes by now, and where to go once it has ended.
+// A run that was started here: its progress in words, its newest samples, and links to the other parts.
 
 import { get } from "../api.js";
 import { count, percent, rate } from "../format.js";
@@ -7,9 +7,9 @@ import { html, useEffect, useRef, useState } from "../ui.js";
 import { time } from "./found.js";
 
 const EVERY_MS = 1500;
-const MOST_LOOKS = 20; // at the list of runs, after the run's end, until the list has its checkpoint
+const MOST_LOOKS = 20; // most refreshes of the list of runs after the run's end, until the list has its checkpoint
 
-/** `one`: the process; `model`: the run in the list of runs, if there; `started`: the run of the last click. */
+/** `one`: the process; `model`: the run in the list of runs, if listed; `started`: the run that was started last. */
 export function Live({ one, model, act, readOnly, hide, refresh, shown, started }) {
   const [found, setFound] = useState(null);
   const [looks, setLooks] = useState(0);

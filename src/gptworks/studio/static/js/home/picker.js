@@ -26,7 +26,7 @@ export function Picker({ start, choose, close }) {
       } catch (error) {
         if (error.name === "AbortError") return;
         if (!found && at.folder)
-          setAt({ folder: null, words: "" }); // what was typed is no folder: begin at the top
+          setAt({ folder: null, words: "" }); // what was typed is not a folder: begin at the top
         else setProblem(error.message);
       }
     };

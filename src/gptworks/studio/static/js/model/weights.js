@@ -34,7 +34,7 @@ export function Weights({ model, step, against, name, shape }) {
   </section>`;
 }
 
-/** The server's answer to the current request; leaving ends the work there. */
+/** The server's answer to the current request. A new request, or removing the component, ends the server's work. */
 function useAnswer(path, body, wanted) {
   const [found, setFound] = useState({});
   const key = JSON.stringify(body);

@@ -28,7 +28,7 @@ export function Branches({ session }) {
   }
   const several = new Set([...tree.branches.values()].map((branch) => branch.model)).size > 1;
   const names = namesOf(tree, below);
-  /** A branch and those below it: an only child that continues its whole text is at its level, others are indented. */
+  /** A branch and the branches below it. An only child that continues the whole text is not indented; others are. */
   const item = (branch) => {
     const next = below.get(branch.id) ?? [];
     const goesOn = next.length === 1 && continues(tree, branch, next[0]);
@@ -94,7 +94,8 @@ function focusOnce(element) {
   }
 }
 
-/** Short names: what a branch adds to its parent; of branches that add the same, how they differ as well. */
+/** Short names: the text that a branch adds to its parent. Branches that add the same text also get the settings in
+ * which they differ. */
 function namesOf(tree, below) {
   const names = new Map();
   for (const siblings of below.values()) {
@@ -108,7 +109,7 @@ function namesOf(tree, below) {
       group.forEach((branch, i) => {
         const own = branch.parent == null && branch.at == null && line(branch.edited ?? textOf(branch));
         const alone = own ? `${words} → ${own}` : words;
-        const nth = i && !differ[i].length ? ` (${i + 1})` : ""; // the same once more
+        const nth = i && !differ[i].length ? ` (${i + 1})` : ""; // a repetition with the same settings
         names.set(branch.id, group.length > 1 ? [...differ[i], words].join(" · ") + nth : alone);
       });
     }
@@ -130,7 +131,7 @@ function added(tree, branch) {
   return line(differing(prompt, other)) || "(no prompt)";
 }
 
-/** A text from the word on in which it differs from another. */
+/** The end of a text, from the first word in which it differs from `other`. */
 function differing(text, other) {
   let at = 0;
   while (at < text.length && text[at] === other[at]) at += 1;

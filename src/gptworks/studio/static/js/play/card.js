@@ -3,7 +3,7 @@
 import { percent, visible } from "../format.js";
 import { cx, html, useEffect, useLayoutEffect, useRef } from "../ui.js";
 
-/** Rows of the alternatives: in the model's order, then those that only sampling has. */
+/** Rows of the alternatives: in the model's order, then alternatives that are listed only after sampling. */
 function rows(token) {
   const made = new Map();
   const row = ({ id, spelling }) => made.get(id) ?? made.set(id, { id, spelling, before: null, after: null }).get(id);
@@ -47,10 +47,10 @@ function besideToken(card, anchor) {
   if (getComputedStyle(card).position === "fixed" && covered > 0) scrollBy(0, covered);
 }
 
-/** `anchor`: the token's element. `pinned`: it stays open and has the focus. */
+/** `anchor`: the token's element. `pinned`: the card stays open and has the focus. */
 export function TokenCard({ token, place, anchor, pinned, take, edit, why, close, hold, release }) {
   const beside = (by) => {
-    // a token is small for a finger
+    // for touch screens, on which a token is a small target
     const all = [...anchor.closest(".text").querySelectorAll(".t")];
     const next = all[all.indexOf(anchor) + by];
     next?.click();

@@ -65,7 +65,7 @@ export function Column({ session, index, models, chat, say, editPrompt, canRead 
     editPrompt(before.map((one) => one.text).join(""), whole());
   };
   const why = ({ part, i }) => {
-    // in the part Read, at the checkpoint that wrote it
+    // opens the token in the part Read, at the checkpoint that wrote the token
     const prompt = tree.root(branch).prompt_tokens;
     const tokens = [...prompt, ...tree.answer(branch)];
     close(false);
@@ -193,7 +193,7 @@ function Actions({ session, index, branch, work, say, context, edit }) {
       Stop</button></div>`;
   const made = branch.edited == null;
   const full = context != null && session.tree.ids(branch).length >= context;
-  const whole = branch.at == null || session.tree.root(branch).prompt.text != null; // an answer in a chat is not cut
+  const whole = branch.at == null || session.tree.root(branch).prompt.text != null; // not after a part of an answer
   const named = branch.step == null ? branch.model : `${branch.model}@${branch.step}`;
   const copy = (how, name) => async () => {
     const text = how(request(session.tree, branch, named), Boolean(apiKey()));

@@ -59,7 +59,7 @@ print(answer.choices[0].${chat ? "message.content" : "text"})
 `;
 }
 
-/** JSON as Python writes it. */
+/** A JSON value as a Python literal. */
 function literal(value) {
   if (value === null) return "None";
   if (typeof value === "boolean") return value ? "True" : "False";

@@ -31,13 +31,13 @@ export class Session {
 
   // ------------------------------------------------------------------------------------------------------ changes
 
-  /** Set fields, show them, keep them. */
+  /** Set fields, redraw the page, and save the session. */
   set(fields) {
     Object.assign(this, fields);
     this.changed();
   }
 
-  /** Change a column. The first one's model and checkpoint are those of all parts. */
+  /** Change a column. The first column's model and checkpoint are chosen in all parts. */
   setColumn(index, fields) {
     Object.assign(this.columns[index], fields);
     if (index === 0) chooseRun(this.columns[0]);
@@ -66,8 +66,8 @@ export class Session {
     this.tree.save({ columns, defaults, settings, options, prompt, plain, shade, mono });
   }
 
-  /** The first column has the chosen run; so have others whose own was removed. Settings that were not changed become
-   * the defaults of the first column's model. */
+  /** Give the chosen run to the first column, and to other columns whose run was removed. Unchanged settings become the
+   * defaults of the first column's model. */
   settle(models, chosen) {
     this.models = models;
     this.columns.forEach((column, index) => {
@@ -89,7 +89,7 @@ export class Session {
     const has = (id) => models.some((model) => model.id === id && !model.problem && model.state !== "served");
     this.resting = setTimeout(async () => {
       for (const { model, checkpoint } of this.columns.filter((column) => has(column.model))) {
-        // A request for a text will report why it cannot be loaded.
+        // A request for a text will report why the model cannot be loaded.
         await post("studio/load", { model, checkpoint }, { signal }).catch(() => {});
         if (signal.aborted) return;
       }
@@ -110,7 +110,7 @@ export class Session {
     this.setColumn(0, {});
   }
 
-  /** Show a branch, in its own column or, if that is closed, in the last, with the model that wrote it. */
+  /** Show a branch, with the model that wrote it, in its own column, or in the last column if its own is closed. */
   show(id) {
     const branch = this.tree.get(id);
     const index = Math.min(branch.column, this.columns.length - 1);
@@ -139,7 +139,7 @@ export class Session {
 
   // ------------------------------------------------------------------------------------------------------ requests
 
-  /** A text of the prompt in every column, all with one seed. */
+  /** Generate a text from the prompt in every column, with the same seed. */
   generate() {
     const seed = this.settings.seed ?? drawSeed();
     this.columns.forEach((column, index) => {
@@ -148,8 +148,8 @@ export class Session {
     });
   }
 
-  /** Whether the prompt differs from this branch's but begins with its first 40 characters: then the new branch belongs
-   * below this one in the tree. */
+  /** Whether the prompt differs from this branch's prompt but begins with its first 40 characters. If so, the new
+   * branch belongs below this one in the tree. */
   edited(id) {
     const branch = this.tree.get(id);
     const before = branch && this.tree.promptText(branch);
@@ -162,7 +162,7 @@ export class Session {
     );
   }
 
-  /** The next turn in every column. */
+  /** Send a message in every column, with the same seed. */
   say(text, system) {
     const seed = this.settings.seed ?? drawSeed();
     this.columns.forEach((column, index) => {
@@ -171,7 +171,7 @@ export class Session {
     });
   }
 
-  /** The turns of a column. Those that the model wrote name their branch. */
+  /** The turns of a column. In turns that the model wrote, `from` names the branch. */
   conversation(index, system = "") {
     const branch = this.tree.get(this.columns[index].current);
     const messages = branch && this.tree.root(branch).prompt.messages;
@@ -179,7 +179,7 @@ export class Session {
     return [...messages, { role: "assistant", content: this.tree.answerText(branch), from: branch.id }];
   }
 
-  /** Change a turn: the next answer is generated again; a changed answer is kept. */
+  /** Change a turn. A changed answer is kept. After any other change, the next answer is generated again. */
   editTurn(index, place, content) {
     const turns = this.conversation(index);
     const { current } = this.columns[index];
@@ -243,13 +243,13 @@ export class Session {
     }
   }
 
-  /** The model whose chat template a model without one takes: the first in the columns that has one. Else null. */
+  /** The first model in the columns that has a chat template for `model`; null if `model` has its own, or none has. */
   templateFor(model) {
     const chats = (id) => this.models.some((one) => one.id === id && one.chat);
     return chats(model) ? null : (this.columns.map((column) => column.model).find(chats) ?? null);
   }
 
-  /** Stream one branch into the tree. `like`: with that branch's model, checkpoint and chat template. */
+  /** Stream one branch into the tree. `like`: a branch whose model, checkpoint and chat template are used. */
   async run(index, made, { tokens = null, seed = this.settings.seed, like = null } = {}) {
     this.stop(index);
     const column = this.columns[index];

@@ -4,7 +4,7 @@ import { cx, html, memo, useEffect, useState } from "../ui.js";
 
 const MOST_TOKENS = 1048576;
 
-/** In the panel's order. The server gives their defaults. */
+/** The settings in the panel's order. The server gives their defaults. */
 export const SETTINGS = [
   {
     key: "temperature",
@@ -112,18 +112,18 @@ export const SETTINGS = [
 ];
 const GROUPS = { choice: "Choice of the next token", penalties: "Penalties", length: "Length" };
 
-/** The defaults of all settings; `sampling`: those of the program, or of a model. */
+/** The defaults of all settings; `sampling`: the sampling defaults of the program or of a model. */
 export function defaultsOf(sampling) {
   return { ...sampling, stop: [], seed: null, ignore_eos: false, logit_bias: {} };
 }
 const LARGEST_SEED = 2 ** 31;
 
-/** A seed that the page draws. */
+/** A random seed. */
 export function drawSeed() {
   return crypto.getRandomValues(new Uint32Array(1))[0] % LARGEST_SEED;
 }
 
-/** Stop texts are written one a line, with \n for a new line, \t for a tab and \\ for a backslash. */
+/** The stop texts in `text`, one per line, with \n for a new line, \t for a tab and \\ for a backslash. */
 export function readStops(text) {
   return text
     .split("\n")
@@ -137,7 +137,7 @@ export function writeStops(stops) {
     .join("\n");
 }
 
-/** Biases are written one a line: a token's id, a colon, a number. null: a line is invalid. */
+/** The biases in `text`, one per line: a token's id, a colon, a number. Null if a line is invalid. */
 export function readBiases(text) {
   const biases = {};
   for (const line of text.split("\n").filter((one) => one.trim())) {

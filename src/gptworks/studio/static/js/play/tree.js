@@ -1,5 +1,5 @@
-// All texts of the session as a tree of branches. A branch has its own tokens after the first `at` of its parent's
-// answer (`at` null: it begins with its own prompt). The tree is kept in sessionStorage, within a limit.
+// All texts of the session as a tree of branches. A branch holds its own tokens, which follow the first `at` tokens of
+// its parent's answer; if `at` is null, they follow its own prompt. The tree is kept in sessionStorage, within a limit.
 
 import { inTab } from "../store.js";
 
@@ -16,7 +16,7 @@ export class Tree {
     return this.branches.get(id) ?? null;
   }
 
-  /** A new branch; `made` gives its fields. */
+  /** Add a branch with the fields in `made`, and return it. */
   add(made) {
     const branch = {
       id: ++this.last,
@@ -43,7 +43,7 @@ export class Tree {
     return [...this.branches.values()].filter((branch) => branch.parent === id);
   }
 
-  /** Remove a branch and all below it. The parent's id, or null. */
+  /** Remove a branch and all branches below it. Return the parent's id, or null. */
   remove(id) {
     const { parent } = this.get(id);
     for (const child of this.children(id)) this.remove(child.id);
@@ -56,7 +56,7 @@ export class Tree {
     return branch.at == null ? branch : this.root(this.get(branch.parent));
   }
 
-  /** The parts of the answer in order: lists of tokens, of which the first `n` are used. */
+  /** The parts of the answer in order: each a list of tokens, and the number `n` of its first tokens that are used. */
   segments(branch, n = branch.tokens.length) {
     const own = { branch, tokens: branch.tokens, n };
     return branch.at == null ? [own] : [...this.before(this.get(branch.parent), branch.at), own];
@@ -102,8 +102,8 @@ export class Tree {
 
   // -------------------------------------------------------------------------------------------------- keeping it
 
-  /** Write the tree and `more` to the tab's storage; if it is too large, drop the alternatives, then the
-   * oldest branches with all below them. */
+  /** Write the tree and `more` to the tab's storage. If they are too large, drop the tokens' alternatives, then the
+   * oldest branches with all branches below them. */
   save(more) {
     const kept = [...this.branches.values()];
     let written = JSON.stringify({ more, last: this.last, branches: kept });

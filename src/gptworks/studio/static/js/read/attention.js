@@ -6,7 +6,7 @@ import { html, useEffect, useRef, useState, useTheme } from "../ui.js";
 const ROW = 12;
 const LEGEND = [0.01, 0.1, 0.3, 1];
 
-/** The weights of all heads, decoded; `of` returns those of one head. */
+/** The weights of all heads, decoded; `of` returns the weights of one head. */
 export function headsOf({ shape: [n_layers, n_heads, n_keys], data }, first) {
   const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
   const values = new Float32Array(bytes.buffer);
@@ -19,7 +19,7 @@ export function headsOf({ shape: [n_layers, n_heads, n_keys], data }, first) {
   return { n_heads, n_keys, n_rows: n_layers * n_heads, first, of };
 }
 
-/** Small weights stay visible. */
+/** The opacity of a weight; the square root keeps small weights visible. */
 const strength = (weight) => Math.sqrt(weight);
 
 export function Attention({ heads, tokens, look }) {

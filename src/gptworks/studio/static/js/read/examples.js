@@ -1,4 +1,4 @@
-// What can be read with one click before anything was read: the first documents of the run's validation split.
+// Examples to read with one click: the first documents of the run's validation split.
 
 import { hasRuns, post } from "../api.js";
 import { count } from "../format.js";

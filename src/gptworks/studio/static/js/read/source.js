@@ -28,7 +28,7 @@ export function Source({ chosen, source, change }) {
     }`;
 }
 
-/** The source for the server; null: no text yet. */
+/** The source in the server's format; null if there is no text yet. */
 export function asked({ kind, text, number }) {
   if (kind === "document") return { document: number };
   return text ? { text } : null;

@@ -46,8 +46,8 @@ export function useSteps(body, answer) {
 /** The step of a run's last checkpoint. */
 export const newestOf = (model) => Math.max(...(model?.checkpoints ?? []).map(({ step }) => step));
 
-/** `newest`: the step of the run's last checkpoint, which may be beyond those that were read; `writing`: what a
-    checkpoint writes is shown without a click. */
+/** `newest`: the step of the run's last checkpoint, which may be beyond those that were read; `writing`:
+    whether the text that a checkpoint writes is shown without a click. */
 export function Steps({
   through: { found, problem, work, look },
   body,

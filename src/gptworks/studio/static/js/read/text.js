@@ -15,7 +15,7 @@ export function lossShade(nats) {
   return `s${found < 0 ? LOSSES.length : found}`;
 }
 
-/** By the difference of the second model's loss to the first's. */
+/** The shade for the second model's loss minus the first model's loss. */
 export function differenceShade({ nats, other_nats: other }) {
   if (nats == null || other == null) return "d3";
   const found = DIFFERENCES.findIndex((bound) => other - nats < bound);

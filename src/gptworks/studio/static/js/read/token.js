@@ -1,4 +1,4 @@
-// One token: the causes of its probability, in words and by the parts of the model, and where the data has it.
+// One token: the causes of its probability, in words and by the parts of the model, and its places in the data.
 
 import { hasRuns, post } from "../api.js";
 import { count, figure, percent, visible } from "../format.js";
@@ -6,9 +6,9 @@ import { cx, html, Scrolls, useEffect, useMemo, useRef, useState } from "../ui.j
 import { Attention, headsOf } from "./attention.js";
 import { lossShade } from "./text.js";
 
-const LEAST_SEEN = 120; // pixels of the answer; with fewer it is scrolled to, as on a phone
+const LEAST_SEEN = 120; // pixels; if fewer of the section are visible, as on a phone, scroll to it
 
-/** `sought`: another part opened this token: scroll to it. */
+/** `sought`: whether another part opened this token, so that the page scrolls to it. */
 export function Token({ body, answer, index, sought, weights, setWeights }) {
   const [found, setFound] = useState(null);
   const [against, setAgainst] = useState(null);

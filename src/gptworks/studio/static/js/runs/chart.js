@@ -1,4 +1,4 @@
-// One chart: uPlot draws the axes, the cursor and the selection; this file draws the curves, whose points differ.
+// One chart: uPlot draws the axes, the cursor and the selection; this file draws the curves, whose x values differ.
 
 import uPlot from "../../vendor/uPlot.esm.js";
 import { short } from "../format.js";
@@ -24,7 +24,7 @@ const STYLES = []; // one object for each n, so that a row is drawn again only i
 /**
  * curves: [{ id, name, style, x, y, raw: { x, y } | undefined, forkedAt: where a fork begins | undefined }],
  * bands: [{ name, style, x, low, high }], view: { window, logX, logY, theme },
- * zoom(from, to) or zoom(null), pick(id, x), xName, write(y): a value as text, tick(y): one at the axis.
+ * zoom(from, to) or zoom(null), pick(id, x), xName, write(y): a value as text, tick(y): the text at the axis.
  */
 export function Chart({ title, ...props }) {
   const box = useRef(null);
@@ -227,7 +227,7 @@ function paint(plot, { curves, bands }, style) {
   } of curves) {
     ctx.strokeStyle = ctx.fillStyle = colourOf({ colour });
     ctx.setLineDash(DASHES[dash].map((length) => length * ratio));
-    // The points that are drawn faintly: those that a fork has from another run, and all of a parent.
+    // The number of points to draw faintly: those that a fork has from another run; all points of a parent.
     const before = faint ? x.length : forkedAt == null ? 0 : x.filter((one) => one <= forkedAt).length;
     ctx.globalAlpha = FAINT * full;
     line({ x, y }, 0, before);
@@ -241,7 +241,7 @@ function paint(plot, { curves, bands }, style) {
   ctx.restore();
 }
 
-/** From a value to its place on the canvas. */
+/** A function that maps a value to its place on the canvas. */
 function placer({ min, max, distr }, start, length) {
   const of = distr === 3 ? (value) => Math.log10(Math.max(value, 1e-300)) : (value) => value;
   const [low, size] = [of(min), of(max) - of(min) || 1];
@@ -273,8 +273,8 @@ function readSoon(plot, kept) {
   });
 }
 
-/** Write the values of the curves at the cursor, or of the nearest if there are more than FEW. Curves that end before
- * the cursor, or begin after it, have none. */
+/** Write the values of the curves at the cursor, or of the nearest curve if there are more than FEW. Curves that end
+ * before the cursor, or begin after it, are left out. */
 function read(plot, { props, readout }) {
   const box = readout.current;
   if (!box) return;

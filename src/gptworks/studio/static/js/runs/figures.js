@@ -47,7 +47,7 @@ function ordered(keys) {
   return [...new Set(keys)].sort((a, b) => place(a) - place(b) || (a < b ? -1 : 1));
 }
 
-/** `rows`: the runs that are drawn; `parents`: those that forks among them come from. */
+/** `rows`: the runs that are drawn; `parents`: the runs from which forks among them were made. */
 export function Figures({ rows, parents, styles, view, version, zoom, pick }) {
   const keys = useMemo(() => ordered(rows.flatMap((row) => row.keys)), [rows]);
   const [focus, setFocus] = useState(null);
@@ -87,7 +87,8 @@ function titleWithUnit(key, rows) {
   return `${titleOf(key)}, ${units.size === 1 ? [...units][0] : "the units differ: do not compare the curves"}`;
 }
 
-/** A figure of one run that has a value for each layer or part; of many, MOST_PARTS at even distances. */
+/** A figure of one run with a value for each layer or part. If there are many, MOST_PARTS of them are drawn, evenly
+ * spaced. */
 function Parts({ run, of, names, ...props }) {
   const text = names.join("\n");
   const wanted = useMemo(() => {
@@ -164,7 +165,7 @@ function Figure({ title, of, wanted, view, version, zoom, pick }) {
   </div>`;
 }
 
-/** The formats of a figure's values, and of those at the axis if they differ. */
+/** The formats of a figure's values, and of the texts at the axis if they differ. */
 function writing(of) {
   if (/_bytes$/.test(of)) return { write: bytes, tick: bytes };
   return { write: /loss|bits/.test(of) ? (y) => y.toFixed(4) : figure };
@@ -189,7 +190,7 @@ function questionOf(list, view, smooth) {
   return `studio/runs/curves?${asked}`;
 }
 
-/** Whether an element is in the window or at most 200 pixels outside; null until it was once. */
+/** Whether an element is in the window or at most 200 pixels outside; null until it is there for the first time. */
 function useSeen(place) {
   const [seen, set] = useState(null);
   useEffect(() => {

@@ -15,7 +15,7 @@ const ORDERS = {
   step: ["Steps", (a, b) => b.step - a.step],
 };
 
-/** The newest run first. */
+/** Compare two runs for sorting, the newest first. */
 export function newest(a, b) {
   return b.started - a.started || NAMES.compare(a.id, b.id);
 }
@@ -97,7 +97,8 @@ const LEADS = {
   start: "Fork or resume",
 };
 
-/** A run: its box draws it, its name selects it, in the other parts too. The selected one has links to them. */
+/** A run in the list. The checkbox draws its curves; the name selects the run in all parts. The selected run has links
+ * to the other parts. */
 const Row = memo(({ row, style, isFaint, isSelected, toggle, select, parts, stop }) => {
   const state = row.problem ? "cannot be read" : !row.whole ? "reading…" : row.state;
   return html`<div class=${cx("run", style && "chosen", isSelected && "selected")}

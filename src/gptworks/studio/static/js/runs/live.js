@@ -5,8 +5,8 @@ import { stream } from "../api.js";
 const AGAIN_MS = 2000;
 
 /**
- * Call `show` with the runs by id, and with the reasons why others are left out, whenever some have changed. Returns a
- * function that ends it.
+ * Call `show` with the runs by id, and with the reasons why others are left out, whenever some have changed. Return a
+ * function that ends these calls.
  */
 export function follow(show, report) {
   const stop = new AbortController();

@@ -1,9 +1,9 @@
-// The changes of a run, or of its fork, that resumes with the recipe, and why it cannot.
+// The settings that change if a run, or its fork, resumes with the recipe, or the reason why it cannot resume.
 
 import { post } from "../api.js";
 import { html, useEffect, useState } from "../ui.js";
 
-/** The server's answer: `changes`, `problem`, `steps_left`; null until the first one, and if no run is resumed. */
+/** The server's answer: `changes`, `problem`, `steps_left`; null until it comes, and if no run is resumed. */
 export function useChanges(run, step, recipe) {
   const [found, setFound] = useState(null);
   useEffect(() => setFound(null), [run]);

@@ -1,12 +1,12 @@
-// The length of a run that trains on: long enough that something is left, unless another one is typed.
+// The length of a run that is resumed or forked: long enough to train further, unless the user types another length.
 
 import { get } from "../api.js";
 import { useEffect, useRef, useState } from "../ui.js";
 
-/** Fills the length in. Returns whether that is `done`, and `why` it was raised; `step`: the checkpoint of a fork. */
+/** Fill in the length. Return whether this is `done`, and `why` the length was raised. `step`: a fork's checkpoint. */
 export function useExtension(origin, way, step, recipe) {
   const [found, setFound] = useState(null); // the question and its answer's `why`
-  const lengths = useRef(null); // by path: `own`, of the run, and `filled`, the values that were filled in last
+  const lengths = useRef(null); // by path: `own`, the run's values; `filled`, the values that were filled in last
   const latest = useRef(recipe);
   latest.current = recipe;
   const begun = recipe.checked?.of === origin;
@@ -18,7 +18,7 @@ export function useExtension(origin, way, step, recipe) {
   const fill = (values, why) => {
     const { first, checked } = latest.current;
     const { given } = checked;
-    lengths.current ??= { own: pick(first, values), filled: pick(first, values) }; // what is typed by now is kept
+    lengths.current ??= { own: pick(first, values), filled: pick(first, values) }; // values that were typed are kept
     const { filled } = lengths.current;
     const kept = Object.keys(values).filter((path) => given[path] === filled[path]); // not typed over
     const edits = kept.filter((path) => given[path] !== values[path]).map((path) => [path, values[path] ?? null]);

@@ -1,5 +1,5 @@
-// The recipe as a form: settings that it states and those that are changed most often; the others are found by search
-// or unfolded.
+// The recipe as a form. It shows the settings that the recipe states and those that are changed most often. The others
+// can be searched or unfolded.
 
 import { cx, html, useState } from "../ui.js";
 
@@ -7,8 +7,8 @@ import { cx, html, useState } from "../ui.js";
 export function Form({ groups, recipe, goesOn }) {
   const [search, setSearch] = useState("");
   const [all, setAll] = useState(false);
-  const [open, setOpen] = useState(new Set()); // titles of groups of which all settings are shown
-  const [only, setOnly] = useState(false); // the changed ones
+  const [open, setOpen] = useState(new Set()); // titles of the groups whose settings are all shown
+  const [only, setOnly] = useState(false); // whether to show only changed settings
   const { given, fixed } = recipe.checked;
   const words = search.toLowerCase().split(/\s+/).filter(Boolean);
   const stays = ({ path }) => fixed.some((one) => one === path || one.startsWith(`${path}.`));
@@ -159,7 +159,7 @@ function Field({ field, recipe, wrong }) {
 }
 
 function Input({ id, field, value, normal, wrong, edit }) {
-  const [typed, setTyped] = useState(null); // while it has the focus
+  const [typed, setTyped] = useState(null); // the text, while the input has the focus
   const shared = {
     id,
     class: cx("field", value != null && "given"),
@@ -195,7 +195,7 @@ function Input({ id, field, value, normal, wrong, edit }) {
   return html`<input ...${text} inputmode=${field.input === "number" ? "decimal" : null} />`;
 }
 
-/** How many settings are wrong, next to the button that they hold up, and the way to the first. */
+/** The number of wrong settings, and a button that leads to the first of them. */
 export function Wrong({ problems }) {
   const show = () => {
     const first = document.querySelector(".start-form .problem");
