@@ -3,8 +3,9 @@
 // A piece of work is one key/value head of one text with the query heads that it serves: one thread computes it from
 // beginning to end, in one order, so the bits of the result do not depend on the number of threads.
 //
-// Forward, 16 queries at a time: scores, a softmax with a running maximum, weighted values. Each query's log-sum-exp is
-// kept. Backward, 64 keys at a time: the weights follow from the scores, computed again, and that log-sum-exp.
+// The forward pass computes 16 queries at a time: scores, a softmax with a running maximum, weighted values. It stores
+// each query's log-sum-exp. The backward pass takes 64 keys at a time: it computes the scores again, and from them and
+// the log-sum-exp the weights.
 //
 // Products read units of four bytes: one float32, or two bf16 elements that are neighbours along the sum.
 // The left factor is laid out in rows of units, the right factor in panels of 64 columns.
@@ -50,7 +51,7 @@ constexpr int AT_ONCE = MANY_REGISTERS ? 4 : 1; // vectors of a panel's row whos
 
 int64_t rounded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// What products multiply: P::Left is a unit, of P::ELEMENTS elements.
+// Policies of products (tile.h). P::Left is a unit of P::ELEMENTS elements.
 typedef Widened<float> Wide;
 #ifdef BF16_PRODUCTS
 typedef Pairs Narrow;
@@ -59,7 +60,7 @@ typedef Wide Narrow;
 #endif
 
 #ifdef AMX
-// The `product` below on tiles: the rows fill whole tiles; of the k units, only those that fill whole tiles are read.
+// Computes the `product` below on tiles. The rows must fill whole tiles; of the k units, only whole tiles are read.
 void product_on_tiles(int64_t rows, int64_t columns, int64_t k, const uint32_t *a, int64_t stride, const uint32_t *b,
                       int64_t panel, float *c, int64_t c_stride, bool add) {
     constexpr int64_t SIDE = amx::SIDE, LINE = PANEL * sizeof(uint32_t);
@@ -92,8 +93,8 @@ INLINE void tile(const typename P::Left *a, int64_t stride, const typename P::Le
     each_vector([&](auto r, auto j) EACH { store(c + r * c_stride + j * LANES, tile.at(r, j)); });
 }
 
-// c[m][n] = Σ a[m][i] · b[i][n] over k units, added to what is there if `add`. `rows` is a multiple of 4, `columns`
-// of 16. Panels of b begin `panel` units after one another.
+// c[m][n] = Σ a[m][i] · b[i][n] over k units, added to the previous c[m][n] if `add`. `rows` is a multiple of 4,
+// `columns` of 16. Panels of b are `panel` units apart.
 template<class P>
 void product(int64_t rows, int64_t columns, int64_t k, const typename P::Left *a, int64_t stride,
              const typename P::Left *b, int64_t panel, float *c, int64_t c_stride, bool add) {
@@ -133,14 +134,14 @@ void product(int64_t rows, int64_t columns, int64_t k, const typename P::Left *a
 
 // ------------------------------------------------------------------------------------------------------- layouts
 
-// A matrix [rows, width] of one head as the products want it, padded with zeros.
+// A matrix [rows, width] of one head, which is written in the layouts of the products, padded with zeros.
 template<class P, class T> struct Source {
     typedef typename P::Left Unit;
     static constexpr int64_t EACH_UNIT = P::ELEMENTS;
     const View &view;
-    int64_t batch, head, rows, width, padded; // padded: the width, to a multiple of 16
+    int64_t batch, head, rows, width, padded; // padded: the width, rounded up to a multiple of 16
 
-    // Row r in units along the width.
+    // Writes row r in units along the width.
     INLINE void line(int64_t r, Unit *out) const {
         if (r >= rows) return (void)std::memset(out, 0, padded / EACH_UNIT * sizeof(Unit));
         const T *from = view.at<T>(batch, head, r);
@@ -154,7 +155,7 @@ template<class P, class T> struct Source {
         }
     }
 
-    // The j-th unit along the rows, of each element of the width; spare: room for 2 lines.
+    // Writes the j-th unit along the rows for each element of the width. spare: room for 2 lines.
     INLINE void pair(int64_t j, Unit *out, Unit *spare) const {
         if constexpr (EACH_UNIT == 1)
             line(j, out);
@@ -224,13 +225,13 @@ template<class T> INLINE void put(const float *from, float factor, T *to, int64_
 
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
-// Which keys each query sees, and what its scores become before the softmax.
+// The keys that each query sees, and the changes of its scores before the softmax.
 template<class T> struct Rules {
     const Attention &a;
-    int64_t batch, n;               // n: queries, to a multiple of 16
-    std::vector<int64_t> from, to;  // of each query; equal where it sees none
+    int64_t batch, n;               // n: queries, rounded up to a multiple of 16
+    std::vector<int64_t> from, to;  // of each query; equal if it sees no key
     std::vector<int64_t> low, high; // of each strip of 16
-    float factor, cap;              // a score, an exponent of 2: q·k · factor, or cap · tanh(q·k · factor)
+    float factor, cap;              // a score is q·k · factor, or cap · tanh(q·k · factor), as an exponent of 2
 
     Rules(const Attention &a, int64_t batch)
         : a(a), batch(batch), n(rounded(a.n_queries, STRIP)), from(n), to(n), low(n / STRIP), high(n / STRIP),
@@ -257,7 +258,7 @@ template<class T> struct Rules {
     const T *bias(int64_t q) const { return a.bias.at<T>(batch, 0, q); }
     bool plain() const { return !a.bias.data && !a.softcap && !a.dropout; }
 
-    // Scores of query q and the keys from s on; tangent: what tanh gave.
+    // Returns the scores of query q with 16 keys from s on. tangent: receives the softcap's tanh.
     template<bool PLAIN> INLINE Lanes score(Lanes product, int64_t q, int64_t s, Lanes *tangent = nullptr) const {
         Lanes score = product * factor;
         if (!PLAIN && a.softcap) {
@@ -287,8 +288,8 @@ template<class T> struct Rules {
         return load(numbers);
     }
 
-    // For query q of a head and n keys from s on: 0 where dropout drops a weight, else what the weight is multiplied
-    // by. A function of the seed and the position alone, so that the backward pass finds the same.
+    // Writes the factors of the weights of query q of a head and n keys from s on: 0 if dropout drops the weight, else
+    // 1 / (1 − dropout). They depend only on seed and position, so that the backward pass computes the same factors.
     void kept(int64_t head, int64_t q, int64_t s, int64_t n, float *out) const {
         uint64_t z = *a.seed + 0x9e3779b97f4a7c15 * (uint64_t)((batch * a.heads + head) * a.n_queries + q + 1);
         z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
@@ -305,7 +306,7 @@ template<class T> struct Rules {
     }
 };
 
-// Memory of this thread's own, 64-byte aligned, kept for the next call.
+// Memory of this thread, 64-byte aligned, kept for the next call.
 struct Room {
     char *at;
 
@@ -333,7 +334,7 @@ template<class P> INLINE void put_weights(typename P::Left *row, int64_t s, Lane
 
 // ------------------------------------------------------------------------------------------------------- forward
 
-constexpr int64_t KEYS = 256; // whose scores are in memory together
+constexpr int64_t KEYS = 256; // keys whose scores are in memory together
 
 template<class P, class T> struct Forward {
     typedef typename P::Left Unit;
@@ -424,7 +425,7 @@ template<class P, class T> struct Forward {
 
 // ------------------------------------------------------------------------------------------------------ backward
 
-constexpr int64_t QUERIES = 64; // most at once, which see equally many keys of a panel
+constexpr int64_t QUERIES = 64; // most queries at once; they see equally many keys of a panel
 
 template<class P, class T> struct Backward {
     typedef typename P::Left Unit;
@@ -500,13 +501,14 @@ template<class P, class T> struct Backward {
         write(d_v, 1, a.d_v, batch, group, width, (float *)lines);
     }
 
-    // Columns of the panel from key s on that the strip of queries from `first` on sees, to a multiple of 16.
+    // Number of columns, rounded up to a multiple of 16, that the strip of queries at `first` sees of the panel at key
+    // s.
     static int64_t columns_seen(const Rules<T> &rules, int64_t first, int64_t s) {
         const int64_t strip = first / STRIP, end = std::min(rules.high[strip], s + PANEL);
         return rules.low[strip] < end && s < end ? rounded(end - s, LANES) : 0;
     }
 
-    // For each query: log2 Σ 2^score, as the forward pass stored it, and Σ d_out · out.
+    // Writes, for each query, log2 Σ 2^score as the forward pass stored it, and Σ d_out · out.
     void prepare(int64_t batch, int64_t head, int64_t n, float *sums, float *delta) const {
         for (int64_t r = 0; r < n; r++) {
             sums[r] = -NEVER, delta[r] = 0;
@@ -522,7 +524,7 @@ template<class P, class T> struct Backward {
         }
     }
 
-    // Weights and gradients of the scores of a block's rows.
+    // Computes the weights, and the gradients of the scores, of a block's rows.
     template<bool PLAIN>
     [[gnu::noinline]] void differentiate(const Rules<T> &rules, int64_t head, int64_t first, int64_t rows, int64_t s,
                                          int64_t columns, const float *sums, const float *delta,
@@ -531,7 +533,7 @@ template<class P, class T> struct Backward {
             differentiate_unit<PLAIN>(rules, head, first, r, s, columns, sums, delta, block);
     }
 
-    // The same for one unit of queries, from row r of the block on.
+    // Does the same for one unit of queries, from row r of the block on.
     template<bool PLAIN>
     INLINE void differentiate_unit(const Rules<T> &rules, int64_t head, int64_t first, int64_t r, int64_t s,
                                    int64_t columns, const float *sums, const float *delta, const Block &block) const {
@@ -574,7 +576,7 @@ template<class P, class T> struct Backward {
         }
     }
 
-    // Panels [width][64] to rows.
+    // Writes panels [width][64], times a factor, as rows.
     void write(const float *from, float factor, const View &to, int64_t batch, int64_t group, int64_t width,
                float *lines) const {
         for (int64_t s = 0; s < a.n_keys; s += LANES) {
@@ -654,7 +656,7 @@ extern "C" int gptworks_attention(const Tensor *q, const Tensor *k, const Tensor
     });
 }
 
-// d_out is the gradient of out, d_q, d_k and d_v those of q, k and v: of their shapes and dtype.
+// d_out, d_q, d_k and d_v are the gradients of out, q, k and v, with the same shapes and dtype.
 extern "C" int gptworks_attention_backward(const Tensor *q, const Tensor *k, const Tensor *v, const Tensor *out,
                                            const Tensor *bias, const Tensor *sums, const Tensor *seed,
                                            const Tensor *d_out, const Tensor *d_q, const Tensor *d_k, const Tensor *d_v,

@@ -54,7 +54,7 @@ constexpr int64_t bytes_of(int64_t kind) { // of an element
 }
 
 constexpr int64_t MOST_DIMENSIONS = 5;
-constexpr int64_t MOST = int64_t(1) << 40; // largest size, stride or number of elements: far from overflow
+constexpr int64_t MOST = int64_t(1) << 40; // largest size, stride or number of elements, far from overflow
 constexpr int64_t MOST_THREADS = 1024;
 
 struct [[gnu::visibility("default")]] Tensor { // not hidden, since exported functions take it

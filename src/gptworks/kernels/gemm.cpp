@@ -1,13 +1,12 @@
 // Matrix products in float32: out [M, N] = a [M, K] · b [K, N] + bias [N]. Called by gemm.py.
 //
-// A tile of the results, AT_ONCE rows of WIDTH columns, stays in registers while K passes: each step of K reads WIDTH
-// elements of b and multiplies them with one element of each row of a. So b is laid out in panels of WIDTH columns
-// first, some of K and some columns at a time, which a core's second cache holds; and a, if its columns are what is
-// contiguous, in panels of AT_ONCE rows. (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication",
-// 2008, sections 4, 5.)
+// A tile of the results, AT_ONCE rows of WIDTH columns, stays in registers during the loop over K. Each step of K reads
+// WIDTH elements of b and multiplies them with one element of each row of a. So a part of b that a core's second cache
+// holds is first laid out in panels of WIDTH columns. If a's columns are contiguous, a is laid out in panels of AT_ONCE
+// rows. (Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008, sections 4, 5.)
 //
-// K is summed in order, in parts that depend on K alone: the bits of a result depend neither on the number of threads
-// nor on how many rows and columns there are.
+// K is summed in order, in parts that depend only on K. So the bits of a result depend neither on the number of threads
+// nor on the numbers of rows and columns.
 
 #include <algorithm>
 
@@ -21,15 +20,15 @@ namespace {
 constexpr int64_t WIDTH = 2 * IN_REGISTER;            // columns of a tile
 constexpr int64_t AT_ONCE = REGISTERS >= 32 ? 12 : 6; // rows of a tile: its sums take three quarters of the registers
 constexpr int64_t DEPTH = 768, COLUMNS = 384, ROWS = 96; // most of K, N and M that are laid out at once
-constexpr int64_t COST_OF_LAYING_OUT = 16;               // an element, in multiplications
+constexpr int64_t COST_OF_LAYING_OUT = 16;               // cost of an element, in multiplications
 
-// The length, in whole units, of each part if n is cut into as few parts as possible of at most `most`.
+// Returns the length of a part, a multiple of `unit`, if n is cut into the fewest equal parts of at most `most`.
 int64_t part_of(int64_t n, int64_t most, int64_t unit) {
     const int64_t n_parts = std::max<int64_t>((n + most - 1) / most, 1);
     return ((n + n_parts - 1) / n_parts + unit - 1) / unit * unit;
 }
 
-// A matrix, and how far its rows and its columns are apart; one of them is 1.
+// A matrix, with the strides of its rows and of its columns. One of the strides is 1.
 struct Factor {
     const float *at;
     int64_t row, column;
@@ -43,7 +42,7 @@ struct Left {
     int64_t row, step;
 };
 
-// N rows of a tile of the results.
+// Computes N rows of a tile of the results.
 template<int N>
 void tile(int64_t depth, const Left &left, const float *b, bool adds, const float *bias, float *out, int64_t out_row,
           int64_t n_columns) {
@@ -51,7 +50,7 @@ void tile(int64_t depth, const Left &left, const float *b, bool adds, const floa
     const float *const a = left.at;
     const int64_t row = left.row, step = left.step;
     tile.add([&](int r, int64_t i, int) EACH { return a[r * row + i * step]; }, (const uint32_t *)b, depth, WIDTH);
-    const float *const more = adds ? out : bias; // what is added, of the first row
+    const float *const more = adds ? out : bias; // what is added to the first row
     const int64_t more_row = adds ? out_row : 0;
     if (n_columns >= WIDTH)
         return repeat<N>([&](auto r) EACH {
@@ -102,12 +101,12 @@ void lay_out_columns(const Factor &b, int64_t depth, int64_t n_columns, float *o
     }
 }
 
-// Whether the rows of a tile, so far apart, push one another out of the first cache: lines that are multiples of 4 KiB
-// apart share a set of it, which has 8 lines in many processors.
+// Whether a tile's rows with this stride evict one another from the first cache. Lines a multiple of 4 KiB apart share
+// a set of the cache, which has 8 lines in many processors.
 constexpr bool collide(int64_t row) { return AT_ONCE > 8 && row % 1024 == 0; }
 
-// Returns some rows of a, and `depth` of its columns: where they are; or copied to `room`, as panels [rows / AT_ONCE,
-// depth, AT_ONCE] or as rows that are closer together.
+// Returns some rows and `depth` columns of a: in place, or copied to `room`. The copy is in panels [rows / AT_ONCE,
+// depth, AT_ONCE], or in rows that are closer together.
 Left lay_out_rows(const Factor &a, int64_t depth, int64_t n_rows, float *room) {
     if (a.column == 1) {
         if (!collide(a.row)) return {a.at, a.row, 1};
@@ -131,7 +130,7 @@ Left lay_out_rows(const Factor &a, int64_t depth, int64_t n_rows, float *room) {
     return {room, 1, AT_ONCE};
 }
 
-// Into how many parts to divide the rows, and the columns, among the threads, so that they end soonest.
+// Returns the numbers of parts of rows and of columns with which the threads end soonest; each thread gets a pair.
 std::pair<int64_t, int64_t> grid(int64_t m, int64_t n, int64_t n_threads) {
     std::pair<int64_t, int64_t> best{1, n_threads};
     int64_t least = INT64_MAX;
@@ -146,7 +145,7 @@ std::pair<int64_t, int64_t> grid(int64_t m, int64_t n, int64_t n_threads) {
     return best;
 }
 
-// Some rows and columns of the results, by one thread.
+// Computes some rows and columns of the results, on one thread.
 void multiply(int64_t m, int64_t n, int64_t k, const Factor &a, const Factor &b, const float *bias, float *out,
               int64_t out_row) {
     thread_local Buffer of_a, of_b;
@@ -172,7 +171,7 @@ void multiply(int64_t m, int64_t n, int64_t k, const Factor &a, const Factor &b,
         }
 }
 
-// All of the results, divided among threads.
+// Computes all results, divided among threads.
 void product(int64_t m, int64_t n, int64_t k, int64_t n_threads, const Factor &left, const Factor &right,
              const float *bias, float *out, int64_t out_row) {
     const int64_t row_units = (m + AT_ONCE - 1) / AT_ONCE, column_units = (n + WIDTH - 1) / WIDTH;
@@ -192,7 +191,7 @@ void product(int64_t m, int64_t n, int64_t k, int64_t n_threads, const Factor &l
 
 } // namespace
 
-// A matrix [rows, columns] of which the rows are contiguous, or the columns.
+// Returns a matrix [rows, columns]. Refuses a matrix of which neither rows nor columns are contiguous.
 static Factor factor(const char *name, const Tensor *x, int64_t rows, int64_t columns) {
     shaped(name, x, FP32, {rows, columns});
     int64_t row = x->strides[0], column = x->strides[1];
@@ -203,7 +202,7 @@ static Factor factor(const char *name, const Tensor *x, int64_t rows, int64_t co
     return {x->as<const float>(), row, column};
 }
 
-// a [M, K]; b [K, N]; bias [N], or null; out [M, N], whose rows are contiguous. K is 1 at least.
+// a [M, K]; b [K, N]; bias [N], or null; out [M, N], whose rows are contiguous. K is at least 1.
 extern "C" int gptworks_gemm(const Tensor *a, const Tensor *b, const Tensor *bias, const Tensor *out,
                              int64_t n_threads) noexcept {
     return guarded([=] {

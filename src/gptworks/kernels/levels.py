@@ -30,4 +30,4 @@ LEVELS = {
         Level("neon", ("-march=armv8-a",), frozenset({"asimd"})),
     ),
 }
-"""Instruction levels by `platform.machine()`, the best first. x86 has none below AVX2, where torch is faster."""
+"""Instruction levels by `platform.machine()`, the best first. x86 has none below AVX2, since torch is faster there."""

@@ -110,7 +110,7 @@ struct Rounded {
 // converted rows. With many rows, all threads use the same floats and the same memory for the converted rows
 // (`common`), and each thread converts a share.
 struct Rows {
-    static constexpr int64_t NOTHING = -1; // is converted yet
+    static constexpr int64_t NOTHING = -1; // nothing is converted yet
     static constexpr int64_t NEW = -2;     // as NOTHING, while other threads may still write floats
     int64_t n, stride, pitch = Rounded::pitch(stride);
     float *x;

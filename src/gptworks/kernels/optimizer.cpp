@@ -1,8 +1,8 @@
 // Muon's updates for matrices of one shape: Nesterov's direction, orthogonalized by Newton–Schulz iterations.
 //
-// Two of the three products of an iteration are symmetric: half of each is computed. A matrix stays in one core's
-// second cache throughout: each thread has its own, unless there are fewer matrices than threads. An element is summed
-// in one order, so its bits do not depend on the number of threads.
+// Two of the three products of an iteration are symmetric: half of each is computed. Each thread has its own matrix,
+// which stays in the core's second cache; if there are few matrices, several threads share one. An element is summed in
+// one order, so its bits do not depend on the number of threads.
 
 #include <algorithm>
 
@@ -17,19 +17,19 @@ namespace {
 typedef BFloat Element;
 typedef Pairs Policy;
 #else
-typedef float Element; // rounded to bf16 all the same
+typedef float Element; // also rounded to bf16
 typedef Widened<float> Policy;
 #endif
-typedef Policy::Left Unit;                        // what one instruction multiplies,
-constexpr int64_t DEPTH = Policy::ELEMENTS;       // elements of a row
-constexpr int64_t BLOCK = 32;                     // rows and columns are padded with zeros to a multiple of this,
-constexpr int64_t WIDTH = MANY_REGISTERS ? 2 : 1; // and computed by so many vectors of columns
+typedef Policy::Left Unit;                        // what one instruction multiplies
+constexpr int64_t DEPTH = Policy::ELEMENTS;       // elements of a unit
+constexpr int64_t BLOCK = 32;                     // rows and columns are padded with zeros to a multiple of this
+constexpr int64_t WIDTH = MANY_REGISTERS ? 2 : 1; // vectors of columns that are computed together
 constexpr int64_t PANEL = WIDTH * LANES;
-constexpr int TALLEST = MANY_REGISTERS ? 12 : 4; // and at most so many rows, whose sums stay in registers
+constexpr int TALLEST = MANY_REGISTERS ? 12 : 4; // most rows computed together, whose sums stay in registers
 
 int64_t in_blocks(int64_t n) { return (n + BLOCK - 1) / BLOCK * BLOCK; }
 
-inline BFloat narrowed(float x) { // to the nearest bf16, to even; NaN stays NaN
+inline BFloat narrowed(float x) { // to the nearest bf16, ties to even; NaN stays NaN
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof bits);
     return {(uint16_t)(x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0)};
@@ -45,7 +45,7 @@ INLINE void keep(Element *p, Lanes x) {
 #endif
 }
 
-// A block of BLOCK rows and columns, its rows in the other's columns.
+// `transpose_block` writes the transpose of a block of BLOCK rows and columns.
 #ifdef BF16_PRODUCTS
 INLINE __m512i pairs(const Element *above, const Element *below) { // of 16 columns
     const auto wide = [](const Element *p)
@@ -69,8 +69,8 @@ void transpose_block(const Element *from, int64_t from_stride, Element *to, int6
 }
 #endif
 
-// A matrix, row by row. Rows begin an odd number of cache lines apart: were it a power of two, the elements of a column
-// would share few places of the cache.
+// A matrix stored row by row. Rows are an odd number of BLOCKs apart: with a power of two, the elements of a column
+// would share few sets of the cache.
 struct Table {
     Element *at;
     int64_t stride;
@@ -105,7 +105,8 @@ struct Right {
     }
 };
 
-// Rows [row, row + N) of left · right in a panel's columns: out(i, j, sums) takes 16 of row i from column j on.
+// Computes rows [row, row + N) of left · right in a panel's columns. out(i, j, sums) gets 16 sums of row i from column
+// j on.
 template<int N, class F>
 INLINE void tile(const Table &left, int64_t row, const Right &right, int64_t column, const F &out) {
     Tile<Policy, N, WIDTH * PARTS> tile;
@@ -144,11 +145,11 @@ INLINE Lanes between(Lanes from, Lanes to, float where) { // as torch.lerp
     return where < 0.5f ? from + where * (to - from) : to - (to - from) * (1 - where);
 }
 
-// One matrix at a time, by a team.
+// Orthogonalizes one matrix at a time, with a team of threads.
 struct Orthogonalizer {
     const Settings &s;
     bool tall;
-    int64_t rows, columns; // of x, which is wide, padded
+    int64_t rows, columns; // of x, padded; x is never taller than wide
     Buffer memory;
     std::vector<float> squares;
     Table x, gram, polynomial;
@@ -165,7 +166,7 @@ struct Orthogonalizer {
         packed = polynomial.row(rows);
     }
 
-    // f(i, j, height, width) for the blocks of the matrix as it is stored, which the team shares.
+    // Calls f(i, j, height, width) for this thread's share of the blocks of the matrix in its original layout.
     template<class F> void each_block(const Team &team, const F &f) const {
         const auto [first, end] = team.share(in_blocks(s.rows) / BLOCK);
         for (int64_t i = first * BLOCK; i < std::min(s.rows, end * BLOCK); i += BLOCK)
@@ -262,7 +263,7 @@ struct Orthogonalizer {
 };
 
 void updates(const std::vector<Matrix> &matrices, const Settings &settings, int64_t n_threads) {
-    // Teams of several threads where there are few matrices for each, so that none waits long for the last.
+    // With fewer than two matrices per thread, threads form teams, so that no thread waits long for the last matrix.
     const int64_t n = matrices.size();
     const auto n_teams = [&](int64_t threads) { return std::clamp<int64_t>(n / 2, 1, threads); };
     std::vector<Orthogonalizer> workers;
@@ -285,7 +286,7 @@ void updates(const std::vector<Matrix> &matrices, const Settings &settings, int6
 
 } // namespace
 
-// gradients, momenta: n matrices of one shape each, float32; updates: bf16 [n, rows, columns]; polynomials: float32
+// gradients, momenta: n float32 matrices each, all of one shape; updates: bf16 [n, rows, columns]; polynomials: float32
 // [iterations, 3].
 extern "C" int gptworks_muon_updates(const Tensor *gradients, const Tensor *momenta, const Tensor *update,
                                      const Tensor *polynomials, int64_t n, float momentum, float eps,

@@ -44,7 +44,7 @@ template<class F> void await(const F &came_true) {
 struct Abandoned {}; // thrown in the threads that would wait for one that failed
 
 #ifndef _OPENMP
-// Own threads, for compilers without OpenMP. All sources share them; other libraries in the process do not.
+// These threads serve compilers without OpenMP. All sources share them; other libraries in the process do not.
 typedef std::function<void(int64_t)> Piece; // a piece of work, called with the thread's number
 
 // A thread that waits for work: at first it spins, because the next piece often comes soon; then it sleeps.

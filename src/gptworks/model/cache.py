@@ -40,7 +40,7 @@ class SlotRows:
             parts: (slot, number of cached tokens, number of new tokens) of each text, in the batch's order; None: the
                 host does not know them, and each text has one new token.
             slots, positions: the slot of each token, and its position in its text, int64 [N], on the cache's device.
-            capacity: the length, in tokens, that rotary scaling by length uses.
+            capacity: the text length, in tokens, for rotary scaling that depends on the length.
             layers: each layer's cached keys and values.
             tokens: token ids in the slots, int32 [n_slots, capacity]; None unless the model's `reads_previous_token`.
         """

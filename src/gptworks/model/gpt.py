@@ -97,7 +97,7 @@ class GPT(nn.Module):
         If `router_logits` is a list, the router's logits [B, T, E] of each layer with experts are appended to it.
         If rows hold several texts one after the other, `text_positions`, int64 [B, T], has each token's position in its
         text, from 0: no text sees another, as if each had its own row. `cache` must then be None. `text_starts`, int32
-        [B, K], has the index in the row of each text's first token, and T in the remaining places; with these
+        [B, K], has the index in the row of each text's first token, and T in the remaining places. With these
         indices, attention on recent GPUs computes nothing between texts, unless K is large (`TOKENS_PER_START`).
 
         Raises:

@@ -236,8 +236,8 @@ def text_bounds(starts: Tensor, length: int) -> Tensor:
     """Return the index of each text's first token in the flat batch [B·T], then B·T itself: int32 [B·K + 1], ascending.
 
     Args:
-        starts: where each text begins in its row, int32 [B, K]. Rows of fewer texts have `length` in the other places,
-            which then bound empty texts.
+        starts: where each text begins in its row, int32 [B, K]. Rows with fewer texts have `length` in the remaining
+            places, which means empty texts.
     """
     rows = torch.arange(len(starts), dtype=torch.int32, device=starts.device)[:, None]
     return F.pad((starts + rows * length).flatten(), (0, 1), value=len(starts) * length)

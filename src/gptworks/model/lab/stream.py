@@ -103,7 +103,7 @@ class LabParts(nn.Module):
 
     @staticmethod
     def entry_cost(s: Shapes, layer: int) -> Iterator[Stage]:
-        """Yield the memory of `enter`. The gradient of the skip's scalar sums a product as large as the stream."""
+        """Yield the memory of `enter`. The scalar's gradient is the sum of a product as large as the stream."""
         stream = s.floats(s.config.d_model)
         if s.config.layer_skips(layer):  # the added tensor's gradient is kept until its layer's backward pass
             yield Stage("skip", arrives=stream, leaves=2 * stream, scratch=stream, vectors=1, own_scratch=stream)
