@@ -89,10 +89,10 @@ template<class Cache> struct HeadCache {
 // ------------------------------------------------------------------------------------------------ what is computed
 
 #ifdef AMX
-constexpr int64_t POSITIONS =
-    2 * amx::SIDE; // positions of values, or elements of keys, that a product of two tiles sums over
-constexpr int64_t SOME =
-    8 * POSITIONS; // positions whose values are multiplied completely before any other values are read
+// Positions of values, or elements of keys, that a product of two tiles sums over.
+constexpr int64_t POSITIONS = 2 * amx::SIDE;
+// Positions whose values are multiplied completely before any other values are read.
+constexpr int64_t SOME = 8 * POSITIONS;
 
 struct alignas(64) Square {
     float at[LANES][LANES];

@@ -183,8 +183,8 @@ template<class Kind> void panels(const Matrix &m, const Rows &x, const Result &t
 
 // ------------------------------------------------------------------------- panels laid out for the moment, in float32
 
-constexpr int64_t PANEL_VECTORS =
-    REGISTER == 64 ? 3 : 1;                // vectors of 16 weight rows whose accumulators stay in registers
+// Vectors of 16 weight rows whose accumulators stay in registers.
+constexpr int64_t PANEL_VECTORS = REGISTER == 64 ? 3 : 1;
 constexpr int64_t PANEL_BYTES = 512 << 10; // bytes of weights that stay in a core's second cache
 
 // The results equal those of products.cpp to the bit, because words are added in the same order: first the words of one
@@ -246,8 +246,8 @@ void momentary_panels(const F &lanes, const Matrix &m, const Rows &x, int64_t fr
     float *const panel = (float *)room.data();
     for (int64_t first = from, vectors; first < end; first += vectors * LANES) {
         vectors = std::min(most, (end - first + LANES - 1) / LANES);
-        const int64_t panel_apart =
-            (m.k / LANES * vectors + 1) * LANES; // never a power of two: caches would keep few of them
+        // Never a power of two: caches would keep few of them.
+        const int64_t panel_apart = (m.k / LANES * vectors + 1) * LANES;
         for (int64_t i = 0; i < m.k; i += LANES)
             for (int64_t v = 0; v < vectors; v++) {
                 alignas(64) float square[LANES][LANES];
