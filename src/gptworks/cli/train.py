@@ -51,9 +51,10 @@ def fork(
     folder: Annotated[Path, Argument(metavar="FOLDER", help="The new run folder.")],
     overrides: options.Overrides = None,
 ) -> None:
-    """Continue a run's checkpoint in a new folder.
+    """Make a new run folder that continues another run's checkpoint.
 
-    The new run begins with the checkpoint's state and records the changed settings.
+    The new run begins with the checkpoint's state and records the changed settings. `gptworks train FOLDER --resume`
+    trains it.
     """
     with working("linking the checkpoint"):
         from gptworks.recipe import load_recipe

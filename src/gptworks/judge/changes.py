@@ -21,8 +21,8 @@ MOST_VALUE_CHARACTERS = 1_000
 MOST_PATCH_CHARACTERS = 20_000
 
 MOST_WORK = 8.0
-"""A champion may need at most this many times the base recipe's FLOPs for a token, so that one pair of runs, or its
-evaluations, cannot use up a campaign. In equal time, such a model reads an eighth of the tokens."""
+"""Maximum FLOPs of a token with a change, and with the accepted changes, as a multiple of the base recipe's. Without a
+limit, one pair of runs or its evaluations could use up a campaign's time."""
 
 _LENGTH = ("train.max_steps", "train.epochs", "train.max_minutes")
 _ENDLESS = ("train.max_rollbacks",)

@@ -243,10 +243,10 @@ class Series:
         }
 
     def curve(self, key: str, axis: str) -> tuple[Floats, Floats]:
-        """Return x and y of the curve of a figure, such as `validation.loss`: positions on an axis, and finite values.
+        """Return x and y of a figure's curve, such as `validation.loss`: positions on `axis`, and finite values.
 
-        Sampled records stand for the unread part of a long log. The first request for a figure by layer or part starts
-        the reading of the log again.
+        Until a long log is read to its end, records sampled from it stand for the unread part. The first request for a
+        figure by layer or part returns an empty curve, and starts to read the log again.
         """
         kind, _, name = key.partition(".")
         if "." in name and not self._is_detailed and f"{kind}.{name.partition('.')[0]}" in self.details:

@@ -1,4 +1,4 @@
-"""Requests and responses of OpenAI's API, and of the parts of vLLM's API that OpenAI's API lacks.
+"""Requests and responses of OpenAI's API, with some fields of vLLM's API, and llama.cpp's fields for DRY.
 
 Unknown fields are refused, not ignored, unless their values request nothing (wire.py). Every number and list of a
 request is bounded. Answers leave out fields that were not set, so constants such as `object` are set explicitly.

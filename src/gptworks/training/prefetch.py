@@ -28,7 +28,7 @@ class Prefetcher:
         numbers, made = self._next[1].result() if self._next and is_prefetched else self._make(position, step)
         following = position + self._train.batch_size_at(step), step + 1
         self._next = (following, self._pool.submit(self._make, *following))
-        # the numbers of prompts to answer stay on the host
+        # batches of prompts that are still to be answered hold only their indices, which the CPU reads
         to = torch.device("cpu") if self._objective.generates else self._device
         rows = [tuple(x.to(to, non_blocking=to.type == "cuda") for x in batch) for batch in made]
         n_targets, n_tokens = sum(map(self._objective.count, made)), sum(batch[0].numel() for batch in made)

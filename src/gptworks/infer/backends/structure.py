@@ -18,7 +18,8 @@ not padded."""
 
 
 class ModelStructure:
-    """Describes a model to the kernels of a processor. A subclass places tensors: in this process, or in an image."""
+    """Builds the structures through which the C++ kernels read a model. A subclass decides where the tensors lie: in
+    this process, or in a memory image that is written to a file."""
 
     types: Any = entries
     """Has the classes `Matrix`, `Norm`, `Layer` and `Model` as attributes, with pointers of the kernels' size."""

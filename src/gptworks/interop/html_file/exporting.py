@@ -174,7 +174,7 @@ def _write(
 
 
 def _check_computable(recipe: Recipe) -> None:
-    """Raise a UserError, before any work, if the page cannot compute a model."""
+    """Raise a UserError, before the model is loaded, if a page cannot hold or compute it."""
     if reason := refused_architecture(recipe.model):
         raise UserError(
             f"--format html computes with the C++ engine, and {reason.rstrip('.')}. Export the run with --format hf."

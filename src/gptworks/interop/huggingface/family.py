@@ -21,7 +21,8 @@ PLAIN_FIELDS: Values = EARLIER_DEFAULTS | {
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture of transformers."""
+    """An architecture of Hugging Face's transformers, and how its folders write our models: the keys of `config.json`,
+    and the names of the tensors."""
 
     model_type: str
     architecture: str

@@ -30,7 +30,8 @@ class Writers:
         return [text]
 
     def give_up(self) -> None:
-        """Wait for other ranks only `_GRACE_SECONDS` from now, because the run has failed; then raise a RunError."""
+        """Limit all waits for other ranks to `_GRACE_SECONDS` from now, because the run has failed. A longer wait raises
+        a RunError where it waits."""
 
 
 ONE_WRITER = Writers()
