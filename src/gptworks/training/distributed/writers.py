@@ -30,8 +30,8 @@ class Writers:
         return [text]
 
     def give_up(self) -> None:
-        """Limit all waits for other ranks to `_GRACE_SECONDS` from now, because the run has failed. A longer wait raises
-        a RunError where it waits."""
+        """Limit all waits for other ranks to `_GRACE_SECONDS` from now, because the run has failed. A wait that lasts
+        longer raises a RunError in the thread that waits."""
 
 
 ONE_WRITER = Writers()
