@@ -127,7 +127,10 @@ def evaluate(
     prepare: Callable[[Recipe], Prepared] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Measurements:
-    """Measure a run, by default on its whole validation split: `gptworks.evaluate("runs/demo", text="book.txt")`.
+    """Measure a run: its whole validation split or, if other measurements are requested, these instead.
+
+    `gptworks.evaluate("runs/demo")` measures the validation split, `gptworks.evaluate("runs/demo", text="book.txt")` a
+    file. Other measurements are `task`, `harness`, `calibration` and `memorization`.
 
     Args:
         run: a run folder, or the run that `gptworks.train` returned.

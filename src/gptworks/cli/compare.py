@@ -46,9 +46,10 @@ def compare(
     evaluations: Annotated[bool, Option("--evaluations", help="Compare what `gptworks evaluate` saved.")] = False,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Compare runs, and separate differences from noise.
+    """Compare runs with each other and with bands, and separate differences from noise.
 
-    Or compare runs with a band: the losses of several seeds of the same recipe.
+    A band has the losses of several seeds of a recipe. Without --against, each run is compared with the shipped band of
+    its settings, if there is one.
     """
     from gptworks.pages.page import write_page
     from gptworks.runs import bands

@@ -15,7 +15,7 @@ from gptworks.data.permutation import Int64s
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring tokens of one document in a row."""
+    """Consecutive tokens of one document, as a part of a `Row`."""
 
     document: int
     """Index of the document in the split, from 0."""

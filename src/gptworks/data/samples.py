@@ -61,7 +61,8 @@ class Samples(ABC):
 
     @abstractmethod
     def _open(self) -> None:
-        """Arrange the tokens of both splits as samples."""
+        """Arrange the tokens of both splits as samples; set `per_epoch`, `n_validation` and, if known,
+        `held_out_bytes`."""
 
     @property
     def n_items(self) -> int:

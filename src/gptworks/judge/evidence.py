@@ -15,15 +15,16 @@ probability at most a, whatever rule stops the try. A negative mean only makes e
 constant is added to all gains. The bound holds for each try given all earlier ones, since a try's seeds are fresh.
 
 Over tries, try k spends the share γ_k = 10 / ((k + 9) (k + 10)) of the error: 9% for the first, 0.3% for the 50th. The
-shares of any number of tries add up to less than 1. `family`: a gain is accepted at e ≥ 1 / (error γ_k), so the
-probability of any false gain is at most `error`. `discoveries`: e-LOND (Xu and Ramdas, "Online multiple testing with
-e-values", AISTATS 2024), where the level is multiplied by 1 + the number of gains accepted before; the expected share
-of false gains among the accepted is at most `error`, whatever the dependence between tries. There, the e-value of a try
-is 1/level if its e-process ever reaches 1/level, else 0, so that stopping may depend on anything.
+shares of any number of tries add up to less than 1. A gain is accepted at e ≥ 1 / level. `family`: the level is
+error · γ_k, so the probability of any false gain is at most `error`. `discoveries`: the level of e-LOND (Xu and Ramdas,
+"Online multiple testing with e-values", AISTATS 2024) is error · γ_k times 1 + the number of gains accepted before, so
+the expected share of false gains among the accepted is at most `error`, whatever the dependence between tries. For
+e-LOND, the e-value of a try is 1 / level if its e-process ever reaches 1 / level, else 0, so that stopping may depend on
+anything.
 
 These bounds need normal gains. To protect against other noise, a try's deviation counts as at least a share of one of
-the largest deviations of the other tries, see `spread_floor`. A smaller deviation would not protect, because
-changes that do next to nothing deviate little.
+the largest deviations of the other tries, see `spread_floor`. A typical deviation, such as the median, would be no
+protection: changes that do next to nothing deviate little, and may be in the majority.
 """
 
 import math

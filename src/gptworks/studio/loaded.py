@@ -111,8 +111,9 @@ class Engines:
         return found is not None and found.is_there
 
     async def load_ahead(self, wanted: Wanted, caller: Caller) -> bool:
-        """Load a checkpoint's engine before a request needs it, if memory suffices next to the engines in use. Engines
-        that are already loading finish first.
+        """Load a checkpoint's engine before a request needs it, unless it and the engines in use would hold more than
+        `max_idle_bytes`. Engines that are already loading finish first. Like with `take`, the engine stays loaded at
+        least until `caller` leaves.
 
         Returns:
             Whether the engine is loaded.
@@ -186,7 +187,7 @@ class Engines:
         engine = load(wanted.run.folder, wanted.checkpoint.step, device=self._device, backend=self._backend)
         try:
             engine.begin()
-        except EngineFailed as error:  # this engine never served, so the other engines are unaffected
+        except EngineFailed as error:  # raised as a RunError: only this load fails, no engine that serves
             raise RunError(f"{wanted.name} could not be loaded: {type(error.error).__name__}.") from error
         return engine
 

@@ -101,7 +101,7 @@ async def state(request: Request) -> Response:
 
 @router.post("/studio/load")
 async def load(request: Request) -> Response:
-    """Load a model before a text is requested, if memory allows. Return whether the model is loaded."""
+    """Load a model before a text is requested, if idle models may hold that much. Return whether it is loaded."""
     body, engines = await body_of(request, Chosen), _engines_of(request)
     if engines is None:
         service_of(request).get(body.model)

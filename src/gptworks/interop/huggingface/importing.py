@@ -213,7 +213,7 @@ def _cause(files: Mapping[str, Path], folder: Path) -> str:
 
 
 def _stray(folder: Path) -> str:
-    """Return a sentence if an index names files that are not read because model.safetensors exists; else ""."""
+    """Return a warning if an index names files that are not read because model.safetensors exists; else ""."""
     if not (folder / WEIGHTS).exists() or not (folder / INDEX).exists():
         return ""
     others = sorted(set(read_index(folder).values()) - {WEIGHTS})

@@ -252,11 +252,13 @@ def biases(config: ModelConfig) -> set[str]:
 
 
 def experts(*count: str, count_absent: int, per_token_absent: int, shared: str | None = None) -> Clause:
-    """Return a clause for the number of experts, experts per token and the shared expert's width. A dense model
-    is written with one expert; it reads back as a different model, so the architecture does not fit.
+    """Return a clause for the numbers of experts and of experts per token, and for the shared expert's width. A dense
+    model is written with one expert. Read back, it is a model with experts, so it is not exported in this architecture.
 
     Args:
         count: names of the setting for the number of experts; exports write the first one.
+        count_absent, per_token_absent: the numbers of experts and of experts per token if a file states none.
+        shared: name of the setting for the shared expert's width; None: there is none.
     """
 
     def write(config: ModelConfig) -> Values:

@@ -1,4 +1,5 @@
-"""A dress rehearsal of a run, on a machine that may have none of the run's devices."""
+"""A dress rehearsal of a run: the checks before its start, and a step on fake tensors, compared with the plan. The
+machine may have none of the run's devices."""
 
 from collections import Counter
 from collections.abc import Iterator
