@@ -19,8 +19,8 @@ shares of any number of tries add up to less than 1. A gain is accepted at e ≥
 error · γ_k, so the probability of any false gain is at most `error`. `discoveries`: the level of e-LOND (Xu and Ramdas,
 "Online multiple testing with e-values", AISTATS 2024) is error · γ_k times 1 + the number of gains accepted before, so
 the expected share of false gains among the accepted is at most `error`, whatever the dependence between tries. For
-e-LOND, the e-value of a try is 1 / level if its e-process ever reaches 1 / level, else 0, so that stopping may depend on
-anything.
+e-LOND, the e-value of a try is 1 / level if its e-process ever reaches 1 / level, else 0; so a rule that stops a try
+may depend on anything.
 
 These bounds need normal gains. To protect against other noise, a try's deviation counts as at least a share of one of
 the largest deviations of the other tries, see `spread_floor`. A typical deviation, such as the median, would be no
