@@ -12,6 +12,7 @@ import pytest
 from mcp import Client, StdioServerParameters
 
 import judging
+import tiny
 from gptworks.cli import main
 from gptworks.judge import Campaign
 from gptworks.judge.tools import _Lines, server_of
@@ -128,6 +129,14 @@ def test_a_campaign_over_standard_input_and_output(tmp_path: Path) -> None:
     tried, after = called(server, ("try", {"changes": GOOD}), ("status", {}))
     assert tried["last"]["accepted"] and after["last"] == tried["last"] and after["champion"] == 1
     Campaign(folder).close()
+
+
+def test_a_mistake_in_a_new_campaign_is_one_line(tmp_path: Path) -> None:
+    recipe = judging.write_recipe(tmp_path)
+    recipe.write_text(recipe.read_text(encoding="utf-8").replace("max_steps", "epochs"), encoding="utf-8")
+    done = tiny.gptworks("judge", recipe, "--folder", tmp_path / "campaign", input="")
+    expected = f"error: {recipe} sets no train.max_steps: give --steps, the length of each run.\n"
+    assert (done.returncode, done.stderr) == (2, expected)
 
 
 @pytest.mark.tries

@@ -352,8 +352,8 @@ def require_full_weights(checkpoint: Checkpoint) -> None:
     """Raise a UserError if the checkpoint is quantized."""
     if checkpoint.is_quantized:
         raise UserError(
-            f"{checkpoint.run_dir} is quantized: it can be used and evaluated, not trained, exported or "
-            f"quantized again. Take the run that it was made from; its model-card.md names it."
+            f"{checkpoint.run_dir} is quantized: it can be used, evaluated and exported as a page, not trained, "
+            f"exported otherwise or quantized again. Take the run that it was made from; its model-card.md names it."
         )
 
 

@@ -119,7 +119,7 @@ def try_(
     recipe: options.RecipeFile,
     changes: Annotated[list[str], Argument(metavar="KEY=VALUE", help="The change, such as train.optimizer=adamw.")],
     minutes: Annotated[float, Option(min=0.1, max=1e6, help="How long all runs may take.")] = 30,
-    steps: Annotated[int | None, Option(min=1, help="Of each run. Default: the recipe's, or as many as fit.")] = None,
+    steps: Annotated[int | None, Option(min=1, help="Of each run. Default: the recipe's max_steps, or fewer to fit.")] = None,
     worth: Annotated[float, Option(min=0, help="The smallest difference of the loss that matters.")] = 0.005,
     folder: Annotated[Path | None, Option(metavar="FOLDER", help="Where it is kept. Default: RUN_DIR-try.")] = None,
     resume: options.Resume = False,

@@ -211,6 +211,7 @@ def drafter_of(
     A quantized draft model ignores `weights`, because drafts do not change the text.
     """
     from gptworks.checkpoint import choose_checkpoint
+    from gptworks.files import fetched_path
     from gptworks.infer.engine import load
     from gptworks.infer.speculate import DraftModel, HeadsDraft, PromptLookup
     from gptworks.recipe import load_recipe
@@ -222,6 +223,7 @@ def drafter_of(
         if 0 < n_heads < n_tokens:
             notice(f"the run's heads draft {n_heads} of {n_tokens} tokens at a time (model.n_future_tokens).")
         return HeadsDraft(n_tokens) if n_heads else PromptLookup(n_tokens)
+    model = fetched_path(model)
     if weights != "auto" and choose_checkpoint(model).is_quantized:
         weights = "auto"
     draft = load(model, device=device, weights=weights, report=notice).model

@@ -29,7 +29,7 @@ def judge(
         Option(help="family: bounds the probability of any false gain. discoveries: the share of false gains."),
     ] = "family",
     worth: Annotated[float, Option(min=0, help="The smallest difference of the loss that matters.")] = 0.005,
-    steps: Annotated[int | None, Option(min=1, help="Of each run. Default: the recipe's, or as many as fit.")] = None,
+    steps: Annotated[int | None, Option(min=1, help="Of each run. Default: the recipe's max_steps, or fewer to fit.")] = None,
     verify: Annotated[bool, Option("--verify", help="Only check that nothing was changed.")] = False,
     finish: Annotated[bool, Option("--finish", help="Only end the campaign, with the final comparison.")] = False,
 ) -> None:

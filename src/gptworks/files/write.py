@@ -62,13 +62,18 @@ def make_folder(path: Path) -> None:
     Raises:
         UserError: the path is a URL.
     """
-    if any(part.removesuffix(":") in SCHEMES and part.endswith(":") for part in path.parts):
-        raise UserError(f"{path} is a URL: give a path on this machine here.")
+    _check_local(path)
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
         with held(folder.parent) as parent:
             parent.sync()
+
+
+def _check_local(path: Path) -> None:
+    """Raise a UserError if the path is a URL."""
+    if any(part.removesuffix(":") in SCHEMES and part.endswith(":") for part in path.parts):
+        raise UserError(f"{path} is a URL: give a path on this machine here.")
 
 
 def link_or_copy(file: Path, to: Path) -> None:
@@ -346,7 +351,8 @@ def remove_tree(path: Path) -> None:
 
 
 def check_free(out: Path) -> None:
-    """Raise a UserError if the path is a file, or a folder that is not empty."""
+    """Raise a UserError if the path is a URL, a file, or a folder that is not empty."""
+    _check_local(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: give another place, or delete it.")
 

@@ -47,9 +47,7 @@ def begin(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not empty: give another --folder.")
     loaded = load_recipe(recipe, overrides)
-    wanted = steps or loaded.train.max_steps
-    if wanted is None or wanted < LEAST_STEPS:
-        raise UserError(f"--steps {wanted} is not the length of runs: give {LEAST_STEPS} or more.")
+    wanted = try_run.length_of_runs(loaded, recipe, steps)
     check_links(folder)
     folder = folder.absolute()
     secret, key = folder / SECRET, secrets.token_bytes(32)

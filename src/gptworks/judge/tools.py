@@ -253,6 +253,15 @@ class _Lines:
         return line.decode("utf-8", "replace")
 
 
+def _innermost(errors: BaseExceptionGroup) -> BaseException:
+    """Return the first error of nested groups, a UserError or RunError if there is one."""
+    ours, _ = errors.split((UserError, RunError))
+    error: BaseException = ours or errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def serve(open_campaign: Callable[[], Campaign]) -> None:
     """Serve a campaign to the client at standard input and output until it leaves; then stop any training.
 
@@ -283,7 +292,7 @@ def serve(open_campaign: Callable[[], Campaign]) -> None:
 
     try:
         anyio.run(run)
-    except* (UserError, RunError) as errors:
-        raise errors.exceptions[0] from None
+    except BaseExceptionGroup as errors:
+        raise _innermost(errors) from None
     finally:
         judge.close()

@@ -24,6 +24,7 @@ from gptworks.data.shards import MANIFEST_FILE, Split, TokenShards, redo
 from gptworks.data.spelling import Speller
 from gptworks.data.workers import Progress
 from gptworks.errors import UserError
+from gptworks.files import fetched_path
 from gptworks.recipe import load_dataset_recipe, load_recipe
 from gptworks.tokenizer import StreamDecoder, fingerprint, load_tokenizer, token_bytes
 from gptworks.training.prefetch import cut_windows
@@ -232,7 +233,7 @@ def data_of(place: str | Path, overrides: Sequence[str] = ()) -> RunData:
     Raises:
         UserError: the data is missing or was changed, or `overrides` are given for a dataset.
     """
-    folder = Path(place)
+    folder = fetched_path(place)
     if (folder / MANIFEST_FILE).is_file():
         if overrides:
             raise UserError(f"{place} is a dataset, which has no settings: leave out {overrides[0]}.")

@@ -76,6 +76,20 @@ class Rules:
     """Returns whether to stop the current run, which then writes a checkpoint from which the try can continue."""
 
 
+def length_of_runs(recipe: Recipe, path: str | Path, steps: int | None) -> int:
+    """Return the wanted number of steps of each run: `steps` if given, else the recipe's.
+
+    Raises:
+        UserError: neither states it, or runs would be too short to compare.
+    """
+    wanted = steps or recipe.train.max_steps
+    if wanted is None:
+        raise UserError(f"{path} sets no train.max_steps: give --steps, the length of each run.")
+    if wanted < LEAST_STEPS:
+        raise UserError(f"runs of {wanted} steps are too short to compare: give --steps {LEAST_STEPS} or more.")
+    return wanted
+
+
 def plan_try(
     path: str | Path, changes: Sequence[str], folder: Path, minutes: float, worth: float, steps: int | None = None,
     resume: bool = False, report: Report = lambda _: None, prepare_text: Callable[[Recipe], object] = prepare,
@@ -106,11 +120,7 @@ def plan_try(
         return _found(folder, recipe, changed, tuple(changes), resume)
     if folder.exists() and (not folder.is_dir() or {file.name for file in folder.iterdir()} - _BEFORE_THE_FIRST_STATE):
         raise UserError(f"{folder} exists and holds no try: give another --folder.")
-    wanted = steps or recipe.train.max_steps
-    if wanted is None:
-        raise UserError(f"{path} sets no train.max_steps: give --steps, the length of each run.")
-    if wanted < LEAST_STEPS:
-        raise UserError(f"runs of {wanted} steps are too short to compare: give --steps {LEAST_STEPS} or more.")
+    wanted = length_of_runs(recipe, path, steps)
     cores, device = BusyCores(), choose_device(recipe.train.device)
     prepare_text(recipe)
     report("measuring a step without and with the change")
