@@ -15,7 +15,10 @@ from gptworks.cli import app
 from gptworks.cli.help import shown_name
 from gptworks.config import Recipe
 from gptworks.config.base import Role, Section
-from gptworks.evaluation.task import AnyTask
+from gptworks.config.defaults import train_defaults
+from gptworks.config.objective import NextTokenObjective
+from gptworks.evaluation.task import AnyTask, TaskFile
+from gptworks.presets import preset
 
 FOLDER = Path(__file__).parent / "reference"
 
@@ -41,6 +44,9 @@ KINDS = {
 GENERATED = "<!-- Written by docs/generate_reference.py; edit the descriptions in the source instead. -->"
 MOST = 10**9
 """Larger bounds only catch typing mistakes, so the pages leave them out."""
+_MODEL = preset("gpt2").model_copy(update={"n_future_tokens": 2})
+DERIVED = {"TrainConfig": {*train_defaults({}, _MODEL, NextTokenObjective(), True, False)}, "Recipe": {"name"}}
+"""Settings whose defaults follow from the rest of a recipe, by section."""
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 ON_RESUME = {"refused": "no", "recorded": "recorded", "allowed": "yes"}
 
@@ -108,6 +114,8 @@ def section_lines(schema: dict[str, Any], kind: type[Section], by_type: bool) ->
     yield "|---|---|---|---|" + ("---|" if resumes else "")
     for name, one in fields.items():
         default = "*required*" if name in schema.get("required", ()) else default_of(one)
+        if name in DERIVED.get(kind.__name__, ()) or (issubclass(kind, TaskFile) and name == "name"):
+            default = "*derived*"
         cells = [f"`{name}`", value_of(one), default, text_of(escaped(one.get("description", "")))]
         roles = [item for item in kind.model_fields[name].metadata if isinstance(item, Role)]
         cells += [ON_RESUME[roles[0].on_resume] if roles else ""] if resumes else []

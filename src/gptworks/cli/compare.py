@@ -40,8 +40,10 @@ def report(
 
 def compare(
     runs: Annotated[list[Path], Argument(metavar="RUN", help="Run folders.", callback=options.fetched_paths)],
-    against: Annotated[Path | None, Option(metavar="BAND", help="Hold the runs against this band's file.")] = None,
-    make_band: Annotated[Path | None, Option(metavar="FILE", help="Make a band of runs of several seeds.")] = None,
+    against: Annotated[Path | None, Option(metavar="BAND", help="Compare the runs with the band in this file.")] = None,
+    make_band: Annotated[
+        Path | None, Option(metavar="FILE", help="Write a band: the losses of these runs, which differ in the seed.")
+    ] = None,
     html: options.PageFile = None,
     evaluations: Annotated[bool, Option("--evaluations", help="Compare what `gptworks evaluate` saved.")] = False,
     as_json: options.AsJSON = False,
@@ -118,10 +120,16 @@ def sweep(
 def try_(
     recipe: options.RecipeFile,
     changes: Annotated[list[str], Argument(metavar="KEY=VALUE", help="The change, such as train.optimizer=adamw.")],
-    minutes: Annotated[float, Option(min=0.1, max=1e6, help="How long all runs may take.")] = 30,
-    steps: Annotated[int | None, Option(min=1, help="Of each run. Default: the recipe's max_steps, or fewer to fit.")] = None,
-    worth: Annotated[float, Option(min=0, help="The smallest difference of the loss that matters.")] = 0.005,
-    folder: Annotated[Path | None, Option(metavar="FOLDER", help="Where it is kept. Default: RUN_DIR-try.")] = None,
+    minutes: Annotated[float, Option(min=0.1, max=1e6, help="Minutes that all runs together may take.")] = 30,
+    steps: Annotated[
+        int | None, Option(min=1, help="Steps of each run. Default: the recipe's, or fewer to fit.")
+    ] = None,
+    worth: Annotated[
+        float, Option(min=0, help="The smallest difference of the loss that matters, in its unit, such as nats.")
+    ] = 0.005,
+    folder: Annotated[
+        Path | None, Option(metavar="FOLDER", help="Folder of the runs and the result. Default: RUN_DIR-try.")
+    ] = None,
     resume: options.Resume = False,
     as_json: options.AsJSON = False,
 ) -> None:

@@ -18,14 +18,14 @@ def export(
     run: options.RunFolder,
     out: Annotated[Path, Argument(metavar="OUT", help="hf: a new folder. gguf, html: a new file.")],
     form: Annotated[ExportFormat, Option("--format", help="hf: transformers. gguf: llama.cpp. html: a page.")] = "hf",
-    dtype: Annotated[ExportPrecision | None, Option(help="hf: of the weights. Default: fp32.")] = None,
-    kind: Annotated[GGUFType | None, Option("--type", help="gguf: of the matrices. Default: f16.")] = None,
+    dtype: Annotated[ExportPrecision | None, Option(help="hf: format of the weights. Default: fp32.")] = None,
+    kind: Annotated[GGUFType | None, Option("--type", help="gguf: format of the matrices. Default: f16.")] = None,
     weights: Annotated[
-        HTMLWeights | None, Option(help="html: of the matrices. Default: int8, or a quantized run's.")
+        HTMLWeights | None, Option(help="html: format of the matrices. Default: int8, or a quantized run's.")
     ] = None,
     split: Annotated[bool, Option("--split", help="html: a folder for a web host, in files below 25 MB.")] = False,
-    verify: Annotated[bool, Option(help="hf, html: compare with the run; keep it if equal.")] = True,
-    tokenizer: Annotated[bool, Option(help="gguf: write the tokenizer too; else only token ids.")] = True,
+    verify: Annotated[bool, Option(help="hf, html: compare the export with the run; keep it if equal.")] = True,
+    tokenizer: Annotated[bool, Option(help="gguf: write the tokenizer too; else the file takes token ids.")] = True,
     adapter: Annotated[bool, Option("--adapter", help="hf: keep the LoRA adapter apart, for PEFT.")] = False,
     base: Annotated[str | None, Option(metavar="FOLDER", help="With --adapter: the base's folder.")] = None,
     push: Annotated[str | None, Option(metavar="ORG/NAME", help="hf: upload it to the hub; needs HF_TOKEN.")] = None,
@@ -141,10 +141,14 @@ def _export_adapter(run: Path, out: Path, base: str | None, checkpoint: str, ver
 def quantize(
     run: options.RunFolder,
     out: Annotated[Path, Argument(metavar="OUT", help="The run folder to make.")],
-    weights: Annotated[Weights, Option(help="How matrices are kept.")],
-    rounding: Annotated[Rounding | None, Option(help="Default: gptq for int4, calibrated on training text.")] = None,
-    head: Annotated[HeadWeights, Option(help="Of the head, if matrices are int4; int4 is less exact.")] = "int8",
-    calibrate: Annotated[int | None, Option(metavar="TOKENS", help="gptq: training tokens. Default: 32,768.")] = None,
+    weights: Annotated[Weights, Option(help="Format of the matrices.")],
+    rounding: Annotated[
+        Rounding | None, Option(help="nearest, or gptq: calibrated on training text. Default: gptq for int4.")
+    ] = None,
+    head: Annotated[HeadWeights, Option(help="With --weights int4: format of the head; int4 is less exact.")] = "int8",
+    calibrate: Annotated[
+        int | None, Option(metavar="TOKENS", help="gptq: training tokens to read. Default: 32,768.")
+    ] = None,
     text: options.Texts = None,
     checkpoint: options.WhichCheckpoint = "best",
     device: options.Device = "auto",
@@ -170,7 +174,7 @@ def quantize(
 def import_(
     place: Annotated[str, Argument(metavar="MODEL", help="A Hugging Face or PEFT folder, or ORG/NAME[@revision].")],
     run: Annotated[Path, Argument(metavar="RUN", help="The run folder to make, such as runs/gpt2.")],
-    base: Annotated[Path | None, Option(metavar="FOLDER", help="Of an adapter: its base, a run or folder.")] = None,
+    base: Annotated[Path | None, Option(metavar="FOLDER", help="For an adapter: its base, a run or folder.")] = None,
     verify: Annotated[bool, Option(help="Compare with transformers or peft if installed.")] = True,
     as_json: options.AsJSON = False,
 ) -> None:

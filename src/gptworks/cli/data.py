@@ -24,7 +24,7 @@ def build(
     recipe: options.RecipeFile,
     overrides: options.Overrides = None,
     part: Annotated[str | None, Option(metavar="K/N", help="Build the Kth of N parts; then --merge.")] = None,
-    merge: Annotated[bool, Option("--merge", help="Join the parts that are done.")] = False,
+    merge: Annotated[bool, Option("--merge", help="Join the N parts, once all are built.")] = False,
     as_json: options.AsJSON = False,
 ) -> None:
     """Build the recipe's dataset: tokenizer and token shards.
@@ -61,7 +61,9 @@ def _part_of(text: str) -> tuple[int, int]:
 @app.command(cls=Command)
 def mix(
     out: Annotated[Path, Argument(metavar="OUT", help="The folder to make.")],
-    datasets: Annotated[list[str], Argument(metavar="NAME=FOLDER[:WEIGHT]", help="A dataset's folder. Weight: 1.")],
+    datasets: Annotated[
+        list[str], Argument(metavar="NAME=FOLDER[:WEIGHT]", help="A dataset's name, folder and weight (default: 1).")
+    ],
     as_json: options.AsJSON = False,
 ) -> None:
     """Mix datasets in one folder, and print the recipe lines for it.

@@ -93,7 +93,7 @@ def describe(
     html: options.PageFile = None,
     markdown: Annotated[bool, Option("--markdown", help="Print Markdown.")] = False,
     run: Annotated[bool, Option("--run", help="Time a forward pass with random weights.")] = False,
-    length: Annotated[int | None, Option(help="Tokens of that pass. Default: 16.")] = None,
+    length: Annotated[int | None, Option(help="With --run: tokens of the pass. Default: 16.")] = None,
     as_json: options.AsJSON = False,
 ) -> None:
     """Draw an architecture: shapes, parameters, exact totals.

@@ -21,8 +21,12 @@ def init(
     texts: Annotated[
         Path | None, Argument(metavar="TEXTS", help="A folder of texts, programs or records; or a file.")
     ] = None,
-    minutes: Annotated[float | None, Option(min=0.1, max=100_000, help=f"For training. Default: {MINUTES}.")] = None,
-    like: Annotated[str | None, Option(metavar="RECIPE", help="Copy this recipe's model and training.")] = None,
+    minutes: Annotated[
+        float | None, Option(min=0.1, max=100_000, help=f"Minutes of training. Default: {MINUTES}.")
+    ] = None,
+    like: Annotated[
+        str | None, Option(metavar="RECIPE", help="Copy the settings of model and training from this recipe.")
+    ] = None,
     look: Annotated[bool, Option("--look", help="Only list the files, and show ten random passages.")] = False,
     out: Out = Path("mine.yaml"),
     as_json: options.AsJSON = False,

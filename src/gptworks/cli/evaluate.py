@@ -16,12 +16,16 @@ def evaluate(
     overrides: options.Overrides = None,
     checkpoint: options.WhichCheckpoint = "best",
     text: options.Texts = None,
-    task: Annotated[list[Path] | None, Option(metavar="FILE", help="Ask it the items of a task; repeatable.")] = None,
-    shots: Annotated[list[int] | None, Option(help="With --task: solved items before each; repeatable.")] = None,
+    task: Annotated[
+        list[Path] | None, Option(metavar="FILE", help="Measure the task in this file; repeatable.")
+    ] = None,
+    shots: Annotated[
+        list[int] | None, Option(help="With --task: solved items before each item. Repeated: measure with each number.")
+    ] = None,
     limit: Annotated[
         int | None, Option(min=1, help="With --task or --harness: ask only this many items of each task.")
     ] = None,
-    chat: Annotated[bool, Option("--chat", help="With --task or --harness: ask by the run's chat template.")] = False,
+    chat: Annotated[bool, Option("--chat", help="With --task or --harness: ask with the run's chat template.")] = False,
     run_generated_code: Annotated[
         bool,
         Option(
@@ -31,14 +35,20 @@ def evaluate(
         ),
     ] = False,
     harness: Annotated[
-        list[str] | None, Option(metavar="TASK", help="One of lm-evaluation-harness; repeatable.")
+        list[str] | None, Option(metavar="TASK", help="A task of lm-evaluation-harness; repeatable.")
     ] = None,
     calibration: Annotated[bool, Option("--calibration", help="Compare probabilities with frequencies.")] = False,
-    memorization: Annotated[bool, Option("--memorization", help="Measure how much training text it copies.")] = False,
-    stride: Annotated[int | None, Option(help="Tokens between windows; below the context, each sees more.")] = None,
-    by_position: Annotated[bool, Option("--by-position", help="Also in each eighth of the context.")] = False,
-    compressors: Annotated[bool, Option("--compressors", help="Also of gzip and xz on the same text.")] = False,
-    precision: Annotated[PrecisionName | None, Option(help="Of matrix products. Default: the run's own.")] = None,
+    memorization: Annotated[
+        bool, Option("--memorization", help="Measure how much training text the model copies.")
+    ] = False,
+    stride: Annotated[
+        int | None, Option(help="Tokens between the starts of windows. Default: the context, with --text half of it.")
+    ] = None,
+    by_position: Annotated[bool, Option("--by-position", help="Also measure each eighth of the context.")] = False,
+    compressors: Annotated[bool, Option("--compressors", help="Also measure gzip and xz on the same text.")] = False,
+    precision: Annotated[
+        PrecisionName | None, Option(help="Precision of matrix products. Default: the run's own.")
+    ] = None,
     weights: options.KeptWeights = "auto",
     device: options.Device = "auto",
     no_save: Annotated[bool, Option("--no-save", help="Write nothing into the run folder.")] = False,

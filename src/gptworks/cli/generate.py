@@ -45,10 +45,10 @@ def generate(
     min_tokens: Annotated[int, Option(help="Fewest tokens before a text may end.")] = SAMPLING.min_tokens,
     ignore_eos: Annotated[bool, Option("--ignore-eos", help="The end-of-text token ends nothing.")] = False,
     heal: Annotated[bool, Option(help="Draw the prompt's last token again, as a longer one may fit better.")] = True,
-    logprobs: Annotated[int | None, Option(help="With --json: log-probabilities of tokens and N others.")] = None,
+    logprobs: Annotated[int | None, Option(help="With --json: log-probabilities of each token and N others.")] = None,
     json_schema: Annotated[Path | None, Option(metavar="FILE", help="Write JSON that this schema allows.")] = None,
     regex: Annotated[str | None, Option(help="Write a text that matches this regular expression.")] = None,
-    chat: Annotated[bool, Option("--chat", help="Ask by the run's chat template; print the answer.")] = False,
+    chat: Annotated[bool, Option("--chat", help="Ask with the run's chat template; print the answer.")] = False,
     samples: Annotated[int, Option(help="Number of continuations.")] = 1,
     held_out: Annotated[
         int | None, Option(min=1, max=100, metavar="N", help="Continue N beginnings of the run's held-out data.")
@@ -58,7 +58,7 @@ def generate(
         Path | None, Option("--input", metavar="FILE", help="Continue a .jsonl file's prompts.")
     ] = None,
     output_file: Annotated[
-        Path | None, Option("--output", metavar="FILE", help="The results; finished ones are kept.")
+        Path | None, Option("--output", metavar="FILE", help="The results; prompts with a result there are skipped.")
     ] = None,
     slots: Annotated[int | None, Option(min=1, help="Texts generated at once. Default: up to 32.")] = None,
     speculative: options.Speculative = 0,

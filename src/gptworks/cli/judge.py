@@ -28,14 +28,20 @@ def judge(
         Literal["family", "discoveries"],
         Option(help="family: bounds the probability of any false gain. discoveries: the share of false gains."),
     ] = "family",
-    worth: Annotated[float, Option(min=0, help="The smallest difference of the loss that matters.")] = 0.005,
-    steps: Annotated[int | None, Option(min=1, help="Of each run. Default: the recipe's max_steps, or fewer to fit.")] = None,
-    verify: Annotated[bool, Option("--verify", help="Only check that nothing was changed.")] = False,
+    worth: Annotated[
+        float, Option(min=0, help="The smallest difference of the loss that matters, in its unit, such as nats.")
+    ] = 0.005,
+    steps: Annotated[
+        int | None, Option(min=1, help="Steps of each run. Default: the recipe's, or fewer to fit.")
+    ] = None,
+    verify: Annotated[
+        bool, Option("--verify", help="Only check that the campaign's records were not changed.")
+    ] = False,
     finish: Annotated[bool, Option("--finish", help="Only end the campaign, with the final comparison.")] = False,
 ) -> None:
     """Judge an agent's experiments: tools of the Model Context Protocol.
 
-    Serves on standard input and output. A folder that holds a campaign is continued, with the rules that it has.
+    Serves on standard input and output. A campaign that the folder holds is continued, by its own rules.
     """
     from gptworks.judge.begin import KEY, SECRET
     from gptworks.judge.campaign import Campaign

@@ -40,17 +40,17 @@ RecipeFile = Annotated[
     Argument(
         metavar="RECIPE",
         autocompletion=recipe_names,
-        help="A recipe file, a run folder, or a name: `gptworks recipes`.",
+        help="A recipe file, a run folder, or a name that `gptworks recipes` lists.",
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    Argument(metavar="KEY=VALUE", help="Settings that win over the file's, such as train.max_steps=200."),
+    Argument(metavar="KEY=VALUE", help="Settings that override the file's, such as train.max_steps=200."),
 ]
 RunFolder = Annotated[
     Path, Argument(metavar="RUN", help="A run folder, such as runs/demo, or its URL.", callback=fetched_path)
 ]
-WhichCheckpoint = Annotated[str, Option("--checkpoint", metavar="best|last|STEP", help="Which checkpoint.")]
+WhichCheckpoint = Annotated[str, Option("--checkpoint", metavar="best|last|STEP", help="The checkpoint to use.")]
 Texts = Annotated[
     list[Path] | None,
     Option("--text", metavar="FILE", help="A text to measure on, instead of the run's own; repeatable."),
@@ -58,7 +58,7 @@ Texts = Annotated[
 Device = Annotated[DeviceName, Option(help="Where to compute. auto: a GPU if there is one.")]
 PageFile = Annotated[Path | None, Option("--html", metavar="FILE", help="Write an HTML page.")]
 AsJSON = Annotated[bool, Option("--json", help="Print JSON.")]
-Resume = Annotated[bool, Option("--resume", help="Continue what the folder holds, if it holds something.")]
+Resume = Annotated[bool, Option("--resume", help="Continue what the folder holds; start if it is empty.")]
 Force = Annotated[bool, Option("--force", help="Start even if it should not fit in memory.")]
 Slide = Annotated[bool, Option("--slide", help="When the context is full, continue from its last half.")]
 
@@ -75,26 +75,27 @@ PlannedDevice = Annotated[
         "--device",
         metavar="NAME",
         autocompletion=_device_names,
-        help="rtx-4090, 'm2 max 64', '8 GB'...; this, cpu: measured here. Default: this CPU.",
+        help="A device's name, such as rtx-4090 or 'm2 max 64', or a memory, such as '8 GB'. this, cpu: measure this "
+        "machine. Default: this CPU, not measured.",
     ),
 ]
-MemoryGiB = Annotated[float | None, Option(help="Memory of a GPU without a name.")]
+MemoryGiB = Annotated[float | None, Option(help="Memory of a GPU that `gptworks devices` does not list.")]
 Flops = Annotated[float | None, Option(help="FLOP/s of the device, dense.")]
 Bandwidth = Annotated[float | None, Option(help="Bytes/s of the memory of the device.")]
 WorldSize = Annotated[int, Option(min=1, help="Number of devices.")]
-Sharded = Annotated[Sharding | None, Option(help="Sets train.parallel. auto: as little as fits.")]
+Sharded = Annotated[Sharding | None, Option(help="Sets train.parallel. auto: the least sharding that fits.")]
 TensorParallel = Annotated[int | None, Option(min=1, help="Devices that share each matrix.")]
 Utilization = Annotated[float | None, Option(help="Share of the FLOP/s reached. Default: 0.4.")]
 IntraNode = Annotated[float | None, Option(help="GB/s between devices of a node.")]
 InterNode = Annotated[float | None, Option(help="GB/s of each device to other nodes.")]
-PerNode = Annotated[int | None, Option(help="Devices, and so ranks, of a node.")]
+PerNode = Annotated[int | None, Option(help="Devices of a node, each with one rank.")]
 Price = Annotated[float | None, Option(help="Price of an hour of a device, for the cost of the run.")]
 HostMemoryGiB = Annotated[float | None, Option(help="Memory of the host of a node.")]
 
 
 def _sampling(name: str) -> Any:
     """Return the option of a sampling setting. It is None if not given, so that a model may override the default."""
-    default = f"{getattr(SAMPLING, name):g}, or the model's own"
+    default = f"the model's own, else {getattr(SAMPLING, name):g}"
     return Option(help=SAMPLING_RULES[name].help, show_default=default)
 
 
@@ -112,8 +113,10 @@ DryBase = Annotated[float | None, _sampling("dry_base")]
 DryAllowedLength = Annotated[int | None, _sampling("dry_allowed_length")]
 Seed = Annotated[int | None, Option(help="The same seed gives the same text.")]
 Stop = Annotated[list[str] | None, Option(help="End before this string; repeatable.")]
-Context = Annotated[int | None, Option("--context", min=1, help="Of prompt and answer. Default: the model's.")]
-Cache = Annotated[CacheName, Option("--cache", help="How keys and values are kept.")]
+Context = Annotated[
+    int | None, Option("--context", min=1, help="Most tokens of prompt and answer together. Default: the model's.")
+]
+Cache = Annotated[CacheName, Option("--cache", help="Format of the cached keys and values.")]
 Speculative = Annotated[
     int, Option("--speculative", min=0, help="Speculative decoding: tokens drafted at a time. The text is the same.")
 ]
@@ -131,7 +134,7 @@ KeptWeights = Annotated[
 
 # A server's address and access, shared by `serve` and `studio`.
 Host = Annotated[str, Option(metavar="ADDRESS", help="The address to listen at; 0.0.0.0 is all of them.")]
-Port = Annotated[int, Option(min=0, max=65535, help="0 takes a free one.")]
+Port = Annotated[int, Option(min=0, max=65535, help="The port to listen at. 0: a free one.")]
 ApiKeys = Annotated[
     list[str] | None,
     Option("--api-key", metavar="KEY", envvar="GPTWORKS_API_KEY", help="A key that requests must carry; repeatable."),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def serve(
-    run: Annotated[Path | None, Argument(metavar="RUN", help="A run folder; its name is the model's.")] = None,
+    run: Annotated[Path | None, Argument(metavar="RUN", help="A run folder, whose name the model gets.")] = None,
     model: Annotated[list[str] | None, Option(metavar="NAME=RUN", help="A further model; repeatable.")] = None,
     host: options.Host = "127.0.0.1",
     port: options.Port = 8000,
@@ -30,9 +30,9 @@ def serve(
     slots: Annotated[int, Option(min=1, max=1024, help="Texts generated at once, for each model.")] = 32,
     context: options.Context = None,
     max_waiting: Annotated[int, Option(min=1, help="Texts that may wait for a slot; more get 429.")] = 128,
-    client_share: Annotated[float, Option(help="Share of slots for one client; 1 behind a proxy.")] = 0.8,
-    max_body_bytes: Annotated[int, Option(min=1, help="Bytes of a request.")] = 1 << 20,
-    max_prompt_bytes: Annotated[int, Option(min=1, help="Bytes of a prompt's text.")] = 1 << 18,
+    client_share: Annotated[float, Option(help="Most slots for one client, as a share; 1 behind a proxy.")] = 0.8,
+    max_body_bytes: Annotated[int, Option(min=1, help="Most bytes of a request.")] = 1 << 20,
+    max_prompt_bytes: Annotated[int, Option(min=1, help="Most bytes of a prompt's text.")] = 1 << 18,
     request_seconds: Annotated[float, Option(help="Time limit of a request.")] = 600,
     drain_seconds: Annotated[float, Option(help="Time to finish requests after SIGTERM.")] = 30,
     speculative: options.Speculative = 0,

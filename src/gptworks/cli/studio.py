@@ -27,7 +27,7 @@ def studio(
         list[Path] | None,
         Argument(
             metavar="RUNS",
-            help="Run folders, or folders of them. Default: runs in this folder, which the first run makes.",
+            help="Run folders, or folders that contain some. Default: ./runs, which the first run makes.",
             callback=options.fetched_paths,
         ),
     ] = None,
@@ -43,7 +43,7 @@ def studio(
     """Use and inspect your runs on a page in the browser.
 
     The runs may still be training: the studio loads a checkpoint when you ask for it. The command prints a link that
-    signs one browser in, and a new link once it was used.
+    signs one browser in, and prints a new link after its use.
     """
     try:
         from gptworks.serve.log import logged_to_stderr

@@ -18,7 +18,7 @@ Target = Literal["local", "slurm", "skypilot", "kubeflow"]
 
 Change = Annotated[
     list[str] | None,
-    Option("--change", metavar="KEY[=VALUE]", help="With --resume: change this, and record from which step on."),
+    Option("--change", metavar="KEY[=VALUE]", help="With --resume: change this setting, and record from which step."),
 ]
 
 
@@ -47,7 +47,9 @@ def train(
 
 
 def fork(
-    run: Annotated[str, Argument(metavar="RUN[@STEP]", help="A run folder; its last checkpoint, or @best.")],
+    run: Annotated[
+        str, Argument(metavar="RUN[@STEP]", help="A run folder, and @STEP or @best. Default: its last checkpoint.")
+    ],
     folder: Annotated[Path, Argument(metavar="FOLDER", help="The new run folder.")],
     overrides: options.Overrides = None,
 ) -> None:
@@ -73,21 +75,23 @@ def launch(
     recipe: options.RecipeFile,
     overrides: options.Overrides = None,
     on: Annotated[
-        Target, Option(help="Where to train: this machine, or a job for a scheduler, which is submitted if it is here.")
+        Target, Option(help="Where to train: this machine, or a job of a scheduler, submitted if its command is here.")
     ] = "local",
     nproc: Annotated[
-        int | None, Option(min=1, help="Processes on each machine. Left out: one for each GPU of --gpus, or 1.")
+        int | None, Option(min=1, help="Processes on each machine. Default: one for each GPU of --gpus, or 1.")
     ] = None,
     nodes: Annotated[
         str, Option(metavar="N|MIN:MAX", help="Machines. MIN:MAX: machines may leave and come while the run trains.")
     ] = "1",
     rendezvous: Annotated[
         str | None,
-        Option(metavar="HOST[:PORT]", help="With --on local and several machines: the address of the first, on each."),
+        Option(
+            metavar="HOST[:PORT]", help="With --on local and several machines: the address of the first, given on each."
+        ),
     ] = None,
     restarts: Annotated[
         int | None,
-        Option(min=0, help="Restarts from the last checkpoint after a rank has failed. Left out: 3 in a job, else 0."),
+        Option(min=0, help="Restarts from the last checkpoint after a rank has failed. Default: 3 in a job, else 0."),
     ] = None,
     gpus: Annotated[str | None, Option(metavar="[TYPE:]N", help="In a job: GPUs of each machine.")] = None,
     time: Annotated[

@@ -123,7 +123,7 @@ class ParallelConfig(Section):
         True, description="fsdp: free a block's gathered weights after its forward pass and gather them again later."
     )
     timeout_seconds: Free[PositiveTime] = Field(
-        600, description="A rank that is silent, or for which all others wait, for this long ends the run."
+        600, description="Seconds after which a rank that is silent, or for which all others wait, ends the run."
     )
 
 
@@ -202,7 +202,7 @@ class BatchSettings(Section):
         f"more than 1. Default: {FUTURE_WEIGHT} each; none with an adapter, which trains no heads.",
     )
     future_weights_fall: Steering[bool] = Field(
-        False, description="They fall linearly to 0 over the run, as in modded-nanogpt."
+        False, description="Let `future_weights` fall linearly to 0 over the run, as in modded-nanogpt."
     )
 
     @model_validator(mode="after")

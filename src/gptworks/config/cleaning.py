@@ -195,7 +195,9 @@ class NearDuplicates(Section):
 
     type: Measured[Literal["near-duplicates"]]
     ngram: Measured[int] = Field(5, ge=1, le=100, description="Words in a sequence.")
-    bands: Measured[int] = Field(14, ge=1, le=256, description="Groups of hashes; documents that share one are alike.")
+    bands: Measured[int] = Field(
+        14, ge=1, le=256, description="Number of groups of hashes. Documents with an equal group are duplicates."
+    )
     rows: Measured[int] = Field(8, ge=1, le=64, description="Hashes in a group.")
 
 

@@ -34,8 +34,8 @@ class DataConfig(Section):
         0.0,
         ge=0,
         le=1,
-        description="For Python: further training documents, each of statements from inside a training file; their "
-        "size as a share of the Python files' size. A model then also continues prompts with which few files begin, "
+        description="For Python: size of additional training documents as a share of the Python files' size. Each has "
+        "statements from inside a training file, so that a model also continues prompts with which few files begin, "
         "such as `for`.",
     )
     cache_dir: Free[Annotated[ShortPath, Place.PATH]] = Field(

@@ -41,8 +41,8 @@ class ModelConfig(Architecture):
     )
     value_residual: Fixed[bool] = Field(
         False,
-        description="From the second layer on, values are a · the layer's + b · the first layer's, both learned, "
-        "initially 0.5 (Zhou et al., 2024).",
+        description="From the second layer on, values are a · the layer's + b · the first layer's. a and b are "
+        "learned, initially 0.5 (Zhou et al., 2024).",
     )
     value_embeddings: Fixed[tuple[Literal["none", "table", "projected"], ...]] = Field(
         ("none",),
@@ -60,7 +60,7 @@ class ModelConfig(Architecture):
         "is initially 0 (modded-nanogpt).",
     )
     gate_channels: Fixed[PositiveInt | None] = Field(
-        None, description="Gates read this many first channels (nanochat: 32, modded-nanogpt: 12). None: all."
+        None, description="Number of first channels that gates read (nanochat: 32, modded-nanogpt: 12). None: all."
     )
 
     layer_repeats: Fixed[Times | Annotated[tuple[Times, ...], Field(max_length=MOST_LAYERS)]] = Field(

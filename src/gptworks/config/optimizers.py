@@ -171,7 +171,8 @@ class OptimizerSettings(BatchSettings):
         "muon",
         description="muon: Muon for the blocks' matrices (Jordan et al., 2024), AdamW for the rest. normuon: Muon with "
         "normalized rows (Li et al., 2025). soap: Adam in Shampoo's eigenbasis for the blocks' matrices (Vyas et al., "
-        "2024). The default from trained weights and with an adapter is adamw.",
+        "2024). The default from trained weights, with an adapter and with `optimizer_state: int8` is "
+        "adamw.",
     )
     optimizer_state: Fixed[Literal["fp32", "int8"]] = Field(
         "fp32",

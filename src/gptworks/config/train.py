@@ -68,7 +68,9 @@ class TrainConfig(OptimizerSettings):
     loggers: Free[tuple[Literal["tensorboard", "wandb"], ...]] = Field(
         (), description="Programs that also get the records of metrics.jsonl; each needs the extra of its name."
     )
-    evaluate_every: Free[PositiveInt] = Field(250, description="Steps between evaluations.")
+    evaluate_every: Free[PositiveInt] = Field(
+        250, description="Steps between evaluations. Default: a fifth of `max_steps`, at most 250."
+    )
     evaluate_sequences: Measured[int | None] = Field(
         None,
         ge=0,
@@ -79,7 +81,8 @@ class TrainConfig(OptimizerSettings):
     )
     checkpoint_every: Free[PositiveInt] = Field(
         250,
-        description="Steps between checkpoints with optimizer state. A best one in between has only weights.",
+        description="Steps between checkpoints with optimizer state. A best one in between has only weights. Default: "
+        "a quarter of `max_steps`, at most 250.",
     )
     keep_checkpoints: Free[PositiveInt] = Field(2, description="Newest checkpoints to keep; the best is kept too.")
     keep_every: Free[int] = Field(
@@ -88,7 +91,13 @@ class TrainConfig(OptimizerSettings):
         le=1_000_000_000,
         description="Also keep checkpoints with optimizer state every this many steps, and weights of step 0. 0: none.",
     )
-    sample_every: Free[int] = Field(0, ge=0, le=1_000_000_000, description="Steps between samples. 0: none.")
+    sample_every: Free[int] = Field(
+        0,
+        ge=0,
+        le=1_000_000_000,
+        description="Steps between samples. 0: none. Default: a quarter of `max_steps`, at most 1,000; none for "
+        "conversations.",
+    )
     sample_held_out: Free[int] = Field(
         0,
         ge=0,
@@ -108,7 +117,10 @@ class TrainConfig(OptimizerSettings):
         None, description="Evaluations without improvement after which the run ends. None: it does not."
     )
     spike_deviations: Steering[float] = Field(
-        0.0, ge=0, description="Skip a step whose gradient norm is this many deviations above the run's. 0: never."
+        0.0,
+        ge=0,
+        description="Skip a step if its gradient norm's logarithm is this many standard deviations above the run's "
+        "mean. 0: never.",
     )
     max_skipped_steps: Free[PositiveInt] = Field(
         10, description="Skipped steps in a row after which the run ends or goes back."

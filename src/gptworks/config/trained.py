@@ -15,7 +15,7 @@ class LoRAConfig(Section):
     """Low-rank adaptation (Hu et al., 2021): matrices W become W + alpha/rank · B·A. Training
     changes only A and B and, with `embeddings`, the token embedding and the head."""
 
-    type: Fixed[Literal["lora"]] = "lora"
+    type: Fixed[Literal["lora"]] = Field("lora", description="LoRA.")
     base: Fixed[Literal["full", "int8", "int4"]] = Field(
         "full",
         description="Format of the blocks' frozen matrices. int8, int4: packed, and unpacked one at a time for each "

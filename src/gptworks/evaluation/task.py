@@ -41,7 +41,9 @@ class TaskFile(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="What results are called. Default: the file's name.")
     data: ShortPath = Field(description="A JSONL file, an item a line.")
-    prompt: str = Field(description="The text that the model continues. Empty: the choices are whole texts.")
+    prompt: str = Field(
+        description="The text that the model continues. Empty, for multiple_choice: the choices are whole texts."
+    )
     description: str = Field("", description="Text before everything else.")
     delimiter: str = Field(" ", description="Between a prompt and its answer.")
     shots: Count = Field(0, description="Solved items shown before each one.")
@@ -54,7 +56,7 @@ class TaskFile(Section):
 class Sampled(Section):
     """Settings for generating a task's answers."""
 
-    max_tokens: PositiveInt = 64
+    max_tokens: PositiveInt = Field(64, description="Most tokens of an answer.")
     stop: tuple[str, ...] = Field(("\n",), description="An answer ends before the first of these.")
     temperature: Annotated[float, sampling("temperature")] = 0.0
     top_p: Annotated[float, sampling("top_p")] = 1.0
@@ -65,7 +67,9 @@ class MultipleChoice(TaskFile):
     of n, the right choice counts 1/n."""
 
     type: Literal["multiple_choice"]
-    choices: str | tuple[str, ...]
+    choices: str | tuple[str, ...] = Field(
+        description="The field with an item's choices, or a template, or a list of templates."
+    )
     answer: str = Field("answer", description="The right choice: its index from 0, or its text.")
 
 
@@ -74,14 +78,14 @@ class ExactMatch(TaskFile):
 
     type: Literal["exact_match"]
     answer: str = Field("answer", description="A text, or a list of them of which any is right.")
-    generation: Sampled = Sampled()
+    generation: Sampled = Field(Sampled(), description="How answers are generated.")
     extract: str | None = Field(
         None,
         max_length=expressions.MAX_EXPRESSION_CHARACTERS,
         description="A regular expression: its first group, where found, is the answer.",
     )
-    ignore_case: bool = False
-    ignore_punctuation: bool = False
+    ignore_case: bool = Field(False, description="Compare without regard to case.")
+    ignore_punctuation: bool = Field(False, description="Compare without ASCII punctuation.")
 
     @model_validator(mode="after")
     def _compiles(self) -> "ExactMatch":
@@ -98,8 +102,10 @@ class Generation(TaskFile):
 
     type: Literal["generation"]
     references: str = Field("reference", description="A text, or a list of them.")
-    generation: Sampled = Sampled()
-    metrics: tuple[TextMetric, ...] = ("bleu", "chrf", "rouge1", "rouge2", "rougeL")
+    generation: Sampled = Field(Sampled(), description="How texts are generated.")
+    metrics: tuple[TextMetric, ...] = Field(
+        ("bleu", "chrf", "rouge1", "rouge2", "rougeL"), description="Measures of similarity."
+    )
 
 
 class Code(TaskFile):
@@ -109,13 +115,14 @@ class Code(TaskFile):
     tests: str = Field(description="Python that fails where the program is wrong.")
     solution: str = Field("solution", description="A right program, for shots.")
     prompt_is_code: bool = Field(True, description="The prompt is the program's beginning.")
-    generation: Sampled = Sampled(
-        max_tokens=256, stop=("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint"), temperature=0.2, top_p=0.95
+    generation: Sampled = Field(
+        Sampled(max_tokens=256, stop=("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint"), temperature=0.2, top_p=0.95),
+        description="How programs are generated.",
     )
     samples: PositiveInt = Field(1, description="Programs written for each item.")
-    k: tuple[PositiveInt, ...] = (1,)
-    timeout_seconds: PositiveTime = 5.0
-    memory_mib: PositiveInt = 512
+    k: tuple[PositiveInt, ...] = Field((1,), description="Values of k in pass@k; at most `samples`.")
+    timeout_seconds: PositiveTime = Field(5.0, description="Seconds that a program may take.")
+    memory_mib: PositiveInt = Field(512, description="MiB of memory that a program may use.")
 
     @model_validator(mode="after")
     def _enough_samples(self) -> "Code":
