@@ -48,10 +48,10 @@ def compare(
     evaluations: Annotated[bool, Option("--evaluations", help="Compare what `gptworks evaluate` saved.")] = False,
     as_json: options.AsJSON = False,
 ) -> None:
-    """Compare runs with each other and with bands, and separate differences from noise.
+    """Compare runs, and separate differences from noise.
 
-    A band has the losses of several seeds of a recipe. Without --against, each run is compared with the shipped band of
-    its settings, if there is one.
+    Each run is also compared with the band of --against, or with the shipped band of its settings, if there is one. A
+    band has the losses of several seeds of a recipe.
     """
     from gptworks.pages.page import write_page
     from gptworks.runs import bands

@@ -111,7 +111,7 @@ def launch(
         Option(
             min=1,
             max=65535,
-            help="With --on slurm or kubeflow: seconds to save, from the signal to the end. Left out: 120.",
+            help="With --on slurm or kubeflow: seconds to save, from the signal to the end. Default: 120.",
         ),
     ] = None,
     image: Annotated[str | None, Option(help="With --on kubeflow: a container image that has gptworks.")] = None,
@@ -122,7 +122,7 @@ def launch(
     setup: Annotated[
         str | None, Option(help="With --on skypilot: the command that installs gptworks on each machine.")
     ] = None,
-    file: Annotated[Path | None, Option(help="The job file. Left out: the run's name, in this folder.")] = None,
+    file: Annotated[Path | None, Option(help="The job file. Default: the run's name, in this folder.")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Check the run and print the job file; start nothing.")] = False,
     resume: options.Resume = False,
     change: Change = None,
