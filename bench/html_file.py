@@ -10,7 +10,7 @@ tokens after the first. They alternate, and figures are medians of the rounds. T
   local server with the headers that allow threads;
 - transformers.js in the same browser, from the same server, with the same model in q8 and fp32, converted by
   `export --format hf` and ONNX;
-- our engine in int8, timed like `gptworks generate`.
+- our engine in int8, timed like `gptworks chat`.
 
 transformers.js is left out, and the reason printed, without a folder of node_modules and a Python for the conversion:
 
