@@ -136,7 +136,8 @@ def launch(
     from gptworks.training.signals import exits_unfinished
 
     if on == "local":
-        context.with_resource(exits_unfinished())  # as long as no `Agent` passes signals on to ranks
+        # A scheduler's signal ends this process with `UNFINISHED`, until `Agent.run` passes signals on to the ranks.
+        context.with_resource(exits_unfinished())
 
     from gptworks.api import settings_of, with_changes
     from gptworks.launch.job import Job, check_job, parse_gpus, parse_nodes, parse_pairs

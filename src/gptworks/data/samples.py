@@ -66,7 +66,8 @@ class Samples(ABC):
 
     @property
     def n_items(self) -> int:
-        """Number of items in the training split: windows, rows, pairs or prompts. `rows` takes the index of an item."""
+        """Number of items in the training split, each a window, row, pair or prompt. The method `rows` takes an item's
+        index."""
         return self.per_epoch
 
     @abstractmethod

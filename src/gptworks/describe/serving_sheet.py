@@ -1,4 +1,4 @@
-"""The memory of serving a model, which a terminal prints as text and a notebook shows as tables."""
+"""The memory and speed of serving a model, as text in a terminal, as tables in a notebook, and as JSON."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -134,10 +134,11 @@ def _check_room(n_bytes: int, cache: Path, where: str) -> None:
 
 
 def check_push(name: str) -> None:
-    """Check, before an export begins, that its push can succeed.
+    """Check, before an export begins, that its push has a valid name and a token. The hub is not asked, so the push can
+    still fail, for example if the token does not permit it.
 
     Raises:
-        UserError: `name` is not valid on the hub, or no token is set.
+        UserError: `name` is not ORG/NAME, or no token is set.
     """
     from huggingface_hub import get_token
 

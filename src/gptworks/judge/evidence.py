@@ -45,7 +45,7 @@ EFFECT_SCALE = 3.0
 deviations) need the fewest pairs."""
 
 LEAST_SPREAD = 0.7
-"""A try's deviation counts as at least this share of one of the largest of the other tries, see `spread_floor`.
+"""A try's deviation counts as at least this share of one of the other tries' largest deviations, see `spread_floor`.
 
 This floor only lowers the evidence, so the bounds above still hold. Without the floor, noise that is skewed or has two
 peaks makes small numbers of gains agree by chance far more often than normal noise does, and up to half of simulated

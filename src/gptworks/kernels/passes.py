@@ -53,9 +53,10 @@ class Activation(torch.autograd.Function):
 
 
 class Norm(torch.autograd.Function):
-    """x + alpha · branch (x without a branch), and the LayerNorm or RMSNorm of that sum over the last dimension.
+    """Returns the sum x + alpha · branch (x without a branch), in x's dtype, and the sum's LayerNorm or RMSNorm over the
+    last dimension. Weight and bias are float32.
 
-    The backward pass adds both results' gradients in one pass. Weight and bias are float32; the sum has x's dtype.
+    The backward pass computes the gradients through both results, and adds them, in one pass over memory.
     """
 
     @staticmethod

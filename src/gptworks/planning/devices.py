@@ -1,4 +1,5 @@
-"""The memory, speed and node of a device, and this machine's CPU as one. `device_table` has the known devices."""
+"""Devices: their memory and speed, and the nodes that they are in. `device_table` lists known devices; `this_cpu`
+describes this machine's CPU as a device."""
 
 from dataclasses import dataclass
 from typing import Any

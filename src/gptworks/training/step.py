@@ -53,7 +53,8 @@ class StepLosses:
 
 
 class TrainStep:
-    """Trains a model: a step calls `accumulate` and `gradient_norm`, then `apply` or, if it is anomalous, `skip`."""
+    """Trains a model. For each step, the loop calls `accumulate` and `gradient_norm`, then `apply`, or `skip` if the step
+    is anomalous."""
 
     def __init__(
         self,

@@ -23,7 +23,14 @@ MOST_CARD_BYTES = 1 << 20
 
 
 def shown(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool) -> dict[str, Any]:
-    """Return the studio's state and the page's content, for main.js; `public` makes all texts fit to publish."""
+    """Return the JSON tree that main.js reads: `state`, in the form in which the studio's server sends it, and `page`,
+    the content of the page. All texts are fit to publish, see `public`.
+
+    Args:
+        kind: formats of the weights, such as int8.
+        capacity: maximum length of a text in tokens.
+        chats: whether the page offers conversations.
+    """
     recipe, config = loaded.recipe, loaded.model.config
     parameters = count_parameters(config).total
     card = loaded.checkpoint.run_dir / "model-card.md"

@@ -297,7 +297,7 @@ class _Watch(threading.Thread):
         self._beat()
 
     def count_point(self) -> None:
-        """Count a point of the run that all ranks pass."""
+        """Count, as a sign of progress, a point of the run that all ranks pass, such as a micro-batch's start."""
         self._marks += 1
 
     def count_work(self) -> None:
