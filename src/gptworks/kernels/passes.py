@@ -53,8 +53,8 @@ class Activation(torch.autograd.Function):
 
 
 class Norm(torch.autograd.Function):
-    """Returns the sum x + alpha · branch (x without a branch), in x's dtype, and the sum's LayerNorm or RMSNorm over the
-    last dimension. Weight and bias are float32.
+    """Returns the sum x + alpha · branch (x without a branch), in x's dtype, and the sum's LayerNorm or RMSNorm over
+    the last dimension. Weight and bias are float32.
 
     The backward pass computes the gradients through both results, and adds them, in one pass over memory.
     """

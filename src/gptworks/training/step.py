@@ -53,8 +53,8 @@ class StepLosses:
 
 
 class TrainStep:
-    """Trains a model. For each step, the loop calls `accumulate` and `gradient_norm`, then `apply`, or `skip` if the step
-    is anomalous."""
+    """Trains a model. For each step, the loop calls `accumulate` and `gradient_norm`, then `apply`, or `skip` if the
+    step is anomalous."""
 
     def __init__(
         self,
