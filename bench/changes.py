@@ -34,8 +34,7 @@ CHANGES = (
     # baselines of other lengths, by which changes are compared in equal time
     Change(SHORTER, (), "the baseline for half the time", 0.5),
     Change(LONGER, (), "the baseline for twice the time", 2.0),
-    # averages, schedules, batches, shape
-    _change("even-average", "train.average_last=0.2", "Izmailov et al., 2018"),
+    # schedules, batches, shape
     _change("growing-batch", "train.smaller_batches=[[120,8]]", "Smith et al., 2018"),
     _change("two-tokens-ahead", "model.n_future_tokens=2", "Gloeckle et al., 2024"),
     _change("cosine", "train.schedule=cosine", "Loshchilov & Hutter, 2017"),

@@ -38,7 +38,7 @@ PROPOSALS: tuple[tuple[str, Changes], ...] = (
     ("the rate of the embeddings", {"train.learning_rate": 0.01}),
     ("attention's gate", {"model.attention_gate": True}),
     ("twice the depth", {"model.n_layers": 6}),
-    ("weights averaged at the end", {"train.average_last": 0.1}),
+    ("weights averaged along the run", {"train.ema_decay": 0.99}),
     ("smear", {"model.smear": True}),
     ("squared ReLU", {"model.mlp": "relu2"}),
     ("a clip that is never reached", {"train.grad_clip": 50.0}),

@@ -25,7 +25,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "repeated, three tokens ahead": (
         {"layer_repeats": (1, 2), "smear": True, "bigram_vocab_size": 61, "logit_softcap": 9.0, "n_future_tokens": 3},
-        {"shorter_contexts": [[2, 8]], "optimizer": "normuon", "average_last": 0.5, "future_weights_fall": True},
+        {"shorter_contexts": [[2, 8]], "optimizer": "normuon", "ema_decay": 0.5, "future_weights_fall": True},
     ),
     "stream, values, gates, smear": (
         WHOLE | {"norm_placement": "both", "mlp": "relu2", "rope_fraction": 0.5, "position": "rope"},

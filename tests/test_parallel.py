@@ -408,7 +408,7 @@ def test_the_loss_is_that_of_one_process(n_ranks: int, tmp_path: Path) -> None:
 IN_BF16: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "plain": ("fsdp", {}, {"optimizer": "adamw"}),
     "laboratory": ("fsdp", MODELS["laboratory"], {
-        "optimizer": "adamw", "average_last": 0.5, "rate_factors": {"embeddings": 0.5, "vectors": 2.0},
+        "optimizer": "adamw", "ema_decay": 0.5, "rate_factors": {"embeddings": 0.5, "vectors": 2.0},
     }),
     "repeated, untied": ("ddp", MODELS["repeated"] | {"tie_embeddings": False}, {
         "optimizer": "normuon", "shorter_contexts": [[4, 8]],

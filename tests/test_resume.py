@@ -140,7 +140,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(
     "settings",
     [
         {"optimizer": "normuon", "muon_coefficients": "polar_express"},
-        {"optimizer": "soap", "soap_frequency": 3, "cautious_weight_decay": True, "average_last": 0.5},
+        {"optimizer": "soap", "soap_frequency": 3, "cautious_weight_decay": True, "ema_decay": 0.5},
     ],
     ids=lambda settings: settings["optimizer"],
 )

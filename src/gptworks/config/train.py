@@ -23,7 +23,9 @@ class TrainConfig(OptimizerSettings):
     between evaluations, samples and checkpoints, depend on the rest of the recipe (`gptworks.config.defaults`).
     """
 
-    removed: ClassVar[Mapping[str, Any]] = {"decay_shape": "linear", "untie_after_steps": 0}
+    removed: ClassVar[Mapping[str, Any]] = {
+        "average_last": 0.0, "decay_shape": "linear", "untie_after_steps": 0,
+    }  # fmt: skip
 
     schedule: Steering[Literal["cosine", "wsd", "constant"]] = Field(
         "wsd",
@@ -41,14 +43,6 @@ class TrainConfig(OptimizerSettings):
 
     ema_decay: Steering[Fraction] = Field(
         0.0, description="Decay of the moving average of the weights, which is evaluated and published. 0: none."
-    )
-
-    average_last: Steering[float] = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Last share of the run's steps over which the weights are averaged (Izmailov et al., 2018); the "
-        "average is evaluated and published. 0: none.",
     )
 
     precision: Free[PrecisionName] = Field(
@@ -134,10 +128,6 @@ class TrainConfig(OptimizerSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.average_last and (self.ema_decay or self.max_minutes is not None):
-            other = f"ema_decay={self.ema_decay:g}" if self.ema_decay else f"max_minutes={self.max_minutes:g}"
-            why = "only one average is kept" if self.ema_decay else "the run may end before those steps"
-            raise ValueError(f"average_last={self.average_last:g} and {other}: {why}; leave one of them out")
         if self.max_steps is not None and self.warmup_steps >= self.max_steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} is not less than max_steps={self.max_steps}: reduce it")
         return self
@@ -162,4 +152,4 @@ class TrainConfig(OptimizerSettings):
     @property
     def averages(self) -> bool:
         """Whether the run evaluates and publishes an average of the weights."""
-        return self.ema_decay > 0 or self.average_last > 0
+        return self.ema_decay > 0

@@ -187,8 +187,7 @@ def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Reme
         mild.append(_Remedy((f"train.precision={half}",), "products are rounded"))
         yield (mild[0],)
     if train.averages:
-        average = "ema_decay" if train.ema_decay else "average_last"
-        mild.append(_Remedy((f"train.{average}=0",), "no average of the weights"))
+        mild.append(_Remedy(("train.ema_decay=0",), "no average of the weights"))
         yield (mild[-1],)
     further = {"none": ("selective", "block"), "selective": ("block",), "block": ()}[train.activation_checkpointing]
     again = {"selective": "an eighth to a sixth more work", "block": "a quarter to a third more work"}

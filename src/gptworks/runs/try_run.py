@@ -251,7 +251,7 @@ def _step_times(recipes: dict[str, Recipe], runs: dict[str, History]) -> dict[st
     """
     before, after = recipes["before"].train, recipes["after"].train
     alike = (before.smaller_batches, before.shorter_contexts) == (after.smaller_batches, after.shorter_contexts)
-    if not alike or any(OPTIMIZERS[one.optimizer].steps_differ or one.average_last for one in (before, after)):
+    if not alike or any(OPTIMIZERS[one.optimizer].steps_differ or one.averages for one in (before, after)):
         return {arm: run.seconds / run.step for arm, run in runs.items()}
     times = {arm: step_seconds(run) for arm, run in runs.items()}
     computes_alike = (before.threads, before.compile) == (after.threads, after.compile)

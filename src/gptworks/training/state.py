@@ -29,12 +29,11 @@ _REPORTED_WAIT_SECONDS = 5.0
 
 
 class WeightAverage:
-    """The average of a model's weights over its steps, float32, by parameter name (Polyak & Juditsky, 1992). It is
-    often better than the last step's weights, and does not change training.
+    """The exponential average of a model's weights over its steps, float32, by parameter name. It does not change
+    training (Polyak & Juditsky, 1992).
 
-    With `ema_decay`, the average is exponential; the decay of step n is at most (1 + n) / (10 + n), so that the initial
-    weights fade soon. With `average_last`, it is the mean over the last steps (Izmailov et al., 2018); before these
-    steps it equals the weights. Without either, there is no average. Frozen weights have none.
+    The decay of step n is `ema_decay`, but at most (1 + n) / (10 + n), so that the initial weights fade soon. Without
+    `ema_decay`, there is no average. Frozen weights have none.
     """
 
     def __init__(self, model: nn.Module, train: TrainConfig) -> None:
@@ -44,18 +43,9 @@ class WeightAverage:
         self.tensors = {name: p.detach().float().clone() for name, p in trained.items()} if train.averages else {}
 
     @torch.no_grad()
-    def update(self, step: int, total_steps: int | None = None) -> None:
-        """Add the weights after optimizer step number `step`, from 0, to the average.
-
-        Args:
-            total_steps: steps of the run; None: unknown.
-        """
+    def update(self, step: int) -> None:
+        """Add the weights after optimizer step number `step`, from 0, to the average."""
         decay = min(self.train.ema_decay, (1 + step) / (10 + step))
-        if self.train.average_last:
-            assert total_steps is not None, "the run has a length in steps"
-            n_averaged = max(1, round(self.train.average_last * total_steps))
-            n_before = max(0, step - (total_steps - n_averaged))  # number of averaged steps before this one
-            decay = n_before / (1 + n_before)
         for name, average in self.tensors.items():
             average.lerp_(self.parameters[name].detach().float(), 1 - decay)
 
@@ -105,7 +95,7 @@ class TrainingState(Listener):
         self._saved_step = -1
 
     def applied(self, progress: Progress) -> None:
-        self.average.update(progress.step, self._length.total_steps(progress))
+        self.average.update(progress.step)
 
     def newest_checkpoint(self, up_to_step: int | None = None) -> Checkpoint | None:
         """Return the run's newest undamaged checkpoint to resume from, of step `up_to_step` at most; None if there is
