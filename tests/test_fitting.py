@@ -180,7 +180,7 @@ def test_every_door_has_the_same_default_settings(server: Running, http: httpx.C
     for command in ("generate", "chat"):
         parameters = {one.name: one for one in commands[command].params if one.name in SAMPLING._fields}
         for name, one in parameters.items():
-            shown = f"{getattr(SAMPLING, name):g}, or the model's own"
+            shown = f"the model's own, else {getattr(SAMPLING, name):g}"
             assert (one.default, one.show_default) == (None, shown) or one.default == getattr(SAMPLING, name)
         assert len(parameters) >= len(SAMPLING) - 1
     state = http.get("/studio/state").json()

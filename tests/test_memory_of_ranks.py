@@ -21,7 +21,7 @@ MODEL = {
     "vocab_size": 2000, "context_length": 128, "n_layers": 4, "d_model": 256, "n_heads": 4, "norm": "rmsnorm",
     "mlp": "swiglu", "d_ff": 768,
 }  # fmt: skip
-NARROW = {"vocab_size": 300, "context_length": 32, "d_model": 512, "n_heads": 8, "d_ff": 2048}
+NARROW = {"vocab_size": 300, "context_length": 32, "d_model": 256, "n_heads": 4, "d_ff": 1024}
 """So few tokens that weights and what gathers and reduces them are nearly all."""
 LABORATORY = {
     "unet_skips": True, "value_residual": True, "value_embeddings": ("table", "projected"),
