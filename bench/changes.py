@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 BASELINE, SHORTER, LONGER = "baseline", "half-as-long", "twice-as-long"
 
-WITHDRAWN = ("residual-scalars", "decay-1-sqrt")
+WITHDRAWN = ("residual-scalars", "decay-1-sqrt", "even-average")
 """Changes on record whose settings gptworks no longer has."""
 
 

@@ -265,6 +265,25 @@ def test_the_average_is_what_is_evaluated_and_published_and_training_goes_on_wit
     assert report.loss == pytest.approx(last["loss"], rel=1e-6)
 
 
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.0, 0.9)])
+def test_a_resumed_run_gives_up_its_average_or_begins_one(before: float, after: float, tmp_path: Path) -> None:
+    settings = {"schedule": "constant", "checkpoint_every": 5, "evaluate_every": 5}
+    for name, decays in (("plain", (0.0, 0.0)), ("changed", (before, after))):
+        (tmp_path / name).mkdir()
+        run(tmp_path / name, None, max_steps=5, ema_decay=decays[0], **settings)
+        again = tiny.recipe_tree(
+            tmp_path / name, micro_batch_size=8, optimizer="adamw", learning_rate=1e-3, grad_clip=0.0, max_steps=10,
+            ema_decay=decays[1], **settings,
+        )  # fmt: skip
+        train(parse_recipe(again), resume=True, change=["train.ema_decay"])
+    plain, changed = (checkpoints(tmp_path / name / "run")[0].folder for name in ("plain", "changed"))
+    weights = load_file(plain / "model.safetensors")
+    own, published = load_file(changed / "optimizer.safetensors"), load_file(changed / "model.safetensors")
+    assert all(torch.equal(own.get(f"{name}/own", published[name]), weight) for name, weight in weights.items())
+    assert any(name.endswith("/own") for name in own) == bool(after)
+    assert all(torch.equal(published[name], weight) for name, weight in weights.items()) == (not after)
+
+
 def test_an_averaged_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()

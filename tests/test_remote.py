@@ -22,12 +22,15 @@ from gptworks.config.sources import TextSource
 from gptworks.data.prepare import prepare
 from gptworks.data.sources.files import local_files
 from gptworks.errors import RunError, UserError
-from gptworks.files import fetched_path, file_lock, local_path, mirror_of, shown, url_of
+from gptworks.files import check_free, fetched_path, file_lock, local_path, mirror_of, shown, url_of
 from gptworks.files import mirror as mirrors
 from gptworks.files.remote import Remote
 from gptworks.interop.html_file.exporting import export_html
+from gptworks.judge import Campaign
 from gptworks.recipe import load_recipe, parse_recipe, save_recipe
+from gptworks.runs.data import data_of
 from gptworks.runs.quantized import quantize_run
+from gptworks.runs.trials import open_folder
 from gptworks.training import remote_run, uploads
 from gptworks.training.distributed.ranks import ALONE
 from gptworks.training.loop import Run
@@ -90,7 +93,13 @@ def test_commands_do_not_make_folders_named_like_urls(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="URL"):
         gptworks.files.make_folder(Path("s3://bucket/out"))
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="URL"):
+        check_free(Path("s3://bucket/out"))
+    with pytest.raises(UserError, match="URL"), open_folder(Path("s3://bucket/out"), "try", "--folder"):
+        pass
+    with pytest.raises(UserError, match="URL"):
+        Campaign.create(tiny.write_recipe(tmp_path), Path("s3://bucket/out"), budget_seconds=60)
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny.yaml", "text.txt"}
 
 
 # ------------------------------------------------------------------------------------------------------ a run
@@ -497,6 +506,14 @@ def test_a_run_starts_from_one_in_a_store(whole: tuple[dict[str, Any], Path], tm
     recipe = load_recipe({key: tree[key] for key in ("name", "data", "train")} | {"initialize_from": URL})
     assert recipe.model.d_model == 32
     assert recipe.initialize_from == mirror_of(URL)
+
+
+def test_the_data_of_a_run_in_a_store_is_found_by_its_fingerprint(
+    whole: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    uploaded(*whole)
+    another_machine(tmp_path)
+    assert data_of(URL).rows_of_step(1, 0, 1)[0].n_samples == 8
 
 
 def test_a_run_in_a_store_is_exported_as_a_page(whole: tuple[dict[str, Any], Path], tmp_path: Path) -> None:

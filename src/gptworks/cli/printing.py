@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 def say(text: str, end: str = "\n") -> None:
     """Print text on stdout in the stream's own encoding, unlike click, which writes UTF-8 to an ASCII stream."""
-    print(text, end=end, flush=True)
+    print(text + end, end="", flush=True)  # one write, so that lines of several threads and ranks stay whole
 
 
 def notice(text: str) -> None:
     """Print text on stderr, as `say` does."""
-    print(text, file=sys.stderr, flush=True)
+    print(text + "\n", end="", file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:

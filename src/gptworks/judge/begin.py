@@ -10,7 +10,7 @@ import yaml
 
 from gptworks.data.prepare import prepare
 from gptworks.errors import UserError
-from gptworks.files import check_links, sha256_file, write_whole
+from gptworks.files import check_free, check_links, sha256_file, write_whole
 from gptworks.judge.evidence import Control
 from gptworks.judge.ledger import Ledger
 from gptworks.judge.records import CampaignRules
@@ -44,8 +44,7 @@ def begin(
     ):
         if not fits:
             raise UserError(f"--{name} {value:g} is not {rule}.")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not empty: give another --folder.")
+    check_free(folder)
     loaded = load_recipe(recipe, overrides)
     wanted = try_run.length_of_runs(loaded, recipe, steps)
     check_links(folder)

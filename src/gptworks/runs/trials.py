@@ -17,7 +17,7 @@ import filelock
 
 from gptworks.config import Recipe, Role, settings
 from gptworks.errors import RunError, UserError
-from gptworks.files import check_links, file_lock, open_regular, open_to_append
+from gptworks.files import check_links, file_lock, make_folder, open_regular, open_to_append
 from gptworks.recipe import save_recipe
 from gptworks.training.record.metrics import Record, read_metrics
 from gptworks.training.signals import ASK, OWN_GROUP, stop_signals
@@ -155,10 +155,11 @@ def open_folder(folder: Path, named: str, setting: str) -> Iterator[Callable[[],
     """Create a folder of trials, lock it for this process, and yield a function that returns whether to stop.
 
     Raises:
-        UserError: another process uses the folder (the message has `named` and `setting`), or a link leads out of it.
+        UserError: the folder is a URL, a link leads out of it, or another process uses it (the message then has `named`
+            and `setting`).
     """
     check_links(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     lock = file_lock(folder / ".lock", timeout=0)
     try:
         lock.acquire()

@@ -247,16 +247,20 @@ def _step_times(recipes: dict[str, Recipe], runs: dict[str, History]) -> dict[st
 
     If step times differ by design (except by a schedule that both runs share), these are means over all steps of a run.
     Otherwise they are medians over parts of a run. On a CPU, the steps with and without the change are timed in turns
-    instead, unless they need rollouts or differ in threads or compilation.
+    instead, unless they need rollouts or an average of the weights, differ in threads or compilation, or do not fit
+    into memory together.
     """
     before, after = recipes["before"].train, recipes["after"].train
     alike = (before.smaller_batches, before.shorter_contexts) == (after.smaller_batches, after.shorter_contexts)
-    if not alike or any(OPTIMIZERS[one.optimizer].steps_differ or one.averages for one in (before, after)):
+    if not alike or any(OPTIMIZERS[one.optimizer].steps_differ for one in (before, after)):
         return {arm: run.seconds / run.step for arm, run in runs.items()}
     times = {arm: step_seconds(run) for arm, run in runs.items()}
     computes_alike = (before.threads, before.compile) == (after.threads, after.compile)
-    if computes_alike and not recipes["before"].objective.rollouts and _fit_together_on_cpu(recipes.values()):
-        times["before"], times["after"] = measured_in_turns([recipes["before"], recipes["after"]])
+    # the measured steps include neither rollouts nor the average of the weights
+    whole = not (before.averages or after.averages or recipes["before"].objective.rollouts)
+    pair = [recipes["before"], recipes["after"]]
+    if computes_alike and whole and _fit_together_on_cpu(pair):
+        times["before"], times["after"] = measured_in_turns(pair)
     return times
 
 

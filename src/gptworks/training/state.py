@@ -2,7 +2,7 @@
 bit for bit."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -59,8 +59,17 @@ class WeightAverage:
         """The current weights of averaged parameters, as `parameter/own`, for a resumed run."""
         return {f"{name}/{_OWN}": self.parameters[name].detach() for name in self.tensors}
 
+    def own_in(self, stored: Collection[str]) -> set[str]:
+        """Return the names of `own_tensors` that a checkpoint must hold, given the names of the tensors that it stores:
+        all of them, or none if the run had no average yet. A run that has given up its average still has its weights
+        there."""
+        trained = (name for name, parameter in self.parameters.items() if parameter.requires_grad)
+        found = {f"{name}/{_OWN}" for name in trained} & set(stored)
+        return found | self.own_tensors.keys() if found else found
+
     def restore(self, model_tensors: dict[str, Tensor], optimizer_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Restore weights and averages from a checkpoint's tensors; return the optimizer's own tensors."""
+        """Restore weights and averages from a checkpoint's tensors; return the optimizer's own tensors. An average that
+        the checkpoint lacks begins with its weights."""
         own = {key.removesuffix(f"/{_OWN}"): t for key, t in optimizer_tensors.items() if key.endswith(f"/{_OWN}")}
         self._set(model_tensors | own)
         self.tensors = {name: model_tensors[name].to(tensor.device).clone() for name, tensor in self.tensors.items()}
@@ -129,9 +138,11 @@ class TrainingState(Listener):
             )
         self.progress = progress
         self._saved_step = progress.step
-        optimizer, shares, own = self._step.optimizer, self._step.parallel.shard_tensors, self.average.own_tensors
+        optimizer, shares = self._step.optimizer, self._step.parallel.shard_tensors
         weights = checkpoint.model_tensors({name: Expected.like(p) for name, p in self.average.parameters.items()})
-        moments = checkpoint.optimizer_tensors(lambda stored: optimizer.expected_tensors(stored, own))
+        moments = checkpoint.optimizer_tensors(
+            lambda stored: optimizer.expected_tensors(stored, self.average.own_in(stored))
+        )
         optimizer.load_state_tensors(self.average.restore(shares(weights), shares(moments, optimizer.holders)))
         if progress.scaler:
             self._step.scaler.load_state_dict(progress.scaler)
