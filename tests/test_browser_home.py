@@ -135,7 +135,7 @@ def test_a_folder_becomes_a_run_whose_samples_are_shown(new_page: Callable[..., 
     page.get_by_role("button", name="Look at it").click()
     page.get_by_role("alert").get_by_text("folder=/etc lies outside of").wait_for()
     page.get_by_label("Folder", exact=True).fill("letters")
-    page.get_by_label("Minutes", exact=True).fill("0.1")
+    page.get_by_label("Minutes", exact=True).fill("0.4")  # so that the page sees it train
     page.get_by_role("button", name="Look at it").click()
     page.get_by_role("button", name="Cancel").click()
     page.get_by_text("Cancelled.").wait_for()
