@@ -13,7 +13,7 @@ import typer
 
 from gptworks.cli import app
 from gptworks.cli.help import shown_name
-from gptworks.config import Recipe
+from gptworks.config import Recipe, TrainConfig
 from gptworks.config.base import Role, Section
 from gptworks.config.defaults import train_defaults
 from gptworks.config.objective import NextTokenObjective
@@ -45,7 +45,9 @@ GENERATED = "<!-- Written by docs/generate_reference.py; edit the descriptions i
 MOST = 10**9
 """Larger bounds only catch typing mistakes, so the pages leave them out."""
 _MODEL = preset("gpt2").model_copy(update={"n_future_tokens": 2})
-DERIVED = {"TrainConfig": {*train_defaults({}, _MODEL, NextTokenObjective(), True, False)}, "Recipe": {"name"}}
+DERIVED: dict[type[Section], set[str]] = {
+    TrainConfig: {*train_defaults({}, _MODEL, NextTokenObjective(), True, False)}, Recipe: {"name"}, TaskFile: {"name"},
+}  # fmt: skip
 """Settings whose defaults follow from the rest of a recipe, by section."""
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 ON_RESUME = {"refused": "no", "recorded": "recorded", "allowed": "yes"}
@@ -114,7 +116,7 @@ def section_lines(schema: dict[str, Any], kind: type[Section], by_type: bool) ->
     yield "|---|---|---|---|" + ("---|" if resumes else "")
     for name, one in fields.items():
         default = "*required*" if name in schema.get("required", ()) else default_of(one)
-        if name in DERIVED.get(kind.__name__, ()) or (issubclass(kind, TaskFile) and name == "name"):
+        if any(name in names for section, names in DERIVED.items() if issubclass(kind, section)):
             default = "*derived*"
         cells = [f"`{name}`", value_of(one), default, text_of(escaped(one.get("description", "")))]
         roles = [item for item in kind.model_fields[name].metadata if isinstance(item, Role)]

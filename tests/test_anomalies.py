@@ -4,6 +4,7 @@ import math
 import resource
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,9 @@ def exploding(at: range, factor: float) -> Any:
     return objective
 
 
-def run(folder: Path, objective: Any, resume: bool = False, **settings: Any) -> None:
+def run(folder: Path, objective: Any, resume: bool = False, change: Sequence[str] = (), **settings: Any) -> None:
     plain: dict[str, Any] = {"micro_batch_size": 8, "optimizer": "adamw", "learning_rate": 1e-3, "grad_clip": 0.0}
-    train(parse_recipe(tiny.recipe_tree(folder, **plain | settings)), objective=objective, resume=resume)
+    train(parse_recipe(tiny.recipe_tree(folder, **plain | settings)), objective=objective, resume=resume, change=change)
 
 
 def test_a_spike_is_skipped_and_leaves_the_estimate_alone(tmp_path: Path) -> None:
@@ -271,11 +272,10 @@ def test_a_resumed_run_gives_up_its_average_or_begins_one(before: float, after: 
     for name, decays in (("plain", (0.0, 0.0)), ("changed", (before, after))):
         (tmp_path / name).mkdir()
         run(tmp_path / name, None, max_steps=5, ema_decay=decays[0], **settings)
-        again = tiny.recipe_tree(
-            tmp_path / name, micro_batch_size=8, optimizer="adamw", learning_rate=1e-3, grad_clip=0.0, max_steps=10,
-            ema_decay=decays[1], **settings,
+        run(
+            tmp_path / name, None, resume=True, change=["train.ema_decay"], max_steps=10, ema_decay=decays[1],
+            **settings,
         )  # fmt: skip
-        train(parse_recipe(again), resume=True, change=["train.ema_decay"])
     plain, changed = (checkpoints(tmp_path / name / "run")[0].folder for name in ("plain", "changed"))
     weights = load_file(plain / "model.safetensors")
     own, published = load_file(changed / "optimizer.safetensors"), load_file(changed / "model.safetensors")

@@ -8,7 +8,7 @@ changed model trained for as long as the first run took. A try that was killed c
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -21,6 +21,7 @@ from gptworks.config.optimizers import OPTIMIZERS
 from gptworks.data.prepare import prepare
 from gptworks.device import (
     BusyCores,
+    Precision,
     choose_device,
     choose_precision,
     cpu_threads,
@@ -264,22 +265,23 @@ def _step_times(recipes: dict[str, Recipe], runs: dict[str, History]) -> dict[st
     return times
 
 
-def _fit_together_on_cpu(recipes: Iterable[Recipe]) -> bool:
+def _fit_together_on_cpu(recipes: Sequence[Recipe]) -> bool:
     """Whether the recipes train on a CPU whose memory suffices for all of them at once."""
-    needs = []
-    for recipe in recipes:
-        device = choose_device(recipe.train.device)
-        if device.type != "cpu":
-            return False
-        prepared = with_vocab_size(recipe, prepare(recipe).manifest.vocab_size)
-        needs.append(check_memory(prepared, device, choose_precision(recipe.train.precision, device), force=True))
+    if any(choose_device(recipe.train.device).type != "cpu" for recipe in recipes):
+        return False
+    needs = [check_memory(*_as_trained(recipe), force=True) for recipe in recipes]
     return sum(one.peak.total_bytes for one in needs) <= needs[0].device.memory_bytes
 
 
-def _rehearsal(recipe: Recipe) -> Rehearsal:
-    recipe = with_vocab_size(recipe, prepare(recipe).manifest.vocab_size)
+def _as_trained(recipe: Recipe) -> tuple[Recipe, torch.device, Precision]:
+    """Return a recipe with the size of its vocabulary, and the device and the precision in which it trains."""
     device = choose_device(recipe.train.device)
-    precision = choose_precision(recipe.train.precision, device)
+    recipe = with_vocab_size(recipe, prepare(recipe).manifest.vocab_size)
+    return recipe, device, choose_precision(recipe.train.precision, device)
+
+
+def _rehearsal(recipe: Recipe) -> Rehearsal:
+    recipe, device, precision = _as_trained(recipe)
     return Rehearsal(
         recipe.model, recipe.train, device.type, precision.name, recipe.adapter, recipe.freeze, recipe.objective,
         recipe.several_texts,

@@ -61,7 +61,7 @@ class Session:
         start = Progress(
             data_fingerprint=manifest.fingerprint, validation_text_sha256=manifest.validation_text_sha256 or ""
         )
-        self.state = TrainingState(recipe, self.step, start, self.length, display)
+        self.state = TrainingState(recipe, self.step, start, display)
         self.reporter = Reporter(recipe, self.objective, self.step, self.length, display, setup.precision)
         tokenizer = setup.prepared.tokenizer
         template = load_chat_template(setup.prepared.folder / "tokenizer", tokenizer)

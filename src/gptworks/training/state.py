@@ -17,7 +17,7 @@ from gptworks.quantize.linear import weight_tensors
 from gptworks.tensors import Expected
 from gptworks.training.distributed.agreed import agreed_checkpoint
 from gptworks.training.events import Listener
-from gptworks.training.progress import Length, Progress
+from gptworks.training.progress import Progress
 from gptworks.training.record.display import Display
 from gptworks.training.saving import CheckpointWriter, remove_newer
 from gptworks.training.step import TrainStep
@@ -94,9 +94,9 @@ class WeightAverage:
 class TrainingState(Listener):
     """A run's progress, weights, their average and the optimizer."""
 
-    def __init__(self, recipe: Recipe, step: TrainStep, progress: Progress, length: Length, display: Display) -> None:
+    def __init__(self, recipe: Recipe, step: TrainStep, progress: Progress, display: Display) -> None:
         self._recipe, self._step, self._display = recipe, step, display
-        self.progress, self._length = progress, length
+        self.progress = progress
         self.average = WeightAverage(step.model, recipe.train)
         self.writer = CheckpointWriter(
             recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every, step.ranks.writers
