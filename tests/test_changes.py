@@ -21,6 +21,7 @@ from gptworks.files import sealed_json
 from gptworks.model.gpt import GPT
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.training.changes import (
+    Change,
     History,
     Origin,
     change_words,
@@ -258,9 +259,10 @@ def test_settings_of_the_command_line_that_are_left_out_are_kept(tmp_path: Path)
 
 def test_a_change_that_a_crash_kept_from_the_recipe_is_taken_out_of_the_record(run: Path) -> None:
     before = load_recipe(run)
-    record(run, 4, {"train.learning_rate": (0.003, 0.5)}, [], before)  # and recipe.yaml is not written any more
+    lost = Change(4, {"train.learning_rate": [0.003, 0.5]}, exact=True)
+    record(run, 4, lost, [], before)  # and recipe.yaml is not written any more
     assert read_history(run).changes
-    record(run, 4, {}, [], before)
+    record(run, 4, None, [], before)
     assert not read_history(run).changes
 
 

@@ -137,7 +137,7 @@ def test_what_a_run_cannot_change_is_refused_as_resume_refuses_it(run: Path, tmp
         ("{run}@x", [], "what follows @ is a step, best or last"),
         (f"{{run}}@{'9' * 30}", [], "what follows @ is a step, best or last"),
         ("{run}/nothing", [], "no such run folder"),
-        ("{run}@4", ["train.max_steps=3"], r"train\.max_steps=3 and the fork begins at step 4"),
+        ("{run}@4", ["train.max_steps=3"], r"train\.max_steps=3 and the fork begins after 4 steps"),
         ("{run}@4", ["train.max_minutes=0.00001"], r"train\.max_minutes=1e-05 and the fork begins after"),
         ("{run}@4", ["train.lerning_rate=1"], "learning_rate"),
         ("{run}@4", ["run_dir=elsewhere"], "run_dir cannot be set"),

@@ -19,7 +19,7 @@ from gptworks.errors import UserError, did_you_mean
 from gptworks.files import fetched_path, read_regular, sealed_json, unsealed_json, write_whole
 from gptworks.overrides import as_typed
 from gptworks.recipe import RecipeLike, by_key, is_folder, load_recipe
-from gptworks.training.progress import rate_factor
+from gptworks.training.progress import Progress, rate_factor
 
 CHANGES = "changes.json"
 _MOST_BYTES = 1 << 24
@@ -54,9 +54,11 @@ class Change:
     """Whether the steps before the change would have been the same with the new settings."""
 
     @classmethod
-    def of(cls, step: int, changes: Changes, exact: bool) -> Self:
-        """Return the record of `changes`."""
-        return cls(step, {path: list(pair) for path, pair in changes.items()}, exact)
+    def between(cls, before: Recipe, now: Recipe, step: int) -> Self | None:
+        """Return the record of the settings that differ between two recipes of a run; None if none does."""
+        changes = changed(before, now)
+        exact = not inexact(before, now, changes, step)
+        return cls(step, {path: list(pair) for path, pair in changes.items()}, exact) if changes else None
 
 
 @dataclass
@@ -176,9 +178,9 @@ def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), fork
 
     Raises:
         UserError: a changed setting may never change, or affects the loss curve and is not in `asked`;
-            `train.max_steps` is below the step already reached; `data.anneal` would change the mixture weights of
-            samples already read; `train.batch_size` changes although `data.anneal.share` is set; or `asked` contains an
-            unknown setting.
+            `train.max_steps` or a changed `train.max_minutes` is below what the run has done; `data.anneal` would
+            change the mixture weights of samples already read; `train.batch_size` changes although `data.anneal.share`
+            is set; or `asked` contains an unknown setting.
     """
     changes, folder = changed(before, now), now.run_dir
     known = {setting.path for recipe in (before, now) for setting in settings(recipe)}
@@ -196,12 +198,7 @@ def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), fork
                 f"change it. Resume with {path}={_text(old)}, or start a new run with another run_dir=."
             )
     done = next((checkpoint.step for checkpoint in checkpoints(folder)), 0) if forked_at is None else forked_at
-    if now.train.max_steps is not None and now.train.max_steps < done:
-        has_done = f"{folder} has done {done:,} steps" if forked_at is None else f"the fork begins at step {done:,}"
-        raise UserError(
-            f"train.max_steps={now.train.max_steps} and {has_done}: give more to continue, or use its "
-            f"checkpoints as they are."
-        )
+    _check_length(now, changes, done, is_fork=forked_at is not None)
     _check_anneal(before, now, done)
     if unasked := [path for path in inexact(before, now, changes, done) if not _covers(asked, [path])]:
         lines = "\n".join(f"  {change_words({path: changes[path]})}: {_why(before, path)}" for path in unasked)
@@ -213,6 +210,20 @@ def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), fork
             f"To continue as before, resume with {keeping}."
         )
     return changes
+
+
+def _check_length(now: Recipe, changes: Changes, done: int, *, is_fork: bool) -> None:
+    """Raise UserError if `max_steps`, or a changed `max_minutes`, limits the run to less than it has done."""
+    train, too_short = now.train, ""
+    has_done = "the fork begins after" if is_fork else f"{now.run_dir} has done"
+    if train.max_steps is not None and train.max_steps < done:
+        too_short = f"train.max_steps={train.max_steps} and {has_done} {done:,} steps"
+    elif train.max_minutes is not None and "train.max_minutes" in changes:
+        seconds = next((Progress.of(one).seconds for one in checkpoints(now.run_dir) if one.step == done), 0.0)
+        if seconds > 60 * train.max_minutes:
+            too_short = f"train.max_minutes={train.max_minutes:g} and {has_done} {seconds / 60:.1f} minutes"
+    if too_short:
+        raise UserError(f"{too_short}: give more to continue, or use its checkpoints as they are.")
 
 
 def _check_anneal(before: Recipe, now: Recipe, done: int) -> None:
@@ -286,10 +297,8 @@ def _covers(asked: Iterable[str], paths: Collection[str]) -> bool:
     return any(one.startswith(path) or path.startswith(one) for one, path in pairs)
 
 
-def record(
-    run_dir: Path, step: int, changes: Changes, overrides: Sequence[str], before: Recipe | None, exact: bool = True
-) -> History:
-    """Add the changes made at `step`, and `overrides`, to the run folder's record; return the record. Call this before
+def record(run_dir: Path, step: int, change: Change | None, overrides: Sequence[str], before: Recipe | None) -> History:
+    """Add the change made at `step`, and `overrides`, to the run folder's record; return the record. Call this before
     recipe.yaml is written.
 
     The last recorded change is removed if a crash kept it out of recipe.yaml, whose settings are `before`. Changes at
@@ -298,12 +307,11 @@ def record(
     history = read_history(run_dir)
     values = {} if before is None else {s.path: to_jsonable_python(s.value) for s in settings(before)}
     entries = [
-        replace(change, step=min(change.step, step))
-        for n, change in enumerate(history.changes)
-        if n < len(history.changes) - 1 or all(values.get(k) == new for k, (_, new) in change.settings.items())
+        replace(earlier, step=min(earlier.step, step))
+        for n, earlier in enumerate(history.changes)
+        if n < len(history.changes) - 1 or all(values.get(k) == new for k, (_, new) in earlier.settings.items())
     ]
-    if changes:
-        entries.append(Change.of(step, changes, exact))
+    entries += [] if change is None else [change]
     given = by_key([*history.overrides, *overrides])
     given.pop("run_dir", None)
     now = replace(history, overrides=list(given.values()), changes=entries)

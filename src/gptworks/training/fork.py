@@ -25,11 +25,9 @@ from gptworks.recipe import by_key, load_recipe, not_a_run, run_name, save_recip
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
 from gptworks.training.changes import (
     Change,
-    Changes,
     History,
     Origin,
     check_changes,
-    inexact,
     read_history,
     settings_at,
     write_history,
@@ -70,11 +68,12 @@ def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = 
         raise UserError(f"run_dir cannot be set: a fork's is the new folder, {into}.")
     back = settings_at(source, checkpoint.step)
     before, now = load_recipe(source, back), load_recipe(source, [*back, *overrides])
-    changes = check_changes(before, now, keys, checkpoint.step)
+    check_changes(before, now, keys, checkpoint.step)
     check_free(into)
     checkpoint.verify()
     require_full_weights(checkpoint)
-    progress = _progress_of(checkpoint, before, now, changes)
+    progress = Progress.of(checkpoint)
+    progress.require_training(before.run_dir)
     name = now.name if "name" in keys else run_name(into)
     with _one_at_a_time:
         check_free(into)
@@ -86,9 +85,8 @@ def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = 
                     f"{error.filename} is gone: the run deletes old checkpoints as it trains. Fork it again."
                 ) from None
             history = _history(source, checkpoint, [*back, *overrides])
-            if changes:
-                exact = not inexact(before, now, changes, checkpoint.step)
-                history.changes.append(Change.of(checkpoint.step, changes, exact))
+            if change := Change.between(before, now, checkpoint.step):
+                history.changes.append(change)
             write_history(aside, history)
             save_recipe(now.model_copy(update={"name": name, "run_dir": into}), aside / "recipe.yaml", history.lines())
     return into
@@ -135,18 +133,6 @@ def _checkpoint_of(source: Path, step: int | None) -> Checkpoint:
         f"{source} cannot be forked{at}: {why}. Training can continue from {steps}; initialize_from={source} and "
         f"another run_dir= start a new run from its best weights."
     )
-
-
-def _progress_of(checkpoint: Checkpoint, before: Recipe, now: Recipe, changes: Changes) -> Progress:
-    """Return the progress at a checkpoint; raise UserError if a run cannot continue from it with the new settings."""
-    progress, train = Progress.of(checkpoint), now.train
-    progress.require_training(before.run_dir)
-    if "train.max_minutes" in changes and train.max_minutes and progress.seconds > 60 * train.max_minutes:
-        raise UserError(
-            f"train.max_minutes={train.max_minutes:g} and the fork begins after {progress.seconds / 60:.1f} minutes of "
-            f"training: give more."
-        )
-    return progress
 
 
 def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe: Recipe, aside: Path) -> None:

@@ -116,7 +116,7 @@ class Run(Session):
         With `keep_every`, a new run saves its initial weights, because step 0 is a multiple of every number.
         """
         before = self.recorded_recipe()
-        is_new = self.restore(before)
+        is_new = self.restore()
         with self.parallel.inference_mode():
             self.objective.begin(
                 RunContext(

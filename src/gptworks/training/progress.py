@@ -192,33 +192,15 @@ class Length:
             return f"step {progress.step:,}  {clock(progress.seconds)} of {clock(60 * minutes)}"
         return f"step {progress.step:,}/{total:,}"
 
-    def check_resume(self, progress: Progress, before: Recipe | None) -> None:
-        """Check that the planned length is not shorter than the training already done.
-
-        Args:
-            before: the run's recipe before the resume; None: unknown. `max_minutes` is checked only if it has changed
-                since.
-
-        Raises:
-            UserError: the length is too short; the message names the setting and the steps or minutes done.
-        """
-        train, total = self._train, self.total_steps(progress)
+    def check_resume(self, progress: Progress) -> None:
+        """Raise UserError if `epochs` limits the run to less than it has done. `changes.check_changes` has checked the
+        other limits, for which it need not know the data."""
+        total = self.total_steps(progress)
         if total is not None and total < progress.step:
-            name = "max_steps" if train.max_steps == total else "epochs"
-            done = f"{progress.step:,} steps"
-        elif (
-            train.max_minutes is not None
-            and before is not None
-            and train.max_minutes != before.train.max_minutes
-            and progress.seconds > 60 * train.max_minutes
-        ):
-            name, done = "max_minutes", f"{progress.seconds / 60:.1f} minutes"
-        else:
-            return
-        raise UserError(
-            f"train.{name}={getattr(train, name):g} and {self._recipe.run_dir} has done {done}: give more to continue, "
-            f"or use its checkpoints as they are."
-        )
+            raise UserError(
+                f"train.epochs={self._train.epochs} and {self._recipe.run_dir} has done {progress.step:,} steps: give "
+                f"more to continue, or use its checkpoints as they are."
+            )
 
 
 def rate_factor(train: TrainConfig, step: int, progress: float) -> float:

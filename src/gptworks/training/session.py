@@ -12,7 +12,7 @@ from gptworks.files import shown, write_sums
 from gptworks.infer.engine import Engine
 from gptworks.recipe import load_recipe, save_recipe
 from gptworks.tokenizer import save_tokenizer
-from gptworks.training.changes import change_words, changed, inexact, record
+from gptworks.training.changes import Change, change_words, record
 from gptworks.training.distributed.agreed import check_shared
 from gptworks.training.distributed.parallel import choose_parallel
 from gptworks.training.events import Listener
@@ -100,11 +100,8 @@ class Session:
         folder = self.recipe.run_dir
         return load_recipe(folder) if self.ranks.is_rank_zero and (folder / "recipe.yaml").exists() else None
 
-    def restore(self, before: Recipe | None) -> bool:
+    def restore(self) -> bool:
         """Restore the newest undamaged checkpoint bit for bit; if the run has none, load `initialize_from`'s weights.
-
-        Args:
-            before: the result of `recorded_recipe`.
 
         Returns:
             Whether the run starts at step 0, because no checkpoint was restored.
@@ -118,7 +115,7 @@ class Session:
         checkpoint = self.state.newest_checkpoint() if setup.resume else None
         if checkpoint is not None:
             self.state.restore(checkpoint)
-            ranks.from_rank_zero(lambda: self.length.check_resume(self.progress, before))
+            ranks.from_rank_zero(lambda: self.length.check_resume(self.progress))
             report(f"resuming {shown(folder)} from step {self.progress.step:,}")
             return False
 
@@ -140,15 +137,12 @@ class Session:
         """Write the recipe, the tokenizer and the record of changes to the run folder. If the run is resumed, remove
         newer checkpoints that hold only weights. Only rank 0 calls this."""
         setup, recipe, folder, step = self.setup, self.recipe, self.recipe.run_dir, self.progress.step
-        changes, exact = {}, True
-        if before is not None and not is_new:
-            changes = changed(before, recipe)
-            exact = not inexact(before, recipe, changes, step)
-        history = record(folder, step, changes, setup.overrides, before, exact)
+        change = None if before is None or is_new else Change.between(before, recipe, step)
+        history = record(folder, step, change, setup.overrides, before)
         if setup.resume:  # the run will save these again
             remove_newer(folder, step, weights_only=True)
-        if changes:
-            each = "".join(f"\n  {change_words({path: pair})}" for path, pair in changes.items())
+        if change is not None:
+            each = "".join(f"\n  {change_words({path: pair})}" for path, pair in change.settings.items())
             self.display.message(f"changed from step {step:,} on:{each}")
         save_recipe(recipe, folder / "recipe.yaml", history.lines())
         save_tokenizer(setup.prepared.tokenizer, folder / "tokenizer", recipe.sampling.stated())
