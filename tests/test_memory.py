@@ -40,7 +40,7 @@ from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
 from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.loop import train
-from gptworks.training.optim import adamw, adamw_int8, muon
+from gptworks.training.optim import adamw_int8, base, muon
 from gptworks.training.record.metrics import read_metrics
 from gptworks.training.rehearsal.trace import LiveBytes, Rehearsal, trace_step
 from tiny import plain_model, plain_training
@@ -310,8 +310,7 @@ def test_rows_of_a_shorter_length_are_planned_as_a_model_of_that_context() -> No
 
 def test_the_constants_are_the_models() -> None:
     assert optimizers.MUON_TOGETHER == muon.TOGETHER
-    assert (state.CPU_AT_ONCE, state.AT_ONCE) == (adamw_int8.CPU_AT_ONCE, adamw_int8.AT_ONCE)
-    assert (state.CPU_AT_ONCE, state.AT_ONCE) == (adamw.CPU_AT_ONCE, adamw.AT_ONCE)
+    assert (state.CPU_AT_ONCE, state.AT_ONCE) == (base.CPU_AT_ONCE, base.AT_ONCE)
     assert (planned_part.LEAST_IN_8_BITS, planned_part.SCALED_TOGETHER) == (adamw_int8.LEAST, adamw_int8.BLOCK)
 
 

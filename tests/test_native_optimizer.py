@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from gptworks.kernels import optimizer as native
 from gptworks.kernels.library import Library, forget, training_library
-from gptworks.training.optim.muon import Muon, directions, orthogonalized
-from gptworks.training.optim.polynomials import polynomials
+from gptworks.training.optim.muon import Muon, directions, orthogonalized, polynomials
 
 MOMENTUM, EPS = 0.95, 1e-7
 SEQUENCES = [("jordan", 5), ("polar_express", 5), ("polar_express", 9)]

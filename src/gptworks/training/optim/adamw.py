@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from gptworks.config import TrainConfig
-from gptworks.config.optimizers import AT_ONCE, CPU_AT_ONCE
 from gptworks.training.distributed.shards import local
-from gptworks.training.optim.base import Group, Mesh, decay_where_agreed, gradient_of
+from gptworks.training.optim.base import Group, Mesh, decay_where_agreed, gradient_of, slices
 
 
 def build(groups: list[Group], train: TrainConfig, mesh: Mesh) -> torch.optim.Optimizer:
@@ -26,9 +25,8 @@ class CautiousAdamW(torch.optim.AdamW):
         super().__init__(decays, **settings)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Update the parameters from their gradients."""
-        assert closure is None, "no closure is used here"
         for group in self.param_groups:
             amount = group["lr"] * group["cautious_decay"]
             for parameter in group["params"] if amount else ():
@@ -45,9 +43,7 @@ def _decay(parameter: nn.Parameter, moment: Tensor | None, amount: float, beta: 
     """
     weights, gradients = local(parameter).view(-1), gradient_of(parameter).reshape(-1)
     moments = None if moment is None else local(moment).view(-1)
-    at_once = CPU_AT_ONCE if weights.device.type == "cpu" else AT_ONCE
-    for start in range(0, weights.numel(), at_once):
-        piece = slice(start, start + at_once)
+    for piece in slices(weights):
         decay_where_agreed(
             weights[piece],
             gradients[piece].clone() if moments is None else moments[piece].lerp(gradients[piece], 1 - beta),

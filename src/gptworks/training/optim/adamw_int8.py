@@ -8,15 +8,14 @@ block's largest, the smallest second moment 2e-10. No second moment has code 0, 
 step computes in float32, one slice of a matrix at a time.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gptworks.config import TrainConfig
-from gptworks.config.optimizers import AT_ONCE, CPU_AT_ONCE, LEAST_IN_8_BITS, SCALED_TOGETHER, n_scales
-from gptworks.training.optim.base import Group, Mesh, decay, restore_state
+from gptworks.config.optimizers import LEAST_IN_8_BITS, SCALED_TOGETHER, n_scales
+from gptworks.training.optim.base import Group, Mesh, decay, restore_state, slices
 
 LEAST, BLOCK = LEAST_IN_8_BITS, SCALED_TOGETHER
 
@@ -36,9 +35,8 @@ class AdamWInt8(torch.optim.Optimizer):
         self._cautious = cautious
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Update the parameters from their gradients."""
-        assert closure is None, "no closure is used here"
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -55,7 +53,8 @@ class AdamWInt8(torch.optim.Optimizer):
         n_steps = state["step"].item()
         rate, root = group["lr"] / (1 - beta1**n_steps), (1 - beta2**n_steps) ** 0.5
         weights, gradients = parameter.view(-1), gradient.reshape(-1)
-        for piece, blocks in _pieces(parameter):
+        for piece in slices(parameter):
+            blocks = slice(piece.start // BLOCK, n_scales((piece.stop,)))
             gradient = gradients[piece].float()
             parts = [(state[slot].view(-1)[piece], state[f"{slot}_scale"][blocks]) for slot in SLOTS]
             first = unpack_signed(*parts[0]).lerp_(gradient, 1 - beta1)
@@ -69,14 +68,6 @@ class AdamWInt8(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state that `state_dict` returned."""
         restore_state(self, state_dict["state"])
-
-
-def _pieces(parameter: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield, for each part of a parameter that is updated at once, the slices of its elements and of its scales."""
-    at_once = CPU_AT_ONCE if parameter.device.type == "cpu" else AT_ONCE
-    for start in range(0, parameter.numel(), at_once):
-        end = min(start + at_once, parameter.numel())
-        yield slice(start, end), slice(start // BLOCK, n_scales((end,)))
 
 
 def unpack_signed(codes: Tensor, scale: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gptworks.config import TrainConfig
-from gptworks.config.optimizers import Ownership
+from gptworks.config.optimizers import AT_ONCE, CPU_AT_ONCE, Ownership
 from gptworks.training.distributed.owners import Matrices, Owners, divided_among_owners
 from gptworks.training.distributed.shards import local
 
@@ -45,9 +45,8 @@ class ByOwners(torch.optim.Optimizer):
     mesh: Mesh
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         """Update the parameters from their gradients."""
-        assert closure is None, "no closure is used here"
         for group, divided in zip(self.param_groups, self._divided, strict=True):
             for owners, shares in divided:
                 learning = ([matrix for matrix in share if matrix.grad is not None] for share in shares)
@@ -126,6 +125,12 @@ def restore_state(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, T
             key: value.clone() if key == "step" or value.is_meta else value.to(device, copy=True)
             for key, value in tensors.items()
         }
+
+
+def slices(parameter: Tensor) -> Iterator[slice]:
+    """Return the slices of a flattened parameter to update one after another, which saves scratch memory."""
+    n, at_once = parameter.numel(), CPU_AT_ONCE if parameter.device.type == "cpu" else AT_ONCE
+    return (slice(start, min(start + at_once, n)) for start in range(0, n, at_once))
 
 
 def decay(weights: Tensor, update: Tensor, amount: float, cautious: bool) -> None:

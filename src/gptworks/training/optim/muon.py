@@ -5,11 +5,13 @@ model or in experts (bench/passes.py). The arithmetic is the same (tests/test_op
 (`gptworks.kernels.optimizer`).
 
 Several ranks divide the matrices: a matrix's owner (`gptworks.training.distributed.owners`) orthogonalizes its update.
+
+Each iteration of the orthogonalization maps every singular value x to a polynomial a x + b x³ + c x⁵.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +23,35 @@ from gptworks.kernels.optimizer import muon_library, muon_updates
 from gptworks.training.distributed.owners import Matrices, Owners
 from gptworks.training.distributed.shards import local, shape_of
 from gptworks.training.optim.base import ByOwners, Group, Mesh, Update, decay, gradient_of
-from gptworks.training.optim.polynomials import Polynomial, polynomials
 
 ROW_EPS = 1e-10
 """Lower bound of the divisors in NorMuon's row factors."""
+
+Polynomial = tuple[float, float, float]
+"""The coefficients a, b and c of a x + b x³ + c x⁵."""
+
+JORDAN: Polynomial = (3.4445, -4.7750, 2.0315)
+"""The polynomial of every iteration with `jordan`, chosen for its steep slope at zero: five iterations map [0.01, 1] to
+[0.68, 1.13] (Jordan et al., 2024, "Muon: An optimizer for hidden layers in neural networks")."""
+
+POLAR_EXPRESS: tuple[Polynomial, ...] = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+"""The polynomials of the iterations with `polar_express`; the last is also used in all later iterations. Each is the
+closest to 1 on the interval to which the earlier ones map [0.001, 1] (Amsel et al., 2025, "The Polar Express", arXiv
+2505.16932, implementation 1)."""
+
+SAFETY = 1.01
+"""Divisor of the argument of each polynomial in `POLAR_EXPRESS` except the last; the first polynomial's argument is
+divided twice. Otherwise, a singular value that rounding moves above the interval would grow (the same paper, on finite
+precision)."""
 
 
 def build(groups: list[Group], train: TrainConfig, mesh: Mesh, row_beta: float | None = None) -> torch.optim.Optimizer:
@@ -37,6 +64,22 @@ def build(groups: list[Group], train: TrainConfig, mesh: Mesh, row_beta: float |
         row_beta=row_beta,
         mesh=mesh,
     )
+
+
+def polynomials(kind: Literal["jordan", "polar_express"], n_iterations: int) -> tuple[Polynomial, ...]:
+    """Return the polynomial of each of `n_iterations` iterations."""
+    if kind == "jordan":
+        return (JORDAN,) * n_iterations
+    *varied, limit = POLAR_EXPRESS
+    safe = [_of_divided(polynomial, SAFETY) for polynomial in varied]
+    safe[0] = _of_divided(safe[0], SAFETY)  # a rounded Frobenius norm may be below the largest singular value
+    return tuple(safe[:n_iterations]) + (limit,) * (n_iterations - len(safe))
+
+
+def _of_divided(polynomial: Polynomial, divisor: float) -> Polynomial:
+    """Return the coefficients of p(x / divisor) as a polynomial of x."""
+    a, b, c = polynomial
+    return a / divisor, b / divisor**3, c / divisor**5
 
 
 class Muon(ByOwners, torch.optim.Muon):
@@ -72,8 +115,8 @@ class Muon(ByOwners, torch.optim.Muon):
         return batches(matrices)
 
     def _turn(self, turn: Sequence[Matrices], owners: Owners, group: Group) -> None:
-        for parameter in chain(*turn):
-            self._add_to_average(parameter, group["momentum"])
+        for parameter in chain(*turn):  # all ranks keep averages of their parts: a run resumes on any number of ranks
+            self._average(parameter).lerp_(gradient_of(parameter), 1 - group["momentum"])
         super()._turn(turn, owners, group)
 
     def _updates(self, owned: Sequence[Matrices], owners: Owners, group: Group) -> list[Update]:
@@ -140,11 +183,6 @@ class Muon(ByOwners, torch.optim.Muon):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         return local(state["momentum_buffer"])
-
-    def _add_to_average(self, parameter: nn.Parameter, momentum: float) -> None:
-        """Add this step's gradient to the running average. Every rank keeps the average of its part of every matrix,
-        so a run can resume on any number of ranks."""
-        self._average(parameter).lerp_(gradient_of(parameter), 1 - momentum)
 
 
 def directions(gradients: list[Tensor], momenta: list[Tensor], momentum: float) -> Tensor:

@@ -56,10 +56,8 @@ class Optimizer:
         self._optimizers: dict[str, tuple[torch.optim.Optimizer, list[str]]] = {}  # with parameter names, by kind
         for kind, groups in parameter_groups(self.parameters, train).items():
             build: Build = import_module(f"gptworks.training.optim.{kind}").build
-            self._optimizers[kind] = (
-                build(groups, train, mesh),
-                [name for group in groups for name in group["names"]],
-            )
+            names = [name for group in groups for name in group["names"]]
+            self._optimizers[kind] = build(groups, train, mesh), names
 
     @property
     def parts(self) -> list[torch.optim.Optimizer]:
