@@ -150,6 +150,14 @@ class TrainConfig(OptimizerSettings):
         return max(1, min(HELD_OUT_TOKENS, context_length // 4))
 
     @property
+    def offered_prompts(self) -> list[str]:
+        """The first six prompts of samples, without empty ones and those of more than 400 characters, for pages.
+
+        Beginnings of held-out documents are not among them: a page may be for people who should not read the data.
+        """
+        return [prompt for prompt in self.sample_prompts if 0 < len(prompt) <= 400][:6]
+
+    @property
     def averages(self) -> bool:
         """Whether the run evaluates and publishes an average of the weights."""
         return self.ema_decay > 0

@@ -24,7 +24,6 @@ from gptworks.runs.report import has_ended
 from gptworks.serve.errors import APIError
 from gptworks.studio.recipes import Recipes
 from gptworks.training.record.outcome import read_outcome
-from gptworks.training.record.prompts import offered_prompts
 from gptworks.training.run_folder import CONSOLE, is_in_use
 
 MOST_DEPTH = 6
@@ -193,8 +192,10 @@ class Library:
             known, made = self._settings_of.get(run.folder, (None, {}))
             if known is not recipe:
                 model = recipe.model
-                made = {"context": model.context_length, "vocab_size": model.vocab_size,
-                        "parameters": count_parameters(model).total, "prompts": offered_prompts(recipe)}  # fmt: skip
+                made = {
+                    "context": model.context_length, "vocab_size": model.vocab_size,
+                    "parameters": count_parameters(model).total, "prompts": recipe.train.offered_prompts,
+                }  # fmt: skip
                 if len(self._settings_of) >= 2 * self.most_runs:
                     self._settings_of.clear()
                 self._settings_of[run.folder] = recipe, made

@@ -17,7 +17,6 @@ from gptworks.interop.html_file.how import how_made, public
 from gptworks.interop.html_file.image import Image
 from gptworks.planning.params import count_parameters
 from gptworks.quantize.formats import KINDS
-from gptworks.training.record.prompts import offered_prompts
 
 MOST_CARD_BYTES = 1 << 20
 
@@ -40,7 +39,7 @@ def shown(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool
     model: dict[str, Any] = {
         "id": recipe.name, "run": None, "chat": chats, "context": capacity, "parameters": parameters,
         "vocab_size": config.vocab_size, "state": "served", "checkpoints": [], "problem": None,
-        "prompts": offered_prompts(recipe),
+        "prompts": recipe.train.offered_prompts,
         "sampling": sampling_of(loaded.checkpoint.run_dir / "tokenizer")._asdict(),
     }  # fmt: skip
     tree = {
