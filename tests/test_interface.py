@@ -27,9 +27,8 @@ from gptworks.overrides import overrides_of
 from gptworks.pages.parts import MOST_CHARACTERS
 from gptworks.recipe import load_recipe
 from gptworks.runs.trained_run import TrainedRun
-from gptworks.training.record import notebook
-from gptworks.training.record.display import Display
-from gptworks.training.record.notebook import MOST_LINES, NotebookDisplay
+from gptworks.training.record import display as displays
+from gptworks.training.record.display import MOST_LINES, Display, NotebookDisplay
 from histories import training as step_record
 from histories import validation, write_run
 
@@ -284,7 +283,7 @@ def test_a_notebook_has_one_output_that_stays_short(output: Output) -> None:
 def test_training_in_a_notebook_shows_the_run_there(
     output: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(notebook, "in_notebook", lambda: True)
+    monkeypatch.setattr(displays, "in_notebook", lambda: True)
     gptworks.train(tiny.recipe_tree(tmp_path), max_steps=3, evaluate_sequences=2)
     assert len(output.outputs) == 1
     assert output.outputs[0][0].startswith("tokenizer") and "finished at step 3" in output.outputs[0][-1]

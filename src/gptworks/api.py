@@ -76,8 +76,7 @@ def train_here(
     from gptworks.device import choose_device
     from gptworks.training.distributed.ranks import join
     from gptworks.training.loop import train as train_model
-    from gptworks.training.record.display import Display
-    from gptworks.training.record.notebook import NotebookDisplay, in_notebook
+    from gptworks.training.record.display import Display, NotebookDisplay, in_notebook
 
     given, change = with_changes(list(overrides), change, resume)
     display = NotebookDisplay() if in_notebook() else None

@@ -1,13 +1,14 @@
-"""Shows the progress of a run: as a live line on a terminal, as plain lines elsewhere."""
+"""Shows the progress of a run: as a live line on a terminal, as one output in a notebook, as plain lines elsewhere."""
 
+import io
 import math
 import re
 import textwrap
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console as RichConsole
 from rich.console import ConsoleOptions, RenderableType
@@ -16,6 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from gptworks.errors import shortened
+from gptworks.pages.parts import printable
 from gptworks.terminal import Console
 from gptworks.units import readable
 
@@ -30,6 +33,8 @@ SAMPLE_LINES = 6
 """Number of a sample prompt's last lines that are shown."""
 LEAST_BAR, MOST_BAR = 8, 40
 """Least and most columns of the bar on a terminal; the bar is left out if there is room for fewer."""
+MOST_LINES = 30
+"""Number of newest message lines shown in a notebook; all figures are in the run folder."""
 
 
 class Display:
@@ -60,9 +65,7 @@ class Display:
         self._since = time.monotonic()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -182,6 +185,43 @@ class Display:
         if waited >= SLOW_SECONDS:
             return f"{self._doing} {clock(waited)}"
         return self._doing if self._end is None else ""
+
+
+def in_notebook() -> bool:
+    """Whether this process prints to a notebook."""
+    return Console().is_jupyter
+
+
+class NotebookDisplay(Display):
+    """Shows the newest messages and, below them, the progress, in one output of a notebook's cell."""
+
+    every_seconds = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(Console(file=io.StringIO(), force_jupyter=False))
+        self._messages: deque[str] = deque(maxlen=MOST_LINES)
+        self._output: Any = None
+
+    def message(self, text: str) -> None:
+        self._messages += text.splitlines()
+        self.line("")
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        line = f"step {step:>6,}  {prompt}▸{text}".replace("\n", "⏎")
+        self.message(shortened(line))
+
+    def line(self, text: str) -> None:
+        from IPython.display import display
+
+        shown = {"text/plain": printable("\n".join([*self._messages, text]).rstrip())}
+        if self._output is None:
+            self._output = display(shown, raw=True, display_id=True)
+        else:
+            self._output.update(shown, raw=True)
+
+    def preparing(self, stage: str, done_bytes: int, total_bytes: int | None) -> None:
+        """Show the progress of a stage of the data's preparation; without a total size, only the stage."""
+        self.line(f"{stage}: {done_bytes / total_bytes:.0%}" if total_bytes else stage)
 
 
 def _loss(value: float) -> str:
