@@ -31,8 +31,8 @@ from gptworks.planning.memory import training_peak
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.tokenizer import save_tokenizer, train_tokenizer
 from gptworks.training import loop, session, setup
+from gptworks.training.checkpoint_files import CheckpointWriter
 from gptworks.training.distributed.ranks import join
-from gptworks.training.saving import CheckpointWriter
 from gptworks.units import readable
 
 CPU = torch.device("cpu")

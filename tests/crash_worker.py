@@ -22,8 +22,7 @@ with everything, as where a run is stopped there."""
 
 
 def save(run_dir: Path, kind: str, step: int, best: int) -> None:
-    from gptworks.training.checkpoint_files import save_checkpoint
-    from gptworks.training.saving import remove_old
+    from gptworks.training.checkpoint_files import remove_old, save_checkpoint
 
     tensors = {"w": torch.full((64,), float(step))}
     own = None if kind == "weights" else {"w/own": tensors["w"] + 1}
@@ -35,7 +34,7 @@ def save(run_dir: Path, kind: str, step: int, best: int) -> None:
 def checkpoints(root: Path) -> None:
     """Save checkpoints of both kinds, which deletes earlier ones, and roll back to the second-to-last."""
     from gptworks.files import make_folder
-    from gptworks.training.saving import remove_newer
+    from gptworks.training.checkpoint_files import remove_newer
 
     make_folder(root / "run")
     for each in SAVES:

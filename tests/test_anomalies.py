@@ -21,7 +21,7 @@ from gptworks.errors import RunError
 from gptworks.evaluation.loss import LossReport
 from gptworks.model.gpt import GPT
 from gptworks.recipe import parse_recipe
-from gptworks.training import saving, state
+from gptworks.training import checkpoint_files, state
 from gptworks.training.loop import train
 from gptworks.training.objectives.base import Objective
 from gptworks.training.objectives.next_token import Losses, next_token
@@ -184,7 +184,7 @@ def test_a_run_killed_in_a_rollback_does_the_same_again(tmp_path: Path, removed:
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
     run(tmp_path / "whole", exploding(BROKEN_STEPS, math.inf), **rolled_back(tmp_path))
-    remove, count = saving.remove_checkpoint, 0
+    remove, count = checkpoint_files.remove_checkpoint, 0
 
     def remove_some(checkpoint: Checkpoint) -> None:
         nonlocal count
@@ -203,7 +203,7 @@ def test_a_run_killed_in_a_rollback_does_the_same_again(tmp_path: Path, removed:
 
     objective = exploding(BROKEN_STEPS, math.inf)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(saving, "remove_checkpoint", remove_some)
+        patch.setattr(checkpoint_files, "remove_checkpoint", remove_some)
         patch.setattr(state, "remove_newer", remove_newer)
         run(tmp_path / "killed", objective, **rolled_back(tmp_path))
     run(tmp_path / "killed", objective, resume=True, **rolled_back(tmp_path))

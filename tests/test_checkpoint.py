@@ -21,10 +21,9 @@ from gptworks.checkpoint import (
 from gptworks.errors import RunError, UserError
 from gptworks.model.gpt import GPT
 from gptworks.recipe import parse_recipe
-from gptworks.training import checkpoint_files, saving, state
-from gptworks.training.checkpoint_files import TensorPart, save_checkpoint
+from gptworks.training import checkpoint_files, state
+from gptworks.training.checkpoint_files import CheckpointWriter, TensorPart, remove_old, save_checkpoint
 from gptworks.training.loop import train
-from gptworks.training.saving import CheckpointWriter, remove_old
 from tiny import plain_model, recipe_tree
 
 CONFIG = plain_model(vocab_size=30, context_length=16, n_layers=2, d_model=16, n_heads=2, tie_embeddings=True)
@@ -172,7 +171,7 @@ def test_a_save_that_waits_for_the_one_before_says_so(
         slow.wait(0.3 if step == 2 else 0)
         return save_checkpoint(run_dir, step, *arguments)
 
-    monkeypatch.setattr(saving, "save_checkpoint", save)
+    monkeypatch.setattr(checkpoint_files, "save_checkpoint", save)
     monkeypatch.setattr(state, "_REPORTED_WAIT_SECONDS", 0.1)
     train(parse_recipe(recipe_tree(tmp_path, max_steps=6, checkpoint_every=2, evaluate_every=6)))
     waits = [line for line in "".join(capsys.readouterr()).splitlines() if "waited" in line]

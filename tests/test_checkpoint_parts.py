@@ -15,10 +15,9 @@ from torch import Tensor, distributed
 
 from gptworks.checkpoint import checkpoints
 from gptworks.errors import RunError, UserError
-from gptworks.training.checkpoint_files import TensorPart, save_checkpoint
+from gptworks.training.checkpoint_files import CheckpointWriter, TensorPart, save_checkpoint
 from gptworks.training.distributed import writers as writers_module
 from gptworks.training.distributed.writers import RankWriters
-from gptworks.training.saving import CheckpointWriter
 
 TENSORS = {
     "a scalar": torch.tensor(3.0),

@@ -22,7 +22,7 @@ import tiny
 from crashes import WORKER, Disk, Operation, Tree, available, every_state, read_tree, record, run, write_tree
 from gptworks.checkpoint import all_checkpoints, checkpoints, newest_verified
 from gptworks.errors import RunError
-from gptworks.training.saving import remove_old
+from gptworks.training.checkpoint_files import remove_old
 
 pytestmark = [pytest.mark.skipif(not available(), reason="strace is not installed, or may not trace here")]
 

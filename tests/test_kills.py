@@ -22,8 +22,8 @@ import tiny
 from commands import Process
 from gptworks.checkpoint import all_checkpoints, checkpoints
 from gptworks.files import fetched_path, local_path
+from gptworks.training.checkpoint_files import remove_newer
 from gptworks.training.record.metrics import read_metrics
-from gptworks.training.saving import remove_newer
 from stores import ALL_FAULTS, URL, FaultyProxy, random_faults
 from test_parallel import NO_DROPOUT, started_ranks
 from test_resume import assert_same_run, last_step

@@ -16,10 +16,9 @@ from gptworks.model.gpt import GPT
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.serve.errors import APIError
 from gptworks.studio.library import Library
-from gptworks.training.checkpoint_files import save_checkpoint
+from gptworks.training.checkpoint_files import remove_old, save_checkpoint
 from gptworks.training.fork import fork
 from gptworks.training.loop import Run, train
-from gptworks.training.saving import remove_old
 from halves import assert_same_end
 
 SETTINGS: dict[str, Any] = {"checkpoint_every": 2, "keep_every": 4, "evaluate_every": 3, "max_steps": 6}

@@ -28,14 +28,13 @@ from gptworks.interop.huggingface.exporting import export_huggingface
 from gptworks.planning.run import plan
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.runs.history import read_history
-from gptworks.training import saving
-from gptworks.training.checkpoint_files import save_checkpoint
+from gptworks.training import checkpoint_files
+from gptworks.training.checkpoint_files import remove_newer, remove_old, save_checkpoint
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.loop import Run, train
 from gptworks.training.objectives.base import Objective
 from gptworks.training.objectives.distillation import TEACHER
 from gptworks.training.progress import Length
-from gptworks.training.saving import remove_newer, remove_old
 
 SETTINGS: dict[str, Any] = {"optimizer": "adamw", "checkpoint_every": 4, "evaluate_every": 3, "max_steps": 14}
 LOSSES = {3: 9.0, 6: 8.0, 9: 7.0, 12: 7.5, 14: 7.2}
@@ -276,7 +275,7 @@ def test_the_plan_has_the_most_bytes_that_a_run_s_checkpoints_take(evaluate_ever
     """With losses for which most is kept: a best at a save, then one between each two saves."""
     losses = dict.fromkeys(range(1, 25), 9.0) | {12: 5.0, 18: 4.0, 20: 4.5, 24: 4.4}
     most = 0
-    remove = saving.remove_old
+    remove = checkpoint_files.remove_old
 
     def watch(run_dir: Path, *arguments: Any) -> None:
         nonlocal most
@@ -287,7 +286,7 @@ def test_the_plan_has_the_most_bytes_that_a_run_s_checkpoints_take(evaluate_ever
 
     settings = SETTINGS | {"max_steps": 24, "keep_checkpoints": 1, "evaluate_every": evaluate_every}
     with told(losses), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "remove_old", watch)
+        patch.setattr(checkpoint_files, "remove_old", watch)
         train(parse_recipe(tiny.recipe_tree(tmp_path, **settings)))
     planned = plan(load_recipe(tmp_path / "run"))
     assert most == planned.checkpoints_bytes

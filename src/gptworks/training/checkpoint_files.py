@@ -1,5 +1,7 @@
-"""Writes a checkpoint. Rank 0 makes the files, all ranks write their parts of the tensors into them at the same time,
-and rank 0 adds the state and the manifest. The files are the same on any number of ranks.
+"""Writes checkpoints, in a thread during training, and deletes old ones.
+
+Rank 0 makes the files, all ranks write their parts of the tensors into them at the same time, and rank 0 adds the state
+and the manifest. The files are the same on any number of ranks.
 
 The header of a safetensors file gives the offset of every element, so that ranks need not send each other tensors.
 `torch.distributed.checkpoint` would write metadata that can run code when read, or one file of parts per rank,
@@ -7,11 +9,12 @@ which every reader would have to combine.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -19,11 +22,14 @@ from torch import Tensor
 from gptworks.checkpoint import FORMAT, Checkpoint, all_checkpoints, remove_checkpoint
 from gptworks.errors import RunError
 from gptworks.files import (
+    Stamp,
     new_folder,
     open_new,
     open_to_change,
+    remove_tree,
     sealed_json,
     sha256_file,
+    stamp,
     sync,
     why_not_written,
     write_at,
@@ -51,11 +57,6 @@ class TensorPart(NamedTuple):
     def copied(self) -> "TensorPart":
         """Return the part with a copy of its elements on the CPU; if they are on the meta device, the part itself."""
         return self if self.values.is_meta else self._replace(values=self.values.detach().to("cpu", copy=True))
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of the elements that this rank writes."""
-        return 0 if self.values.is_meta else self.values.nbytes
 
 
 Files = Mapping[str, Mapping[str, TensorPart]]
@@ -147,11 +148,7 @@ def _add_parts(parent: Path, files: Files, writers: Writers) -> None:
 
 
 def _check(reports: list[str], files: Files) -> None:
-    """Check that the ranks have written everything: each reports its number of bytes, or an error.
-
-    Raises:
-        RunError: a rank has failed, or the ranks have not written as many bytes as the complete tensors have.
-    """
+    """Raise RunError if a rank reports an error, or the ranks' reported bytes are not those of the complete tensors."""
     for report in reports:
         if not report.isdigit():
             raise RunError(report)
@@ -165,11 +162,7 @@ def _n_bytes(files: Files) -> int:
 
 
 def _make_file(path: Path, parts: Mapping[str, TensorPart]) -> None:
-    """Make a safetensors file with space for the complete tensors, filled with zeros.
-
-    Raises:
-        OSError: the file cannot be made.
-    """
+    """Make a safetensors file with space for the complete tensors, filled with zeros; raise OSError if that fails."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     dtypes, at = {dtype: name for name, dtype in DTYPES.items()}, 0
     for name, (shape, _, values) in sorted(parts.items(), key=lambda item: (-item[1].values.itemsize, item[0])):
@@ -184,11 +177,7 @@ def _make_file(path: Path, parts: Mapping[str, TensorPart]) -> None:
 
 
 def _write_parts(path: Path, parts: Mapping[str, TensorPart]) -> int:
-    """Write parts of tensors to a file made by `_make_file`; return the number of bytes.
-
-    Raises:
-        OSError: the parts cannot be written.
-    """
+    """Write parts of tensors to a file made by `_make_file`, or raise OSError; return the number of bytes."""
     written = 0
     if not parts:
         return written
@@ -220,3 +209,132 @@ def _runs(part: TensorPart) -> Iterator[tuple[int, int]]:
     inner = divided[-1] if divided else 0  # the part has all indices of later dimensions
     for indices in product(*map(range, sizes[:inner])):
         yield begin + sum(i * stride for i, stride in zip(indices, strides, strict=False)), prod(sizes[inner:])
+
+
+class CheckpointWriter:
+    """Saves checkpoints during training. Each rank copies its parts of the tensors, and its thread writes the copies.
+
+    At most one save is in flight. The next call, or the end of the `with`, raises the error of a failed save.
+    """
+
+    def __init__(self, run_dir: Path, keep: int, keep_every: int = 0, writers: Writers = ONE_WRITER) -> None:
+        self.run_dir, self.keep, self.keep_every, self._writers = run_dir, keep, keep_every, writers
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._in_flight: Future[None] | None = None
+        self.copied_bytes = 0
+        """Bytes of this rank's largest copy so far."""
+        self._known: set[Signature] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._writers.give_up()
+        self._pool.shutdown()
+        if error is None:  # otherwise the caller gets `error`
+            self.wait()
+
+    def save(self, step: int, tensors: Mapping[str, Iterable[tuple[str, TensorPart]]], state: dict[str, Any]) -> None:
+        """Wait for the earlier save (RunError: it failed), copy the parts, and begin to write them. All ranks call
+        this.
+
+        Args:
+            tensors: this rank's parts of the `model` and, unless only weights are saved, of the `optimizer`.
+        """
+        self.wait()
+        copies = {kind: {name: part.copied() for name, part in named} for kind, named in tensors.items()}
+        copied = [part.values for parts in copies.values() for part in parts.values() if not part.values.is_meta]
+        self.copied_bytes = max(self.copied_bytes, sum(values.nbytes for values in copied))
+        self._in_flight = self._pool.submit(self._write, step, copies, state)
+
+    def _write(self, step: int, parts: Mapping[str, Mapping[str, TensorPart]], state: dict[str, Any]) -> None:
+        saved = save_checkpoint(self.run_dir, step, parts["model"], parts.get("optimizer"), state, self._writers)
+        if not self._writers.is_rank_zero:
+            return
+        self._known.add(_signature(saved))  # no need to verify: its manifest is new
+        remove_old(self.run_dir, self.keep, self.keep_every, self._known)
+
+    def check(self) -> None:
+        """Raise the error of a save that has failed."""
+        if self._in_flight is not None and self._in_flight.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until no save is in flight; raise RunError if it failed."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            in_flight.result()
+
+
+Signature = tuple[tuple[str, Stamp | None], ...]
+"""Name and stamp of each file of a checkpoint."""
+
+
+def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: set[Signature] | None = None) -> None:
+    """Delete old checkpoints, and leftovers of interrupted writes and deletions.
+
+    A full checkpoint has the optimizer's state, so that a run can resume from it. These are kept:
+
+    - the newest `keep` undamaged full checkpoints, and the best checkpoint that each of them names
+    - without counting towards `keep`, because a run never rolls back to them: the newest full checkpoint if it was
+      saved after a skipped step, and damaged full ones newer than the last counted one
+    - with `keep_every`, full checkpoints at multiples of `keep_every` steps, and the weights of step 0
+    - the newest checkpoint with only weights, if newer than every undamaged full one
+
+    Args:
+        known: signatures of checkpoints that matched their manifests. These checkpoints are not read again while
+            unchanged. Checkpoints found to match now are added.
+
+    Raises:
+        RunError: a deletion fails.
+    """
+    known = set() if known is None else known
+    found = all_checkpoints(run_dir)
+    available, weights = ([each for each in found if each.weights_only == kind] for kind in (False, True))
+    kept, whole, n_counted = {0} if keep_every else set[int](), set[int](), 0
+    for checkpoint in available:
+        if keep_every and checkpoint.step % keep_every == 0:
+            kept.add(checkpoint.step)
+        if n_counted == keep:
+            continue
+        if not _is_whole(checkpoint, known):
+            kept.add(checkpoint.step)
+            continue
+        whole.add(checkpoint.step)
+        state = checkpoint.state()
+        if not state.get("skipped_in_a_row") or checkpoint is available[0]:
+            kept |= {checkpoint.step, checkpoint.best_step or checkpoint.step}
+        n_counted += not state.get("skipped_in_a_row")
+    kept |= {each.step for each in weights[:1] if each.step > max(whole, default=0)}
+    try:
+        for checkpoint in found:
+            if checkpoint.step not in kept or (checkpoint.weights_only and checkpoint.step in whole):
+                remove_checkpoint(checkpoint)
+        for leftover in (run_dir / "checkpoints").glob(".*ing-*-*"):
+            remove_tree(leftover)
+    except OSError as error:
+        raise RunError(f"old checkpoints in {run_dir} could not be deleted: {error}.") from error
+
+
+def remove_newer(run_dir: Path, step: int, *, weights_only: bool = False) -> None:
+    """Delete the checkpoints after a step (with `weights_only`, those without optimizer state) or raise RunError. The
+    newest is first, so that an interrupted deletion can be repeated."""
+    try:
+        for checkpoint in all_checkpoints(run_dir):
+            if checkpoint.step > step and (checkpoint.weights_only or not weights_only):
+                remove_checkpoint(checkpoint)
+    except OSError as error:
+        raise RunError(f"checkpoints after step {step} in {run_dir} could not be deleted: {error}.") from error
+
+
+def _is_whole(checkpoint: Checkpoint, known: set[Signature]) -> bool:
+    signature = _signature(checkpoint)
+    if signature not in known and checkpoint.is_whole:
+        known.add(signature)
+    return signature in known
+
+
+def _signature(checkpoint: Checkpoint) -> Signature:
+    """Return the name and stamp of each file."""
+    return tuple((path.name, stamp(path)) for path in sorted(checkpoint.folder.iterdir()))

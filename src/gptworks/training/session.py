@@ -25,7 +25,7 @@ from gptworks.training.record.display import Display
 from gptworks.training.record.layer_norms import LayerNorms
 from gptworks.training.record.reporter import Reporter
 from gptworks.training.rehearsal.held import StepMemory
-from gptworks.training.saving import remove_newer
+from gptworks.training.checkpoint_files import remove_newer
 from gptworks.training.setup import PreparedRun
 from gptworks.training.start import starting_weights
 from gptworks.training.state import TrainingState

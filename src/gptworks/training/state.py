@@ -19,7 +19,7 @@ from gptworks.training.distributed.agreed import agreed_checkpoint
 from gptworks.training.events import Listener
 from gptworks.training.progress import Progress
 from gptworks.training.record.display import Display
-from gptworks.training.saving import CheckpointWriter, remove_newer
+from gptworks.training.checkpoint_files import CheckpointWriter, remove_newer
 from gptworks.training.step import TrainStep
 
 _OWN = "own"
