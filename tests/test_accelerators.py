@@ -20,7 +20,7 @@ from gptworks.model.gpt import GPT
 from gptworks.model.scores import texts_bias
 from gptworks.training.distributed.parallel import compile_blocks
 from gptworks.training.objectives.next_token import next_token
-from gptworks.training.record.stopwatch import Stopwatch
+from gptworks.training.record.speed import Stopwatch
 from tiny import plain_model
 
 # ------------------------------------------------------------------------------------------------- attention

@@ -18,19 +18,17 @@ from gptworks.recipe import parse_recipe
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.loop import train
 from gptworks.training.objectives.next_token import next_token
-from gptworks.training.progress import Progress
-from gptworks.training.record import throughput
-from gptworks.training.record.layer_norms import LayerNorms
+from gptworks.training.record import speed
 from gptworks.training.record.metrics import read_metrics
-from gptworks.training.record.throughput import Throughput
-from gptworks.training.step import TrainStep
+from gptworks.training.record.speed import Throughput
+from gptworks.training.step import LayerNorms, TrainStep
 
 CPU = torch.device("cpu")
 
 
 def test_rates_are_of_the_time_since_the_last_report(monkeypatch: pytest.MonkeyPatch) -> None:
     model = preset("gpt2-mini")
-    monkeypatch.setattr(throughput, "product_rate", lambda device, dtype: 1e12)
+    monkeypatch.setattr(speed, "product_rate", lambda device, dtype: 1e12)
     measured = Throughput(model, CPU, choose_precision("fp32", CPU), n_devices=2)
     measured.start(tokens=1000, seconds=50.0)  # what a run had behind it when it was resumed
     first = measured.pace(1500, 55.0)
@@ -46,7 +44,7 @@ def test_a_device_that_was_busy_when_it_was_measured_is_measured_again(monkeypat
     model = preset("gpt2-mini")
     flops = 100 * forward_flops(model).training_per_token_dense
     rates = [flops / 2, flops / 1.5, 4 * flops]
-    monkeypatch.setattr(throughput, "product_rate", lambda device, dtype: rates.pop(0))
+    monkeypatch.setattr(speed, "product_rate", lambda device, dtype: rates.pop(0))
     measured = Throughput(model, CPU, choose_precision("fp32", CPU), n_devices=1)
     found = [measured.pace(1000 * n, 10.0 * n).utilization for n in range(1, 4)]
     assert found == [None, None, pytest.approx(1 / 4)]
@@ -95,12 +93,12 @@ def test_norms_by_layer_are_those_of_outputs_and_gradients(checkpointing: str) -
         block.register_forward_hook(keep)
     watch = LayerNorms(model, parallel, every=10)
     for step in (8, 9):  # the tenth step is reported
-        watch.begin_step(Progress(step=step))
+        watch.begin_step(step)
         for _ in range(2):  # micro-batches: gradients of both, outputs of the first
             outputs.append([])
             tokens = torch.randint(50, (2, 16))
             next_token(model, (tokens, tokens)).objective.backward()  # type: ignore[no-untyped-call]
-        seen = watch.finish()
+        seen = watch.figures()
         if step == 8:
             assert not seen
     rms = [x.double().square().mean().sqrt().item() for x in outputs[2][:3]]
@@ -110,7 +108,7 @@ def test_norms_by_layer_are_those_of_outputs_and_gradients(checkpointing: str) -
         for block in model.blocks
     ]
     assert seen["gradient_norm_by_layer"] == pytest.approx(norms, rel=1e-4)
-    assert not watch.finish()
+    assert not watch.figures()
 
 
 def test_a_run_records_them_at_the_steps_it_reports(tmp_path: Path) -> None:

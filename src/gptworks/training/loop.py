@@ -18,7 +18,6 @@ from gptworks.infer.sampling import SamplingSettings
 from gptworks.terminal import Console
 from gptworks.training.distributed.parallel import StopAsked
 from gptworks.training.distributed.ranks import ALONE, Ranks
-from gptworks.training.events import Evaluation, Step
 from gptworks.training.objectives.base import RunContext, generating
 from gptworks.training.objectives.next_token import LossFunction, StepBatches
 from gptworks.training.progress import anomaly, rate_factor
@@ -28,6 +27,7 @@ from gptworks.training.run_folder import open_run_folder
 from gptworks.training.session import Session
 from gptworks.training.setup import prepare_run
 from gptworks.training.signals import stop_signals
+from gptworks.training.step import Step
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,6 @@ class Run(Session):
 
         With `keep_every`, a new run saves its initial weights, because step 0 is a multiple of every number.
         """
-        before = self.recorded_recipe()
         is_new = self.restore()
         with self.parallel.inference_mode():
             self.objective.begin(
@@ -125,7 +124,7 @@ class Run(Session):
                 )
             )  # fmt: skip
         if self.ranks.is_rank_zero:
-            self.write_settings(before, is_new)
+            self.write_settings(is_new)
         self.reporter.begin(self.progress)
         if is_new and self.settings.keep_every:
             self.state.save(weights_only=True)
@@ -140,8 +139,7 @@ class Run(Session):
         self.state.writer.check()
         done = self.length.share_done(progress)
         self.objective.begin_step(done)
-        for listener in self.listeners:
-            listener.begin_step(progress)
+        self.norms.begin_step(progress.step)
         batch = self._batches()
         with self.step_memory.counted(settings.is_whole_step(progress.step)):
             step = self._update(batch, rate_factor(settings, progress.step, done))
@@ -149,8 +147,7 @@ class Run(Session):
         progress.step += 1
         progress.tokens += batch.n_tokens
         progress.seconds = self.ranks.all_reduce_max(progress.seconds + time.perf_counter() - started)
-        for listener in self.listeners:
-            listener.end_step(progress, step)
+        self.reporter.end_step(progress, step)
         if step.skipped and progress.skipped_in_a_row >= settings.max_skipped_steps:
             from_step = self.state.roll_back(step.skipped)
             self.reporter.rolled_back(self.progress, from_step)
@@ -174,20 +171,18 @@ class Run(Session):
         with train_step.stopwatch.part("optimizer"):
             norm = train_step.gradient_norm()
             losses.loss, norm = self.ranks.broadcast([losses.loss, norm])
-            step = Step(factor, losses, norm, anomaly(self.settings, progress.gradient, losses.loss, norm))
-            for listener in self.listeners:
-                listener.gradients(step)
-            if step.skipped is None:
+            skipped = anomaly(self.settings, progress.gradient, losses.loss, norm)
+            by_layer = self.norms.figures()  # before clipping
+            if skipped is None:
                 train_step.apply(norm, factor)
-                for listener in self.listeners:
-                    listener.applied(progress)
+                self.state.average.update(progress.step)
                 progress.gradient.take(norm)
                 progress.skipped_in_a_row = 0
             else:
                 train_step.skip()
                 progress.skipped += 1
                 progress.skipped_in_a_row += 1
-        return step
+        return Step(factor, losses, norm, skipped, by_layer)
 
     def evaluate(self) -> bool:
         """Evaluate on the validation split, or the part that the recipe sets; return whether no signal interrupted."""
@@ -207,13 +202,12 @@ class Run(Session):
         progress.evaluation_cut = False
         total, n_counted, *means = self.ranks.broadcast([report.total_nats, report.n_tokens, *figures.values()])
         report = replace(report, total_nats=total, n_tokens=round(n_counted))
-        found = Evaluation(report, dict(zip(figures, means, strict=True)), report.loss < progress.best_loss)
-        if found.is_best:
+        is_best = report.loss < progress.best_loss
+        if is_best:
             progress.best_loss, progress.best_step, progress.evaluations_since_best = report.loss, progress.step, 0
         else:
             progress.evaluations_since_best += 1
-        for listener in self.listeners:
-            listener.evaluated(progress, found)
+        self.reporter.evaluated(progress, report, dict(zip(figures, means, strict=True)), is_best)
         return True
 
     def sample(self) -> None:

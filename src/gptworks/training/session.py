@@ -5,7 +5,6 @@ import torch
 
 from gptworks.chat_template import load_chat_template, other_templates, save_chat_template, save_other_templates
 from gptworks.checkpoint import checkpoints
-from gptworks.config import Recipe
 from gptworks.data.beginnings import Beginning, beginnings
 from gptworks.errors import UserError
 from gptworks.files import shown, write_sums
@@ -13,23 +12,21 @@ from gptworks.infer.engine import Engine
 from gptworks.recipe import load_recipe, save_recipe
 from gptworks.tokenizer import save_tokenizer
 from gptworks.training.changes import Change, change_words, record
+from gptworks.training.checkpoint_files import remove_newer
 from gptworks.training.distributed.agreed import check_shared
 from gptworks.training.distributed.parallel import choose_parallel
-from gptworks.training.events import Listener
 from gptworks.training.objectives.base import choose_objective
 from gptworks.training.objectives.next_token import LossFunction
 from gptworks.training.optim.trainable import trainable_model
 from gptworks.training.prefetch import Prefetcher
 from gptworks.training.progress import Length, Progress
 from gptworks.training.record.display import Display
-from gptworks.training.record.layer_norms import LayerNorms
 from gptworks.training.record.reporter import Reporter
 from gptworks.training.rehearsal.held import StepMemory
-from gptworks.training.checkpoint_files import remove_newer
 from gptworks.training.setup import PreparedRun
 from gptworks.training.start import starting_weights
 from gptworks.training.state import TrainingState
-from gptworks.training.step import TrainStep
+from gptworks.training.step import LayerNorms, TrainStep
 
 
 class Session:
@@ -62,13 +59,12 @@ class Session:
             data_fingerprint=manifest.fingerprint, validation_text_sha256=manifest.validation_text_sha256 or ""
         )
         self.state = TrainingState(recipe, self.step, start, display)
-        self.reporter = Reporter(recipe, self.objective, self.step, self.length, display, setup.precision)
+        self.reporter = Reporter(recipe, self.objective, self.step, self.length, display)
         tokenizer = setup.prepared.tokenizer
         template = load_chat_template(setup.prepared.folder / "tokenizer", tokenizer)
         self.engine = Engine(self.model, tokenizer, cache_dtype=setup.precision.dtype, chat_template=template)
         self.samples = self._samples()
-        norms = LayerNorms(self.model, self.parallel, recipe.train.log_every)
-        self.listeners: tuple[Listener, ...] = (norms, self.state, self.reporter)
+        self.norms = LayerNorms(self.model, self.parallel, recipe.train.log_every)
 
     def _samples(self) -> list[Beginning]:
         """Return the texts that the run's samples continue: held-out beginnings, then the recipe's prompts; none
@@ -95,16 +91,9 @@ class Session:
         """The run's progress."""
         return self.state.progress
 
-    def recorded_recipe(self) -> Recipe | None:
-        """Load the recipe in the run folder; None if the folder has none, or on ranks other than 0."""
-        folder = self.recipe.run_dir
-        return load_recipe(folder) if self.ranks.is_rank_zero and (folder / "recipe.yaml").exists() else None
-
     def restore(self) -> bool:
         """Restore the newest undamaged checkpoint bit for bit; if the run has none, load `initialize_from`'s weights.
-
-        Returns:
-            Whether the run starts at step 0, because no checkpoint was restored.
+        Return whether the run starts at step 0, because no checkpoint was restored.
 
         Raises:
             UserError: the run folder, its checkpoints or the weights of `initialize_from` cannot be used; or the run
@@ -133,10 +122,11 @@ class Session:
                 self.state.start_from(starting_weights(self.recipe, setup.prepared.tokenizer, report, ranks))
         return True
 
-    def write_settings(self, before: Recipe | None, is_new: bool) -> None:
+    def write_settings(self, is_new: bool) -> None:
         """Write the recipe, the tokenizer and the record of changes to the run folder. If the run is resumed, remove
         newer checkpoints that hold only weights. Only rank 0 calls this."""
         setup, recipe, folder, step = self.setup, self.recipe, self.recipe.run_dir, self.progress.step
+        before = load_recipe(folder) if (folder / "recipe.yaml").exists() else None
         change = None if before is None or is_new else Change.between(before, recipe, step)
         history = record(folder, step, change, setup.overrides, before)
         if setup.resume:  # the run will save these again

@@ -15,11 +15,10 @@ from gptworks.errors import RunError, UserError
 from gptworks.quantize.convert import pack_for
 from gptworks.quantize.linear import weight_tensors
 from gptworks.tensors import Expected
+from gptworks.training.checkpoint_files import CheckpointWriter, remove_newer
 from gptworks.training.distributed.agreed import agreed_checkpoint
-from gptworks.training.events import Listener
 from gptworks.training.progress import Progress
 from gptworks.training.record.display import Display
-from gptworks.training.checkpoint_files import CheckpointWriter, remove_newer
 from gptworks.training.step import TrainStep
 
 _OWN = "own"
@@ -91,7 +90,7 @@ class WeightAverage:
             self.parameters[name].copy_(tensor)
 
 
-class TrainingState(Listener):
+class TrainingState:
     """A run's progress, weights, their average and the optimizer."""
 
     def __init__(self, recipe: Recipe, step: TrainStep, progress: Progress, display: Display) -> None:
@@ -102,9 +101,6 @@ class TrainingState(Listener):
             recipe.run_dir, recipe.train.keep_checkpoints, recipe.train.keep_every, step.ranks.writers
         )
         self._saved_step = -1
-
-    def applied(self, progress: Progress) -> None:
-        self.average.update(progress.step)
 
     def newest_checkpoint(self, up_to_step: int | None = None) -> Checkpoint | None:
         """Return the run's newest undamaged checkpoint to resume from, of step `up_to_step` at most; None if there is
@@ -122,11 +118,8 @@ class TrainingState(Listener):
         self.average = WeightAverage(model, self._recipe.train)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore progress, weights, averages and optimizer from a checkpoint.
-
-        Raises:
-            UserError: the checkpoint is damaged, was imported, or was trained on other data.
-        """
+        """Restore progress, weights, averages and optimizer from a checkpoint; raise UserError if it is damaged, was
+        imported, or was trained on other data."""
         progress = Progress.of(checkpoint)
         folder = self._recipe.run_dir
         progress.require_training(folder)
@@ -149,13 +142,10 @@ class TrainingState(Listener):
 
     def roll_back(self, reason: str) -> int:
         """Restore the newest checkpoint before a series of skipped steps, delete later ones, and skip all batches read
-        since it.
+        since it. Return the step from which the run went back.
 
         Args:
             reason: why the last step was skipped.
-
-        Returns:
-            The step from which the run went back.
 
         Raises:
             RunError: no checkpoint precedes the skipped steps, or the run has rolled back too often already.
@@ -182,14 +172,8 @@ class TrainingState(Listener):
         return broken.step
 
     def save(self, *, weights_only: bool = False) -> None:
-        """Begin to write a checkpoint of this step, unless a full one exists; the writer deletes those no longer kept.
-
-        Args:
-            weights_only: leave out the optimizer's state.
-
-        Raises:
-            RunError: an earlier save failed.
-        """
+        """Begin to write a checkpoint of this step, with `weights_only` without the optimizer's state, unless a full
+        one exists; the writer deletes those no longer kept. Raise RunError if an earlier save failed."""
         if self._saved_step == self.progress.step:
             return
         step, parts = self._step, self._step.parallel.parts

@@ -3,6 +3,7 @@ do the trace and the measurement of a step (rehearsal/)."""
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -16,40 +17,48 @@ from gptworks.model.gpt import GPT
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.objectives.next_token import LossFunction
 from gptworks.training.optim.optimizer import Optimizer
-from gptworks.training.record.stopwatch import Stopwatch
+from gptworks.training.record.speed import Stopwatch
 
 
+@dataclass
 class StepLosses:
     """Mean losses of a step over the targets of all ranks. The host reads all of them when one is first used."""
 
-    def __init__(
-        self,
-        scalars: Scalars,
-        n_targets: int,
-        figures: Sequence[str],
-        counted: Collection[str],
-        expert_tokens: Tensor | None,
-    ) -> None:
-        """
-        Args:
-            scalars: the mean `loss`; the sum of each figure, named `sum/FIGURE`; and `count/FIGURE`, by which a figure
-                in `counted` is divided instead of `n_targets`.
-        """
-        self._scalars, self._n_targets, self._names, self._counted = scalars, n_targets, figures, counted
-        self.expert_tokens = expert_tokens
-        """Number of tokens routed to each expert of each layer on all ranks, int64 [L, E]; None: no experts."""
+    scalars: Scalars
+    """The mean `loss`; the sum of each figure, named `sum/FIGURE`; and `count/FIGURE`, by which a figure in `counted`
+    is divided instead of `n_targets`."""
+    n_targets: int
+    names: Sequence[str]
+    """The names of all figures."""
+    counted: Collection[str]
+    expert_tokens: Tensor | None
+    """Number of tokens routed to each expert of each layer on all ranks, int64 [L, E]; None: no experts."""
 
     @cached_property
     def loss(self) -> float:
-        return self._scalars["loss"]
+        return self.scalars["loss"]
 
     @cached_property
     def figures(self) -> dict[str, float]:
         """Means of the objective's other figures, by name, rounded to five significant digits."""
-        return {name: float(f"{self._scalars[f'sum/{name}'] / self._divisor(name):.5g}") for name in self._names}
+        found, n, counted = self.scalars, self.n_targets, self.counted
+        counts = {name: found[f"count/{name}"] if name in counted else n for name in self.names}
+        return {name: float(f"{found[f'sum/{name}'] / max(1, count):.5g}") for name, count in counts.items()}
 
-    def _divisor(self, name: str) -> float:
-        return max(1, self._scalars[f"count/{name}"] if name in self._counted else self._n_targets)
+
+@dataclass
+class Step:
+    """The results of one training step."""
+
+    rate_factor: float
+    """The step's learning rate divided by the peak learning rate."""
+    losses: StepLosses
+    norm: float
+    """Norm of the gradients before clipping."""
+    skipped: str | None
+    """The reason why the gradients were not applied; None: they were applied."""
+    by_layer: dict[str, list[float]]
+    """Root mean square of each layer's outputs, and norm of its gradients; empty if this step does not record them."""
 
 
 class TrainStep:
@@ -57,12 +66,7 @@ class TrainStep:
     step is anomalous."""
 
     def __init__(
-        self,
-        model: GPT,
-        train: TrainConfig,
-        loss: LossFunction,
-        precision: Precision,
-        parallel: Parallel,
+        self, model: GPT, train: TrainConfig, loss: LossFunction, precision: Precision, parallel: Parallel
     ) -> None:
         """
         Args:
@@ -147,3 +151,30 @@ class TrainStep:
         """Discard the gradients, leave the parameters unchanged, and update the scaler's factor."""
         self.scaler.update()
         self.optimizer.zero_grad()
+
+
+class LayerNorms:
+    """Measures the norms of each block's outputs and gradients every `every` steps: they show where a deep model
+    diverges."""
+
+    def __init__(self, model: GPT, parallel: Parallel, every: int) -> None:
+        self._model, self._parallel, self._every = model, parallel, every
+
+    def begin_step(self, n_done: int) -> None:
+        """Make the model record the root mean square of its blocks' outputs if step `n_done` + 1 is a multiple of
+        `every`."""
+        self._model.watched = [] if (n_done + 1) % self._every == 0 else None
+
+    def figures(self) -> dict[str, list[float]]:
+        """Return figures for metrics.jsonl: the root mean square of each block's output (at the block's last use) in
+        the rank's first micro-batch, and the norm of the block's gradients; empty at steps not divisible by `every`."""
+        outputs, self._model.watched = self._model.watched, None
+        if not outputs:
+            return {}
+        n_layers, uses = len(self._model.blocks), self._model.config.layer_uses
+        last = dict(zip(uses, torch.stack(outputs[: len(uses)]).tolist(), strict=True))
+        found = {
+            "activation_rms_by_layer": [last[layer] for layer in range(n_layers)],
+            "gradient_norm_by_layer": [self._parallel.gradient_norm(f"blocks.{layer}.") for layer in range(n_layers)],
+        }
+        return {name: [float(f"{value:.5g}") for value in values] for name, values in found.items()}

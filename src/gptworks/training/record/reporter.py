@@ -8,21 +8,21 @@ import torch
 
 from gptworks.config import Recipe
 from gptworks.data.beginnings import Beginning, rule
-from gptworks.device import BusyCores, Precision, advice_on_threads, device_name, memory_figures
+from gptworks.device import BusyCores, advice_on_threads, device_name, memory_figures
+from gptworks.evaluation.loss import LossReport
 from gptworks.files import shown
 from gptworks.kernels.step import refused_architecture
 from gptworks.model.moe import busiest_load
 from gptworks.planning.params import count_parameters
-from gptworks.training.events import Evaluation, Listener, Step
 from gptworks.training.objectives.base import Objective
 from gptworks.training.progress import Length, Progress
 from gptworks.training.record.card import MemoryPeaks, write_model_card
 from gptworks.training.record.curves import draw_curves
 from gptworks.training.record.display import Display, clock
 from gptworks.training.record.metrics import LOG, MetricsLog, NoLog, write_samples
-from gptworks.training.record.throughput import Throughput
+from gptworks.training.record.speed import Throughput
 from gptworks.training.record.writers import open_log
-from gptworks.training.step import TrainStep
+from gptworks.training.step import Step, TrainStep
 from gptworks.units import counted, epochs_words, significant
 
 DESCRIBED_EVERY_SECONDS = 60.0
@@ -32,24 +32,15 @@ PACE_KNOWN_SECONDS = 10.0
 """Seconds after which a session announces when the run will end, unless less time than this is left."""
 
 
-class Reporter(Listener):
+class Reporter:
     """Reports on a run; only rank 0 prints and writes."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        objective: Objective,
-        step: TrainStep,
-        length: Length,
-        display: Display,
-        precision: Precision,
-    ) -> None:
-        self.recipe, self.objective, self.length = recipe, objective, length
-        self.display, self.precision = display, precision
+    def __init__(self, recipe: Recipe, objective: Objective, step: TrainStep, length: Length, display: Display) -> None:
+        self.recipe, self.objective, self.length, self.display = recipe, objective, length, display
         self.log: MetricsLog | NoLog = NoLog()
-        self._device, self._ranks, self._stopwatch = step.model.device, step.ranks, step.stopwatch
-        self._layout = step.parallel.layout
-        self._throughput = Throughput(recipe.model, self._device, precision, self._ranks.size)
+        self._device, self._precision, self._ranks = step.model.device, step.precision, step.ranks
+        self._stopwatch, self._layout = step.stopwatch, step.parallel.layout
+        self._throughput = Throughput(recipe.model, self._device, self._precision, self._ranks.size)
         self._cores, self._advised = BusyCores(), False
         self._described = -math.inf  # last update of curves and card, as `time.monotonic()`
         self._started: tuple[float, float] | None = None  # start of the session, and the fraction of the run done then
@@ -66,7 +57,7 @@ class Reporter(Listener):
         n_tokens = self.objective.samples.train_shards.n_tokens
         self.display.message(
             f"{shown(self.recipe.run_dir)}: {total:,} parameters{part}\n"
-            f"{self.precision.name} on {device_name(self._device)}; {n_tokens:,} training tokens, and the run "
+            f"{self._precision.name} on {device_name(self._device)}; {n_tokens:,} training tokens, and the run "
             f"ends after {self.length.words(progress)}{self._epochs(progress)}"
         )
         if self.recipe.data.mixture:
@@ -133,20 +124,17 @@ class Reporter(Listener):
         if self._ranks.is_rank_zero:
             self.log = open_log(self.recipe, progress.step, progress.rollbacks)
 
-    def _count_short(self, progress: Progress) -> None:
-        """Correct the throughput for a step with rows shorter than the context."""
-        train, whole, step = self.recipe.train, self.recipe.model.context_length, progress.step - 1
-        if (length := train.length_at(step, whole)) < whole:
-            self._throughput.count_short(train.batch_size_at(step) * whole, length)
-
     def end_step(self, progress: Progress, step: Step) -> None:
+        """Report a step that was applied or skipped; `progress` includes it."""
         losses = step.losses
         if step.skipped is not None:
             self.log.write({"kind": "skipped", "step": progress.step, "loss": losses.loss, "grad_norm": step.norm})
             self.display.message(f"step {progress.step:,} skipped: {step.skipped} ({progress.skipped} so far)")
             return
         train, done = self.recipe.train, self.length.share_done(progress)
-        self._count_short(progress)
+        n_before, whole = progress.step - 1, self.recipe.model.context_length
+        if (length := train.length_at(n_before, whole)) < whole:
+            self._throughput.count_short(train.batch_size_at(n_before) * whole, length)
         if progress.step % train.log_every == 0 or done >= 1:
             pace = self._throughput.pace(progress.tokens, progress.seconds)
             self._advise_on_threads()
@@ -198,8 +186,8 @@ class Reporter(Listener):
         self.log.write({"kind": "rollback", "step": progress.step, "from_step": from_step})
         self.display.message(f"back to step {progress.step:,}, and on past the batches of the skipped steps")
 
-    def evaluated(self, progress: Progress, found: Evaluation) -> None:
-        report, figures = found.report, found.figures
+    def evaluated(self, progress: Progress, report: LossReport, figures: dict[str, float], is_best: bool) -> None:
+        """Report an evaluation: its loss and the objective's other figures, each a mean over the samples evaluated."""
         n_there = self.objective.n_validation
         n_read = self.objective.n_evaluated or n_there
         likelihood = report.unit == "nats per token"
@@ -220,7 +208,7 @@ class Reporter(Listener):
         bits = f"  perplexity {significant(report.perplexity)}" if likelihood else ""
         bits += "".join(f"  {name.replace('_', ' ')} {value:.4g}" for name, value in figures.items())
         bits += f"  {report.bits_per_byte:.4f} bits per byte" if report.bits_per_byte is not None else ""
-        self.display.validation(progress.step, report.loss, bits + ("  (best)" if found.is_best else ""))
+        self.display.validation(progress.step, report.loss, bits + ("  (best)" if is_best else ""))
         if self._ranks.is_rank_zero and time.monotonic() - self._described >= DESCRIBED_EVERY_SECONDS:
             self._describe(progress)
 
@@ -230,7 +218,7 @@ class Reporter(Listener):
         self._described = time.monotonic()
         draw_curves(folder / LOG, folder / "curves.svg", self.recipe.name)
         epochs = self.objective.samples.epochs(progress.position)
-        write_model_card(self.recipe, progress, reason, samples, self.precision, memory, self._layout, epochs)
+        write_model_card(self.recipe, progress, reason, samples, self._precision, memory, self._layout, epochs)
 
     def sample(self, progress: Progress, begun: Beginning, text: str) -> None:
         """Log and show a prompt, or the beginning of a held-out text, and its continuation."""
@@ -245,11 +233,7 @@ class Reporter(Listener):
 
     def end(self, progress: Progress, reason: str, memory: MemoryPeaks, talks: bool) -> None:
         """Report the run's end, on rank 0: write curves, card and outcome.json, print a summary and commands to run
-        next.
-
-        Args:
-            talks: whether the model has a chat template.
-        """
+        next (`talks`: the model has a chat template)."""
         self.log.close()
         self._describe(progress, reason, memory)
         left = " Continue with --resume." if self.length.share_done(progress) < 1 else ""
