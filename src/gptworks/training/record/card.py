@@ -4,7 +4,7 @@ import contextlib
 import math
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -31,12 +31,12 @@ from gptworks.units import epochs_words, readable, significant
 class MemoryPeaks:
     """The peak memory of a run, planned and measured."""
 
-    predicted_bytes: int
+    predicted_memory_bytes: int
     """Predicted peak memory of the device's tensors; on a CPU, including the copy for a checkpoint."""
-    measured_bytes: int | None
+    measured_memory_bytes: int | None
     """Measured peak memory of tensors: on CUDA during the run; on a CPU during one step, plus the largest copy for a
     checkpoint. None: not measured."""
-    grown_bytes: int | None = None
+    grown_memory_bytes: int | None = None
     """Growth of the process's resident memory during the run, on a CPU. None: unknown, for example because the run used
     memory that the process had freed before."""
 
@@ -59,13 +59,10 @@ def write_model_card(
         epochs: number of passes over each dataset of a mixture.
     """
     validation = list(read_metrics(recipe.run_dir / LOG, kinds=("validation",)))
-    training = _training(recipe, progress, reason, samples_per_epoch, precision) | _layout(layout) | _memory(memory)
-    training = _mixture(recipe, epochs or {}) | training
-    sections = {
-        "Results": _results(recipe, validation),
-        "Architecture": _architecture(recipe),
-        "Training": training,
-    }
+    ranks = {"ranks": f"{layout.world_size}: {layout_words(layout)}"} if layout.world_size > 1 else {}
+    training = _mixture(recipe, epochs or {}) | _training(recipe, progress, reason, samples_per_epoch, precision)
+    training |= ranks | _memory(memory)
+    sections = {"Results": _results(recipe, validation), "Architecture": _architecture(recipe), "Training": training}
     history, repeats = read_history(recipe.run_dir), "`recipe.yaml` next to this file repeats the run."
     if history.origins:
         sections["Origin"] = history.origin_rows()
@@ -84,25 +81,19 @@ def write_model_card(
             reason=reason, step=progress.step, tokens=progress.tokens, seconds=progress.seconds,
             skipped_steps=progress.skipped, best_step=progress.best_step,
             best_validation_loss=progress.best_loss if math.isfinite(progress.best_loss) else None,
-            predicted_memory_bytes=None if memory is None else memory.predicted_bytes,
-            measured_memory_bytes=None if memory is None else memory.measured_bytes,
-            grown_memory_bytes=None if memory is None else memory.grown_bytes,
-            training=training,
+            **({} if memory is None else asdict(memory)), training=training,
         )  # fmt: skip
         write_whole(recipe.run_dir / FILE, outcome.model_dump_json(indent=2) + "\n")
     with contextlib.suppress(UserError):  # a damaged file of evaluations must not end a run
         write_card_section(recipe.run_dir)
 
 
-def _layout(layout: Layout) -> dict[str, str]:
-    return {"ranks": f"{layout.world_size}: {layout_words(layout)}"} if layout.world_size > 1 else {}
-
-
 def _results(recipe: Recipe, validation: list[Record]) -> dict[str, str]:
     rows = {"parameters": f"{count_parameters(recipe.model).total:,}"}
     if not validation:
         return rows
-    for name, record in (("best", min(validation, key=_loss)), ("last", validation[-1])):
+    best = min(validation, key=lambda record: record["loss"] if math.isfinite(record["loss"]) else math.inf)
+    for name, record in (("best", best), ("last", validation[-1])):
         figures = f"{record['loss']:.4f} {record.get('unit', 'nats per token')}"
         figures += "" if record["perplexity"] is None else f", perplexity {significant(record['perplexity'])}"
         if record["bits_per_byte"] is not None:
@@ -111,10 +102,6 @@ def _results(recipe: Recipe, validation: list[Record]) -> dict[str, str]:
         part = f" over {n_read:,} of {n_there:,} windows" if n_read and n_there and n_read < n_there else ""
         rows[f"{name} validation loss"] = f"{figures}, at step {record['step']:,}{part}"
     return rows
-
-
-def _loss(record: Record) -> float:
-    return record["loss"] if math.isfinite(record["loss"]) else math.inf
 
 
 def _architecture(recipe: Recipe) -> dict[str, str]:
@@ -176,11 +163,11 @@ def _mixture(recipe: Recipe, epochs: Mapping[str, float]) -> dict[str, str]:
 def _memory(memory: MemoryPeaks | None) -> dict[str, str]:
     if memory is None:
         return {}
-    words = f"{readable(memory.predicted_bytes, 'B')} of tensors planned"
-    if memory.measured_bytes is not None:
-        words += f", {readable(memory.measured_bytes, 'B')} measured"
-    if memory.grown_bytes is not None:
-        words += f"; the process grew by {readable(memory.grown_bytes, 'B')}, with code, files and freed memory"
+    words = f"{readable(memory.predicted_memory_bytes, 'B')} of tensors planned"
+    if memory.measured_memory_bytes is not None:
+        words += f", {readable(memory.measured_memory_bytes, 'B')} measured"
+    if memory.grown_memory_bytes is not None:
+        words += f"; the process grew by {readable(memory.grown_memory_bytes, 'B')}, with code, files and freed memory"
     return {"memory at the peak": words}
 
 

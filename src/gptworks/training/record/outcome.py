@@ -27,11 +27,10 @@ class RunOutcome(BaseModel):
     best_step: int = Field(ge=0)
     best_validation_loss: float | None
     """Lowest validation loss; None: no evaluation had a finite loss."""
-    predicted_memory_bytes: int | None
-    measured_memory_bytes: int | None
-    """Measured peak memory of tensors, to compare with the prediction; None: not measured."""
+    predicted_memory_bytes: int | None = None
+    """Peak memory of tensors; this and the next two: see `card.MemoryPeaks`."""
+    measured_memory_bytes: int | None = None
     grown_memory_bytes: int | None = None
-    """Growth of resident memory on a CPU: tensors, code, files, and freed memory that the allocator keeps."""
     training: dict[str, str]
     """The rows of the model card's table on training: text by label."""
 
