@@ -102,11 +102,7 @@ class History:
 
 
 def read_history(run_dir: Path) -> History:
-    """Read the run folder's record of changes; return an empty one if the folder has none.
-
-    Raises:
-        UserError: the record is damaged.
-    """
+    """Read the run folder's record of changes; return an empty one if it has none, raise UserError if it is damaged."""
     path = run_dir / CHANGES
     try:
         return TypeAdapter(History).validate_python(unsealed_json(read_regular(path, _MOST_BYTES, inside=run_dir)))
@@ -144,16 +140,10 @@ def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[R
         return recipe, []
     earlier, given = by_key(read_history(recipe.run_dir).overrides), by_key(overrides)
     kept = [override for key, override in earlier.items() if key not in given]
-    now = load_recipe(source, [*kept, *overrides], unsaid=_settled(load_recipe(recipe.run_dir)))
+    run = load_recipe(recipe.run_dir).model_dump(mode="json", include={"model", "train"})
+    del run["model"]["vocab_size"], run["train"]["micro_batch_size"]
+    now = load_recipe(source, [*kept, *overrides], unsaid=run)
     return now.model_copy(update={"run_dir": recipe.run_dir}), kept
-
-
-def _settled(run: Recipe) -> dict[str, dict[str, Any]]:
-    """Return a run's settings of `model` and `train`, except the two that are derived again: `model.vocab_size` and
-    `train.micro_batch_size`."""
-    tree = run.model_dump(mode="json", include={"model", "train"})
-    del tree["model"]["vocab_size"], tree["train"]["micro_batch_size"]
-    return tree
 
 
 def changed(before: Recipe, now: Recipe) -> Changes:
@@ -227,11 +217,8 @@ def _check_length(now: Recipe, changes: Changes, done: int, *, is_fork: bool) ->
 
 
 def _check_anneal(before: Recipe, now: Recipe, done: int) -> None:
-    """Check that a change of `data.anneal` keeps the mixture weights with which samples were already drawn.
-
-    Raises:
-        UserError: the weights would change too early, or `batch_size` changes while `data.anneal.share` is set.
-    """
+    """Raise UserError if a change of `data.anneal` would change the weights with which samples were already drawn, or
+    if `batch_size` changes while `data.anneal.share` is set."""
     old, new = (None if r.data.anneal is None else (r.anneal_from, r.data.anneal.weights) for r in (before, now))
     shared = [r.data.anneal for r in (before, now) if r.data.anneal is not None and r.data.anneal.share is not None]
     if shared and before.train.batch_size != now.train.batch_size:

@@ -23,15 +23,7 @@ from gptworks.files import (
 )
 from gptworks.recipe import by_key, load_recipe, not_a_run, run_name, save_recipe
 from gptworks.tokenizer import MAX_TOKENIZER_BYTES
-from gptworks.training.changes import (
-    Change,
-    History,
-    Origin,
-    check_changes,
-    read_history,
-    settings_at,
-    write_history,
-)
+from gptworks.training.changes import Change, History, Origin, check_changes, read_history, settings_at, write_history
 from gptworks.training.objectives.base import objective_of
 from gptworks.training.progress import Progress
 from gptworks.training.record.metrics import LOG, MOST_LOG_BYTES, MetricsLog
@@ -40,7 +32,8 @@ _one_at_a_time = threading.Lock()  # two forks with the same name would write to
 
 
 def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = ()) -> Path:
-    """Create a run folder that continues from a checkpoint of another run; `gptworks train INTO --resume` trains it.
+    """Create a run folder that continues from a checkpoint of another run, and return it; `gptworks train INTO
+    --resume` trains it.
 
     The folder appears complete or not at all, and does not depend on the source: the checkpoint's files, which no run
     changes, are hard links where the file system allows them, and all other files are copies.
@@ -49,9 +42,6 @@ def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = 
         step: the step of the checkpoint; None: the last checkpoint from which the run can resume.
         into: the new run folder; it must be missing or empty.
         overrides: `key.path=value` settings to change. The source's own changes after that step do not apply.
-
-    Returns:
-        `into`.
 
     Raises:
         UserError: the checkpoint is missing, damaged or has only weights; a setting is wrong or cannot change; or
@@ -147,16 +137,11 @@ def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe
             link_or_copy((taken.folder / name).resolve(), to / name)
     check_sums(source / "tokenizer", MAX_TOKENIZER_BYTES)
     for name in ("tokenizer", LOG, *objective_of(recipe.objective, recipe.train).kept_files):
-        _copy(source, name, aside)
+        if name == "tokenizer" or (source / name).is_dir():  # the tokenizer must exist
+            copy_folder(source / name, aside / name, inside=source)
+        elif (source / name).exists():
+            copy_file(source / name, aside / name, MOST_LOG_BYTES if name == LOG else None, inside=source)
     MetricsLog(aside / LOG, checkpoint.step, resume_rollbacks=progress.rollbacks).close()
-
-
-def _copy(source: Path, name: str, aside: Path) -> None:
-    """Copy a file or folder of the source, if it exists; the tokenizer must exist."""
-    if name == "tokenizer" or (source / name).is_dir():
-        copy_folder(source / name, aside / name, inside=source)
-    elif (source / name).exists():
-        copy_file(source / name, aside / name, MOST_LOG_BYTES if name == LOG else None, inside=source)
 
 
 def _history(source: Path, checkpoint: Checkpoint, overrides: Sequence[str]) -> History:

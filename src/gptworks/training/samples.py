@@ -31,11 +31,8 @@ def steps_done(run_dir: Path) -> int:
 
 
 def samples_of_step(recipe: Recipe, run_dir: Path, step: int) -> StepSamples:
-    """Return the samples of step number `step`, counted from 1.
-
-    Raises:
-        UserError: the run has not reached the step, or its files are damaged or contradict each other.
-    """
+    """Return the samples of step number `step`, counted from 1; raise UserError if the run has not reached the step, or
+    its files are damaged or contradict each other."""
     done = steps_done(run_dir)
     if not 1 <= step <= done:
         raise UserError(f"step {step} is not among those that the run has done: choose one from 1 to {done}.")
@@ -49,17 +46,11 @@ def samples_of_step(recipe: Recipe, run_dir: Path, step: int) -> StepSamples:
 
 
 def _batch_sizes(recipe: Recipe, run_dir: Path) -> list[tuple[int, int]]:
-    """Return the run's batch sizes in order, each as (number of steps before it applies, size).
-
-    Raises:
-        UserError: the history of changes is damaged.
-    """
+    """Return the run's batch sizes in order, each as (number of steps before it applies, size); raise UserError if the
+    history of changes is damaged."""
+    made = [change for change in read_history(run_dir).changes if _BATCH_SIZE in change.settings]
     try:
-        changes = [
-            (change.step, *map(int, change.settings[_BATCH_SIZE]))
-            for change in read_history(run_dir).changes
-            if _BATCH_SIZE in change.settings
-        ]
+        changes = [(change.step, *map(int, change.settings[_BATCH_SIZE])) for change in made]
         sizes = [(0, changes[0][1] if changes else recipe.train.batch_size)]
         sizes += [(step, new) for step, _, new in changes]
         if smaller := recipe.train.smaller_batches:  # `batch_size` applies only after these steps
@@ -70,8 +61,6 @@ def _batch_sizes(recipe: Recipe, run_dir: Path) -> list[tuple[int, int]]:
             sizes = grown + [(step, size) for step, size in sizes if step > last]
         if any(size < 1 for _, size in sizes) or any(b < a for (a, _), (b, _) in pairwise(sizes)):
             raise ValueError("it has sizes or steps that no run has")
-    except UserError:
-        raise
     except (TypeError, ValueError) as error:
         raise UserError(f"{run_dir / CHANGES} is damaged ({error}): restore it from a copy.") from None
     return sizes

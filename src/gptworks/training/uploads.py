@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gptworks.errors import RunError, UserError
-from gptworks.files import SUMS_FILE, copy_file, read_regular
+from gptworks.files import SUMS_FILE, Stamp, copy_file, read_regular, stamp
 from gptworks.files.mirror import CHECKPOINTS, SEAL
 from gptworks.files.remote import Remote
 
@@ -25,8 +25,6 @@ END_SECONDS = 600.0
 """At the end of a run without an error, failed uploads are tried again for this time."""
 _WHOLE_BYTES = 1 << 26
 Report = Callable[[str], None]
-_Stamp = tuple[int, int, int]
-"""A file's inode, size in bytes and time of change in ns. A file whose stamp stays the same has not changed."""
 
 
 class Uploads:
@@ -52,7 +50,7 @@ class Uploads:
         self.is_complete = False
         self._names = set(remote.entries())
         """Objects in the store."""
-        self._sent: dict[str, _Stamp] = {}
+        self._sent: dict[str, Stamp | None] = {}
         """Stamp of each file outside checkpoints, and of each manifest, whose contents the store has."""
         self._sent_at = -float("inf")
         self._n_failed = 0
@@ -62,9 +60,9 @@ class Uploads:
                 if name in self._names and remote.read(name, 1 << 24) == read_regular(
                     mirror / name, 1 << 24, inside=mirror
                 ):
-                    self._sent[name] = _stamp(mirror / name)
+                    self._sent[name] = stamp(mirror / name)
         if fetched:
-            self._sent |= {name: _stamp(mirror / name) for name in self._small() if name in self._names}
+            self._sent |= {name: stamp(mirror / name) for name in self._small() if name in self._names}
 
     def run(self) -> None:
         """Upload until the run is over; wait longer after each failure."""
@@ -91,7 +89,7 @@ class Uploads:
         Raises:
             RunError: something could not be uploaded, and the run ends without an error.
         """
-        until, n = time.monotonic() + (0 if failed else END_SECONDS), 0
+        until, n = time.monotonic() + END_SECONDS, 0
         while True:
             try:
                 self._upload(True)
@@ -108,10 +106,10 @@ class Uploads:
                     f"{', …' if len(left) > 5 else ''} ({error}) They are in {self._mirror}; the same command with "
                     f"--resume on this machine uploads them."
                 )
-                if failed or time.monotonic() > until:
-                    if failed:
-                        self._report(what)
-                        return
+                if failed:
+                    self._report(what)
+                    return
+                if time.monotonic() > until:
                     raise RunError(what) from error
                 if not n:
                     self._report(f"trying for up to {END_SECONDS:g} s to upload {len(left):,} files: {error}")
@@ -120,16 +118,12 @@ class Uploads:
 
     def _missing(self) -> list[str]:
         found = [f"{CHECKPOINTS}/{folder}/{SEAL}" for folder in self._checkpoints()]
-        stamps = {name: _stamp(self._mirror / name) for name in [*found, *self._small()]}
-        return [name.removesuffix(f"/{SEAL}") for name, stamp in stamps.items() if self._sent.get(name) != stamp]
+        return [name.removesuffix(f"/{SEAL}") for name in [*found, *self._small()] if not self._is_sent(name)]
 
     def _upload(self, small: bool) -> None:
         """Upload new checkpoints, the newest first, and delete from the store those that training has deleted, except
-        the one that `_resumable` returns; with `small`, upload all other files that have changed.
-
-        Raises:
-            RunError, UserError, OSError: something could not be uploaded.
-        """
+        the one that `_resumable` returns; with `small`, upload all other files that have changed. Whatever fails raises
+        RunError, UserError or OSError."""
         while True:
             here = self._checkpoints()
             sealed = [folder for folder in here if self._is_sent(f"{CHECKPOINTS}/{folder}/{SEAL}")]
@@ -153,7 +147,7 @@ class Uploads:
     def _upload_checkpoint(self, folder: str) -> None:
         path, below = self._mirror / CHECKPOINTS / folder, f"{CHECKPOINTS}/{folder}"
         try:
-            stamp = _stamp(path / SEAL)
+            now = stamp(path / SEAL)
             if f"{below}/{SEAL}" in self._names:  # another checkpoint of this step: no reader may see it half replaced
                 self._remove(f"{below}/{SEAL}")
             for file in sorted(path.iterdir()):
@@ -168,16 +162,16 @@ class Uploads:
             self._report(f"{below} was deleted before it was uploaded, since uploads take longer than steps")
             return
         self._names.add(f"{below}/{SEAL}")
-        self._sent[f"{below}/{SEAL}"] = stamp
+        self._sent[f"{below}/{SEAL}"] = now
 
     def _upload_small(self) -> None:
         for name in self._small():
             path = self._mirror / name
             with contextlib.suppress(FileNotFoundError):
-                stamp = _stamp(path)
-                if self._sent.get(name) == stamp:
+                now = stamp(path)
+                if now is None or self._sent.get(name) == now:
                     continue
-                if stamp[1] <= _WHOLE_BYTES:
+                if now[1] <= _WHOLE_BYTES:
                     self._writing().put(name, read_regular(path, 2 * _WHOLE_BYTES, inside=self._mirror))
                 else:  # a large file may grow while it is sent
                     copy = path.with_name(f".sent-{path.name}")
@@ -186,7 +180,7 @@ class Uploads:
                     self._writing().upload(name, copy)
                     copy.unlink()
                 self._names.add(name)
-                self._sent[name] = stamp
+                self._sent[name] = now
         self._sent_at = time.monotonic()
 
     def _delete_all_but(self, folders: list[str]) -> None:
@@ -204,22 +198,15 @@ class Uploads:
         self._sent.pop(name, None)
 
     def _writing(self, counts: bool = True) -> Remote:
-        """Return the store, after a check that this process may change it.
-
-        Args:
-            counts: whether a reader of the folder sees the change.
-
-        Raises:
-            RunError: another process has taken the folder.
-        """
+        """Return the store to change it; raise RunError if another process has taken the folder. `counts`: a reader of
+        the folder sees the change."""
         if not self._may_write(counts):
             raise RunError(f"{self._remote.url} was taken by another process")
         return self._remote
 
     def _is_sent(self, name: str) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return self._sent.get(name) == _stamp(self._mirror / name)
-        return False
+        now = stamp(self._mirror / name)
+        return now is not None and self._sent.get(name) == now
 
     def _checkpoints(self) -> list[str]:
         """Return the names of the complete checkpoints here, the newest first."""
@@ -246,8 +233,3 @@ class Uploads:
 def _order(folder: str) -> str:
     """Return a key that sorts names of checkpoints by step."""
     return folder.rpartition("-")[2].zfill(20)
-
-
-def _stamp(path: Path) -> _Stamp:
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
