@@ -395,7 +395,7 @@ def test_soap_is_adam_in_the_eigenvectors_of_its_preconditioners(shape: tuple[in
         return torch.randn(size, dtype=torch.float64, generator=generator)
 
     matrix, gradients = nn.Parameter(normal(*shape)), [normal(*shape) for _ in range(5)]
-    optimizer = SOAP([{"params": [matrix], "lr": 0.1, "weight_decay": 0.2}], (0.8, 0.9), 1e-8, frequency=2)
+    optimizer = SOAP([{"params": [matrix], "lr": 0.1, "weight_decay": 0.2}], (0.8, 0.9), 1e-8, 2, False, None)
     state = begun(torch.zeros(shape, dtype=torch.float64), 0.9)
     for side, size in zip(("left", "right"), shape, strict=True):
         root = normal(size, 2 * size)
@@ -413,7 +413,7 @@ def test_soaps_first_gradient_makes_its_preconditioners_and_no_step() -> None:
     torch.manual_seed(0)
     matrix = nn.Parameter(torch.randn(6, 4))
     before, matrix.grad = matrix.detach().clone(), torch.randn(6, 4)
-    optimizer = SOAP([{"params": [matrix], "lr": 0.1, "weight_decay": 0.2}], (0.8, 0.9), 1e-8, frequency=2)
+    optimizer = SOAP([{"params": [matrix], "lr": 0.1, "weight_decay": 0.2}], (0.8, 0.9), 1e-8, 2, False, None)
     optimizer.step()
     assert torch.equal(matrix, before)
     state = optimizer.state[matrix]

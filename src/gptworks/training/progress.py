@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from gptworks.checkpoint import Checkpoint
 from gptworks.config import Recipe, TrainConfig
@@ -62,12 +62,6 @@ def anomaly(train: TrainConfig, estimate: GradientEstimate, loss: float, norm: f
     return None
 
 
-def _number(value: float) -> float:
-    if math.isnan(value):
-        raise ValueError("it must be a number")
-    return value
-
-
 @dataclass
 class Progress:
     """A run's progress, saved in each checkpoint: all that a resumed run needs except weights and optimizer state."""
@@ -88,7 +82,7 @@ class Progress:
     samples_passed: Count = 0
     """Number of samples that rollbacks have skipped."""
     gradient: GradientEstimate = field(default_factory=GradientEstimate)
-    best_loss: Annotated[float, AfterValidator(_number)] = math.inf
+    best_loss: Annotated[float, Field(le=math.inf)] = math.inf  # refuses NaN
     best_step: Count = 0
     evaluations_since_best: Count = 0
     evaluation_cut: bool = False
@@ -104,11 +98,7 @@ class Progress:
         return self.samples + self.samples_passed
 
     def require_training(self, run_dir: Path) -> None:
-        """Check that the run in `run_dir` was trained, so that it can be resumed.
-
-        Raises:
-            UserError: the run was imported.
-        """
+        """Raise UserError if the run in `run_dir` was imported, not trained, so that it cannot be resumed."""
         if not self.data_fingerprint:
             raise UserError(
                 f"{run_dir} was imported and has no training to resume: start a run from it with "
@@ -117,11 +107,8 @@ class Progress:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
-        """Read the progress from a checkpoint.
-
-        Raises:
-            UserError: the progress has an unknown key, an invalid value, or another step than the checkpoint.
-        """
+        """Read the progress from a checkpoint; raise UserError if it has an unknown key, an invalid value, or another
+        step than the checkpoint."""
         try:
             progress = TypeAdapter(cls).validate_json(json.dumps(checkpoint.state()))
             step, due = progress.step, checkpoint.step

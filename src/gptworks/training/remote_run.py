@@ -15,15 +15,7 @@ from typing import Any
 
 from gptworks.errors import RunError, UserError
 from gptworks.files import make_folder, read_regular, write_whole
-from gptworks.files.mirror import (
-    OWN_SESSION,
-    SESSIONS,
-    is_last_here,
-    keep,
-    last_session,
-    refresh,
-    written_by,
-)
+from gptworks.files.mirror import OWN_SESSION, SESSIONS, is_last_here, keep, last_session, refresh, written_by
 from gptworks.files.remote import Remote, mirror_around, url_of
 from gptworks.training.distributed.ranks import Ranks
 from gptworks.training.signals import SCHEDULERS, stop_signals
@@ -156,11 +148,8 @@ class Session:
             raise
 
     def _wait(self, last: dict[str, Any], probe: str) -> None:
-        """Wait until a session's last sign of life is older than STALE_SECONDS.
-
-        Raises:
-            UserError: the session gives another sign of life, or another process has claimed the folder.
-        """
+        """Wait until a session's last sign of life is older than STALE_SECONDS; raise UserError if it gives another
+        one, or another process has claimed the folder."""
         name = self._name(last["number"])
         age = before = self.remote.age_seconds(name, probe)
         if age < STALE_SECONDS:

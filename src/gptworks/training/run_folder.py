@@ -18,7 +18,7 @@ from gptworks.training.distributed.agreed import SHARED
 CONSOLE = "console.log"
 """File with the output of a run that the studio started; it may exist before the run begins."""
 _NOT_OF_A_RUN = (".lock", SHARED, CONSOLE, OWN_SESSION, VERSIONS)
-"""Files that a folder may have before its run begins."""
+"""Files that a folder may have before its run begins, in addition to those that another rank is writing."""
 
 
 @contextlib.contextmanager
@@ -33,28 +33,20 @@ def open_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) 
     check_run_folder(recipe, resume, change)
     try:
         make_folder(folder)
-        lock = file_lock(folder / ".lock", timeout=0.3)  # `is_in_use` may hold the lock for a moment
-        lock.acquire()
+        lock = file_lock(folder / ".lock", timeout=0.3).acquire()  # `is_in_use` may hold the lock for a moment
     except filelock.Timeout:
         raise UserError(
             f"run folder {shown(folder)} is in use by another process: wait for it, or give another run_dir=."
         ) from None
     except OSError as error:
         raise RunError(f"run folder {folder} cannot be written: {error.strerror}.") from error
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 def is_in_use(folder: Path) -> bool:
     """Whether a process has opened the run folder; False if unknown, as on Windows. Writes nothing, follows no link."""
     return is_locked(folder / ".lock")
-
-
-def _is_of_no_run(name: str) -> bool:
-    """Return whether a folder may have a file of this name before its run begins; another rank may be writing one."""
-    return name in _NOT_OF_A_RUN or name.startswith(".writing-.")
 
 
 def check_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) -> None:
@@ -77,5 +69,7 @@ def check_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ())
             )
         check_changes(load_recipe(folder), recipe, change)
         check_sums(folder / "tokenizer", MAX_TOKENIZER_BYTES)
-    elif folder.is_dir() and any(not _is_of_no_run(path.name) for path in folder.iterdir()):
+    elif folder.is_dir() and any(
+        path.name not in _NOT_OF_A_RUN and not path.name.startswith(".writing-.") for path in folder.iterdir()
+    ):
         raise UserError(f"run_dir={shown(folder)} exists and holds other files, not a run: give another run_dir=.")

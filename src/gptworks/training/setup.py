@@ -107,11 +107,8 @@ def prepare_run(
 
 
 def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1, change: Collection[str] = ()) -> None:
-    """Check that a run can start, before any work is done; a launcher calls this before it starts processes.
-
-    Raises:
-        UserError: the run folder, an input of the run, a logger or the number of ranks cannot be used.
-    """
+    """Raise UserError if the run folder, an input of the run, a logger or the number of ranks cannot be used. Called
+    before any work is done; a launcher calls it before it starts processes."""
     for _, check in start_checks(recipe, resume, n_ranks, change):
         check()
 
@@ -131,11 +128,7 @@ def start_checks(
 
 
 def check_parallel(recipe: Recipe, n_ranks: int) -> None:
-    """Check that `n_ranks` ranks can train the recipe, before any work is done; see `gptworks.planning.arrange`.
-
-    Raises:
-        UserError: they cannot; the message explains why.
-    """
+    """Raise UserError, which explains why, if `n_ranks` ranks cannot train the recipe (`gptworks.planning.arrange`)."""
     if (refused := refusal(recipe, n_ranks, recipe.train.precision)) is not None:
         raise UserError(str(refused))
 

@@ -36,11 +36,8 @@ class CautiousAdamW(torch.optim.AdamW):
 
 
 def _decay(parameter: nn.Parameter, moment: Tensor | None, amount: float, beta: float) -> None:
-    """Decay this rank's part of a parameter before its update, a slice at a time to save memory.
-
-    Args:
-        moment: the first moment before this step's gradient is added; None at the first step.
-    """
+    """Decay this rank's part of a parameter before its update, a slice at a time to save memory. `moment` is the first
+    moment before this step's gradient is added; None at the first step."""
     weights, gradients = local(parameter).view(-1), gradient_of(parameter).reshape(-1)
     moments = None if moment is None else local(moment).view(-1)
     for piece in slices(weights):

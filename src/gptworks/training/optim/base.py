@@ -89,11 +89,8 @@ class ByOwners(torch.optim.Optimizer):
                     self._apply(matrices, update, owners, group)
 
     def _updates(self, owned: Sequence[Matrices], owners: Owners, group: Group) -> list[Update]:
-        """Return this rank's parts of the updates of each owner's matrices.
-
-        Args:
-            owned: the matrices of each owner in this rank's copy; at least one owner has some.
-        """
+        """Return this rank's parts of the updates of `owned`: the matrices of each owner in this rank's copy, of which
+        at least one has some."""
         raise NotImplementedError
 
     def _no_update(self, matrices: Matrices, owners: Owners) -> Update:

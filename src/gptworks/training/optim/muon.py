@@ -103,9 +103,7 @@ class Muon(ByOwners, torch.optim.Muon):
         """
         Args:
             orthogonalizing: the polynomials of the iterations, in order.
-            cautious: whether weight decay is cautious (see `gptworks.training.optim.base`).
             row_beta: NorMuon's decay of the rows' second moments; None: plain Muon.
-            mesh: the ranks that hold the parameters, whole or in parts; None: only this rank.
         """
         super().__init__(*arguments, **settings)
         self._polynomials, self._cautious, self._row_beta = orthogonalizing, cautious, row_beta

@@ -47,20 +47,9 @@ class SOAP(ByOwners):
     }
 
     def __init__(
-        self,
-        groups: list[Group],
-        betas: tuple[float, float],
-        eps: float,
-        frequency: int,
-        cautious: bool = False,
-        mesh: Mesh = None,
+        self, groups: list[Group], betas: tuple[float, float], eps: float, frequency: int, cautious: bool, mesh: Mesh
     ) -> None:
-        """
-        Args:
-            frequency: steps from one refresh of the bases to the next.
-            cautious: whether weight decay is cautious (see `gptworks.training.optim.base`).
-            mesh: the ranks that hold the parameters, whole or in parts; None: only this rank.
-        """
+        """`frequency`: steps from one refresh of the bases to the next."""
         super().__init__(groups, {"betas": betas, "eps": eps})
         self._frequency, self._cautious, self.mesh = frequency, cautious, mesh
 

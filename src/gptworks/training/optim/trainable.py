@@ -19,18 +19,14 @@ def trainable_model(config: ModelConfig, adapter: LoRAConfig | None, freeze: Fre
     blocks' matrices are quantized from the start, so that no unquantized model is ever in memory; all base weights are
     zeros until the base is loaded."""
     if adapter is None or adapter.base == "full":
-        return trained_part(GPT(config), adapter, freeze)
-    here = torch.get_default_device()
-    with ShapesOnly():
         model = GPT(config)
-        model = hold_packed(model, base_kinds(model, adapter.base))
-    zeros = {name: torch.zeros_like(tensor, device=here) for name, tensor in weight_tensors(model).items()}
-    model.assign(zeros, here)
-    return trained_part(model, adapter, freeze)
-
-
-def trained_part(model: GPT, adapter: LoRAConfig | None, freeze: FreezeConfig | None) -> GPT:
-    """Add the adapter to the model or freeze its parameters, in place; return the model."""
+    else:
+        here = torch.get_default_device()
+        with ShapesOnly():
+            model = GPT(config)
+            model = hold_packed(model, base_kinds(model, adapter.base))
+        zeros = {name: torch.zeros_like(tensor, device=here) for name, tensor in weight_tensors(model).items()}
+        model.assign(zeros, here)
     if adapter is not None:
         return add_lora(model, adapter)
     if freeze is not None:
@@ -40,11 +36,7 @@ def trained_part(model: GPT, adapter: LoRAConfig | None, freeze: FreezeConfig | 
 
 
 def check_trained(recipe: Recipe) -> None:
-    """Check that the patterns of `freeze` and the targets of `adapter` match parameters, and leave some to train.
-
-    Raises:
-        UserError: a pattern or all targets match no parameter, or nothing is left to train.
-    """
+    """Raise UserError if a pattern of `freeze` or all targets of `adapter` match no parameter, or none is trained."""
     model = recipe.model.model_copy(update={"vocab_size": recipe.model.vocab_size or 1})
     names = list(count_parameters(model).shapes)
     if recipe.freeze is not None:

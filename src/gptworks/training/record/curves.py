@@ -67,10 +67,7 @@ def training_chart(
     train: Sequence[Record], validation: Sequence[Record], title: str, unit: str, *, rewarded: bool, best: str = ""
 ) -> Chart:
     """Return a chart of the loss over tokens; if `rewarded`, of the reward, because the loss is then not a likelihood.
-
-    Args:
-        best: text appended to the validation curve's name.
-    """
+    `best` is appended to the name of the validation curve."""
     key, kind = ("reward", "Reward") if rewarded else ("loss", "Loss")
     raw = points(train, key)
     series = [

@@ -368,12 +368,8 @@ def _line(record: Record) -> str:
 
 
 def write_samples(metrics: Path, path: Path, rule: str = "") -> None:
-    """Write the run's samples as Markdown, oldest first: each prompt with its continuation. Without samples, write
-    nothing.
-
-    Args:
-        rule: how the beginnings of held-out texts were chosen.
-    """
+    """Write the run's samples, if any, as Markdown, oldest first: each prompt with its continuation. `rule` says how
+    the beginnings of held-out texts were chosen."""
     samples = list(read_metrics(metrics, kinds=("sample",)))
     if not samples:
         return

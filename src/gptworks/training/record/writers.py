@@ -1,6 +1,5 @@
 """Writers that pass the records of metrics.jsonl on to other programs: TensorBoard, Weights & Biases."""
 
-import contextlib
 import os
 import uuid
 from collections.abc import Iterator, Sequence
@@ -14,11 +13,7 @@ from gptworks.training.record.metrics import LOG, MetricsLog, Record, Writer
 
 
 def check_writers(names: Sequence[str]) -> None:
-    """Check that the loggers are installed, before any work is done.
-
-    Raises:
-        UserError: a logger is not installed; the message explains how to install it.
-    """
+    """Raise UserError, which explains how to install it, if a logger is missing; called before any work is done."""
     for name in names:
         if find_spec(name) is None:
             raise not_installed(name, name, f"train.loggers={name}")
@@ -92,7 +87,7 @@ class WeightsAndBiases:
         self._id = read_text(name, 64, inside=recipe.run_dir).strip()
         for old in folder.glob(f"offline-run-*-{self._id}"):
             remove_tree(old)
-        with _clear_errors():
+        try:
             self._run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "gptworks"),
                 id=self._id,
@@ -102,6 +97,11 @@ class WeightsAndBiases:
                 resume="allow",
                 settings={"quiet": True},
             )
+        except Exception as error:  # wandb raises many types of errors, mostly about the account
+            raise UserError(
+                f"Weights & Biases cannot be used: {' '.join(str(error).split())}. Run `wandb login`, set "
+                f"WANDB_MODE=offline, or leave wandb out of train.loggers."
+            ) from error
         self._first_step: int = self._run.step  # 0 for a new run; otherwise the server's last step + 1
 
     def write(self, record: Record) -> None:
@@ -112,17 +112,6 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Wait until all records are sent."""
         self._run.finish()
-
-
-@contextlib.contextmanager
-def _clear_errors() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # wandb raises many types of errors, mostly about the account
-        raise UserError(
-            f"Weights & Biases cannot be used: {' '.join(str(error).split())}. Run `wandb login`, set "
-            f"WANDB_MODE=offline, or leave wandb out of train.loggers."
-        ) from error
 
 
 WRITERS: dict[str, type[Writer]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
