@@ -20,7 +20,7 @@ from gptworks.planning.trained import everything
 from gptworks.tensors import read_tensors
 from gptworks.training.distributed.owners import Owners, divided_among_owners
 from gptworks.training.optim import adamw_int8, base, muon
-from gptworks.training.optim.muon import POLAR_EXPRESS, TOGETHER, Muon, batches, orthogonalized, polynomials
+from gptworks.training.optim.muon import POLAR_EXPRESS, TOGETHER, Muon, orthogonalized, polynomials
 from gptworks.training.optim.optimizer import Optimizer, parameter_groups
 from gptworks.training.optim.soap import SOAP, begun
 from tiny import plain_model, plain_training
@@ -437,7 +437,7 @@ def test_the_plan_counts_the_bytes_of_the_state(optimizer: str) -> None:
 def test_matrices_of_one_shape_go_together_up_to_a_limit() -> None:
     many = [nn.Parameter(torch.empty(1024, 1024)) for _ in range(6)]
     other, large = nn.Parameter(torch.empty(8, 8)), nn.Parameter(torch.empty(4096, 2048))
-    assert [len(batch) for batch in batches([*many, other, large])] == [4, 2, 1, 1]
+    assert [len(batch) for batch in Muon.batches([*many, other, large])] == [4, 2, 1, 1]
 
 
 @pytest.mark.parametrize("kind", ["muon", "soap"])

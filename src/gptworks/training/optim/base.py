@@ -50,7 +50,7 @@ class ByOwners(torch.optim.Optimizer):
         for group, divided in zip(self.param_groups, self._divided, strict=True):
             for owners, shares in divided:
                 learning = ([matrix for matrix in share if matrix.grad is not None] for share in shares)
-                for turn in zip_longest(*map(self._batches, learning), fillvalue=()):
+                for turn in zip_longest(*map(self.batches, learning), fillvalue=()):
                     self._turn(turn, owners, group)
 
     @property
@@ -71,7 +71,8 @@ class ByOwners(torch.optim.Optimizer):
             list(divided_among_owners(group["params"], self.mesh, self.ownership.work)) for group in self.param_groups
         ]
 
-    def _batches(self, matrices: Matrices) -> Iterator[Matrices]:
+    @staticmethod
+    def batches(matrices: Matrices) -> Iterator[Matrices]:
         """Split one owner's matrices into lists whose updates the owner computes together."""
         return ([matrix] for matrix in matrices)
 

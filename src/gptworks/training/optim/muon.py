@@ -109,8 +109,15 @@ class Muon(ByOwners, torch.optim.Muon):
         self._polynomials, self._cautious, self._row_beta = orthogonalizing, cautious, row_beta
         self.mesh = mesh
 
-    def _batches(self, matrices: Matrices) -> Iterator[Matrices]:
-        return batches(matrices)
+    @staticmethod
+    def batches(matrices: Matrices) -> Iterator[Matrices]:
+        """Yield lists of matrices with the same shape and shards: at most `TOGETHER` elements, or one larger matrix."""
+        by_shape: dict[Any, list[nn.Parameter]] = {}
+        for matrix in matrices:
+            by_shape.setdefault((matrix.shape, getattr(matrix, "placements", None)), []).append(matrix)
+        for alike in by_shape.values():
+            n = max(1, TOGETHER // alike[0].numel())
+            yield from (alike[i : i + n] for i in range(0, len(alike), n))
 
     def _turn(self, turn: Sequence[Matrices], owners: Owners, group: Group) -> None:
         for parameter in chain(*turn):  # all ranks keep averages of their parts: a run resumes on any number of ranks
@@ -204,13 +211,3 @@ def orthogonalized(x: Tensor, quintics: tuple[Polynomial, ...], eps: float) -> T
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
     return x.mT if tall else x
-
-
-def batches(matrices: Matrices) -> Iterator[Matrices]:
-    """Yield lists of matrices with the same shape and shards: at most `TOGETHER` elements, or one larger matrix."""
-    by_shape: dict[Any, list[nn.Parameter]] = {}
-    for matrix in matrices:
-        by_shape.setdefault((matrix.shape, getattr(matrix, "placements", None)), []).append(matrix)
-    for alike in by_shape.values():
-        n = max(1, TOGETHER // alike[0].numel())
-        yield from (alike[i : i + n] for i in range(0, len(alike), n))
