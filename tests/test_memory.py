@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import tiny
 from gptworks.checkpoint import choose_checkpoint, load_run
-from gptworks.config import LoRAConfig, ModelConfig, optimizers
+from gptworks.config import LoRAConfig, ModelConfig
 from gptworks.infer.backends.cache import SlotCache
 from gptworks.interop.huggingface import import_huggingface
 from gptworks.kernels import attention as native_attention
@@ -24,8 +24,7 @@ from gptworks.model import lora, scores
 from gptworks.model.cost import MLP_INNER, Shapes
 from gptworks.model.gpt import GPT
 from gptworks.model.lora import remove_lora
-from gptworks.planning import memory, state
-from gptworks.planning import trained as planned_part
+from gptworks.planning import memory
 from gptworks.planning.arrange import rank_setting
 from gptworks.planning.inference import BATCHES, inference_memory
 from gptworks.planning.layout import Layout, rank_config
@@ -40,7 +39,6 @@ from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
 from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.loop import train
-from gptworks.training.optim import adamw_int8, base, muon
 from gptworks.training.record.metrics import read_metrics
 from gptworks.training.rehearsal.trace import LiveBytes, Rehearsal, trace_step
 from tiny import plain_model, plain_training
@@ -306,12 +304,6 @@ def test_rows_of_a_shorter_length_are_planned_as_a_model_of_that_context() -> No
         quarters = Setting.of(short, plain_training(max_steps=9, batch_size=8), "fp32", True)
         peaks = [training_peak(setting).total_bytes for setting in (whole, quarters)]
         assert training_peak(cut).total_bytes == max(peaks)
-
-
-def test_the_constants_are_the_models() -> None:
-    assert optimizers.MUON_TOGETHER == muon.TOGETHER
-    assert (state.CPU_AT_ONCE, state.AT_ONCE) == (base.CPU_AT_ONCE, base.AT_ONCE)
-    assert (planned_part.LEAST_IN_8_BITS, planned_part.SCALED_TOGETHER) == (adamw_int8.LEAST, adamw_int8.BLOCK)
 
 
 class EfficientKernel:

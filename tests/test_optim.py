@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gptworks.config.optimizers import OPTIMIZERS
+from gptworks.config.optimizers import LEAST_IN_8_BITS, MUON_TOGETHER, OPTIMIZERS
 from gptworks.errors import UserError
 from gptworks.model.gpt import GPT
 from gptworks.planning.layout import divided
@@ -20,7 +20,7 @@ from gptworks.planning.trained import everything
 from gptworks.tensors import read_tensors
 from gptworks.training.distributed.owners import Owners, divided_among_owners
 from gptworks.training.optim import adamw_int8, base, muon
-from gptworks.training.optim.muon import POLAR_EXPRESS, TOGETHER, Muon, orthogonalized, polynomials
+from gptworks.training.optim.muon import POLAR_EXPRESS, Muon, orthogonalized, polynomials
 from gptworks.training.optim.optimizer import Optimizer, parameter_groups
 from gptworks.training.optim.soap import SOAP, begun
 from tiny import plain_model, plain_training
@@ -211,7 +211,7 @@ def test_a_model_learns_with_moments_in_8_bits_as_with_torchs() -> None:
     kept = {key.rpartition("/")[0] for key, x in tensors.items() if x.dtype == torch.int8}
     assert kept == {
         name for name, p in small[1].parameters.items()
-        if name.startswith("blocks.") and p.ndim == 2 and p.numel() >= adamw_int8.LEAST
+        if name.startswith("blocks.") and p.ndim == 2 and p.numel() >= LEAST_IN_8_BITS
     }  # fmt: skip
     count = count_parameters(WIDER)
     planned = trained_state_bytes(count, "adamw", everything(count), "int8")
@@ -222,7 +222,7 @@ def test_muon_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the C++ library, whose updates tests/test_native_optimizer.py compares with these."""
     monkeypatch.setattr("gptworks.training.optim.muon.muon_library", lambda tensors: None)
     generator = torch.Generator().manual_seed(0)
-    shapes = [(64, 64)] * 3 + [(96, 64), (64, 96)] * 2 + [(96, 64), (TOGETHER // 250 + 1, 250)]
+    shapes = [(64, 64)] * 3 + [(96, 64), (64, 96)] * 2 + [(96, 64), (MUON_TOGETHER // 250 + 1, 250)]
     ours = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
     settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}

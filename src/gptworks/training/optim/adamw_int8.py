@@ -14,10 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from gptworks.config import TrainConfig
-from gptworks.config.optimizers import LEAST_IN_8_BITS, SCALED_TOGETHER, n_scales
+from gptworks.config.optimizers import SCALED_TOGETHER, n_scales
 from gptworks.training.optim.base import Group, Mesh, decay, restore_state, slices
-
-LEAST, BLOCK = LEAST_IN_8_BITS, SCALED_TOGETHER
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 
@@ -54,7 +52,7 @@ class AdamWInt8(torch.optim.Optimizer):
         rate, root = group["lr"] / (1 - beta1**n_steps), (1 - beta2**n_steps) ** 0.5
         weights, gradients = parameter.view(-1), gradient.reshape(-1)
         for piece in slices(parameter):
-            blocks = slice(piece.start // BLOCK, n_scales((piece.stop,)))
+            blocks = slice(piece.start // SCALED_TOGETHER, n_scales((piece.stop,)))
             gradient = gradients[piece].float()
             parts = [(state[slot].view(-1)[piece], state[f"{slot}_scale"][blocks]) for slot in SLOTS]
             first = unpack_signed(*parts[0]).lerp_(gradient, 1 - beta1)
@@ -110,5 +108,5 @@ def _scaled(values: Tensor, scale: Tensor) -> Tensor:
 
 def _blocks(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return views of values [n]: the full blocks [blocks, 256], and the elements after them."""
-    n_whole = values.numel() // BLOCK * BLOCK
-    return values[:n_whole].view(-1, BLOCK), values[n_whole:]
+    n_whole = values.numel() // SCALED_TOGETHER * SCALED_TOGETHER
+    return values[:n_whole].view(-1, SCALED_TOGETHER), values[n_whole:]

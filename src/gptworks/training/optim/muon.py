@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gptworks.config import TrainConfig
-from gptworks.config.optimizers import BY_MUON
-from gptworks.config.optimizers import MUON_TOGETHER as TOGETHER
+from gptworks.config.optimizers import BY_MUON, MUON_TOGETHER
 from gptworks.kernels.optimizer import muon_library, muon_updates
 from gptworks.training.distributed.owners import Matrices, Owners
 from gptworks.training.distributed.shards import local, shape_of
@@ -82,7 +81,7 @@ def _of_divided(polynomial: Polynomial, divisor: float) -> Polynomial:
     return a / divisor, b / divisor**3, c / divisor**5
 
 
-class Muon(ByOwners, torch.optim.Muon):
+class Muon(ByOwners, torch.optim.Muon):  # type: ignore[misc]  # `step` takes no closure
     """`torch.optim.Muon` with its default settings, Nesterov's momentum included.
 
     An update is this rank's parts of orthogonal matrices, [N, rows, columns] in bfloat16; for NorMuon also the norms of
@@ -111,12 +110,12 @@ class Muon(ByOwners, torch.optim.Muon):
 
     @staticmethod
     def batches(matrices: Matrices) -> Iterator[Matrices]:
-        """Yield lists of matrices with the same shape and shards: at most `TOGETHER` elements, or one larger matrix."""
+        """Yield lists of matrices of one shape and sharding: at most `MUON_TOGETHER` elements, or one larger matrix."""
         by_shape: dict[Any, list[nn.Parameter]] = {}
         for matrix in matrices:
             by_shape.setdefault((matrix.shape, getattr(matrix, "placements", None)), []).append(matrix)
         for alike in by_shape.values():
-            n = max(1, TOGETHER // alike[0].numel())
+            n = max(1, MUON_TOGETHER // alike[0].numel())
             yield from (alike[i : i + n] for i in range(0, len(alike), n))
 
     def _turn(self, turn: Sequence[Matrices], owners: Owners, group: Group) -> None:
