@@ -45,7 +45,7 @@ def inspect(
     shards = TokenShards(prepared.folder, "validation" if validation else "train")
     rows = Examples(shards, context, packing=False)
     documents = range(len(sides) * (first - 1), min(len(sides) * (first - 1 + examples), shards.n_documents))
-    records = shards.examples()[:, 0]
+    records = shards.examples()["record"]
     shown = []
     for i in documents:
         where, side = prepared.manifest.where(int(records[i])), sides[i % len(sides)]

