@@ -145,7 +145,7 @@ def draft_tuning(
         )
     inspection = inspect_records(plan.recipe, prepared)
     plan = replace(plan, measured=(measure or measure_speed)(Rehearsal.of(plan, device.type)))
-    return Tuning(draft.sections(), plan, inspection.lines(), inspection.findings)
+    return Tuning(draft.sections(), plan, inspection.lines, inspection.findings)
 
 
 class _Draft:
