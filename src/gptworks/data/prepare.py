@@ -27,7 +27,7 @@ from gptworks.data.cleaning.duplicates import Duplicates
 from gptworks.data.conversations.examples import write_examples
 from gptworks.data.identity import folder_for, folder_of_settings, made_from
 from gptworks.data.jobs import JobSettings, finished, join_jobs, plan_jobs, run_jobs
-from gptworks.data.learn import empty, held_out_of, iter_records, keep_tokenizer, split_by
+from gptworks.data.learn import LearnedText, empty, held_out_of, iter_records, keep_tokenizer, split_by
 from gptworks.data.mixture import find_mixed, members_of, mixed
 from gptworks.data.opened import Prepared, open_prepared
 from gptworks.data.shard_writer import split_writers, write_manifest
@@ -164,8 +164,12 @@ def _trained(recipe: AnyRecipe, report: Report) -> Path:
     check_sources(sources)
     make_folder(folder.parent)
     with _locked(folder, report):
-        datasets = [(recipe.data.of_member(member), member.weight) for member in recipe.data.mixture]
-        keep_tokenizer(folder, recipe, [(data, weight, read_texts(data)) for data, weight in datasets], report)
+        learned = []
+        for member in recipe.data.mixture:
+            data = recipe.data.of_member(member)
+            texts = read_texts(data)
+            learned.append(LearnedText(data, texts, split_by(data, texts.sources), member.weight))
+        keep_tokenizer(folder, recipe, learned, report)
     return folder
 
 
@@ -211,7 +215,8 @@ def _begin(work: Path, recipe: AnyRecipe, report: Report) -> tuple[Texts, Valida
             "data.snippets needs whole training documents, and these are so few that the end of each is held out: "
             "give more documents, set data.validation.by=document, or remove data.snippets."
         )
-    return texts, validation, keep_tokenizer(work / TOKENIZER_FOLDER, recipe, [(data, 1.0, texts)], report)
+    learned = [LearnedText(data, texts, validation)]
+    return texts, validation, keep_tokenizer(work / TOKENIZER_FOLDER, recipe, learned, report)
 
 
 def write_dataset(folder: Path, work: Path, recipe: AnyRecipe, made_from: dict[str, Any], report: Report) -> None:
