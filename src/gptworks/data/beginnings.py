@@ -63,8 +63,7 @@ def beginnings(
         return _of_conversations(shards, tokenizer, n, n_following)
     bounds, long = shards.document_bounds, _long_documents(shards, most_tokens)
     inside, found = _in_documents(shards, len(long), n), []
-    for k in range(n):
-        first = (2 * k + 1) * shards.n_tokens // (2 * n) if inside else long[(2 * k + 1) * len(long) // (2 * n)]
+    for first in _middles(shards.n_tokens, n) if inside else [long[place] for place in _middles(len(long), n)]:
         end = int(bounds[np.searchsorted(bounds[:-1], first, side="right")])
         window = shards.read(first, min((1 + inside) * most_tokens + n_following, end - first)).tolist()
         text = tokenizer.decode(window).rstrip("\ufffd")
@@ -94,6 +93,11 @@ def _in_documents(shards: TokenShards, n_long: int, n: int) -> bool:
     return n_long < n or made_from.get("split_by", stated) != "document"
 
 
+def _middles(total: int, n: int) -> list[int]:
+    """Return the middle of each of n equal parts of the numbers from 0 to `total` - 1."""
+    return [(2 * k + 1) * total // (2 * n) for k in range(n)]
+
+
 def _next_start(text: str, most: int) -> int:
     """Return where the next paragraph (else line, sentence or word) begins in the first `most` characters, else 0."""
     for end in _ENDS:
@@ -112,9 +116,8 @@ def _last_end(text: str) -> int:
 
 
 def _of_conversations(shards: TokenShards, tokenizer: Tokenizer, n: int, n_following: int) -> list[Beginning]:
-    n_documents, found = shards.n_documents, []
-    for k in range(min(n, n_documents)):
-        place = (2 * k + 1) * n_documents // (2 * min(n, n_documents))
+    found = []
+    for place in _middles(shards.n_documents, min(n, shards.n_documents)):
         first, end = shards.document_bounds[place : place + 2].tolist()
         learned = shards.read_learned(first, end - first)
         asked = int(learned.argmax()) if learned.any() else end - first

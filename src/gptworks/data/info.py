@@ -15,7 +15,7 @@ from gptworks.config.cleaning import LanguageFilter
 from gptworks.data.cleaning.language import LanguageOf
 from gptworks.data.opened import Prepared
 from gptworks.data.permutation import Int64s
-from gptworks.data.shards import Manifest, Part, ShardFile, Split, TokenShards, shares
+from gptworks.data.shards import Manifest, Part, ShardFile, Split, SplitFiles, TokenShards, shares
 from gptworks.data.workers import Progress
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
@@ -157,9 +157,7 @@ def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None
         held_out_in_training=_in_both(digests["validation"], digests["train"]) if len(digests) == 2 else 0,
         languages=_languages(prepared, splits["train"]) if "train" in splits else None,
         cleaning=tuple(
-            Cleaning(name, counts)
-            for name, counts in ((None, manifest.cleaning), *((part.name, part.cleaning) for part in manifest.parts))
-            if counts is not None
+            Cleaning(name, dataset.cleaning) for name, dataset in _datasets(manifest) if dataset.cleaning is not None
         ),
     )
 
@@ -167,18 +165,17 @@ def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None
 def _amounts(manifest: Manifest) -> Iterator[Amount]:
     """Yield the amount of text in each split, each dataset of a mixture, and each source if there are several."""
     for split, files in manifest.splits.items():
-        yield _amount(split, None, None, files.shards)
-        yield from _by_source(split, None, manifest, files.shards)
         owned = shares(split, [part.shards for part in manifest.parts], files.shards)
-        for part, own in zip(manifest.parts, owned, strict=True):
-            yield _amount(split, part.name, None, own)
-            yield from _by_source(split, part.name, part, own)
+        for (name, dataset), shards in zip(_datasets(manifest), [files.shards, *owned], strict=True):
+            yield _amount(split, name, None, shards)
+            if len(dataset.sources) > 1:
+                for number, own in enumerate(shares(split, dataset.sources, shards)):
+                    yield _amount(split, name, _source_name(dataset.made_from, number), own)
 
 
-def _by_source(split: Split, name: str | None, of: Manifest | Part, shards: Sequence[ShardFile]) -> Iterator[Amount]:
-    if len(of.sources) > 1:
-        for number, own in enumerate(shares(split, of.sources, shards)):
-            yield _amount(split, name, _source_name(of.made_from, number), own)
+def _datasets(manifest: Manifest) -> list[tuple[str | None, Manifest | Part]]:
+    """Return the whole dataset, without a name, then the datasets of a mixture by name."""
+    return [(None, manifest), *((part.name, part) for part in manifest.parts)]
 
 
 def _source_name(made_from: dict[str, Any], number: int) -> str:
@@ -191,10 +188,9 @@ def _source_name(made_from: dict[str, Any], number: int) -> str:
 
 
 def _amount(split: Split, name: str | None, source: str | None, shards: Sequence[ShardFile]) -> Amount:
-    documents, tokens, text_bytes = (
-        sum(getattr(one, key) for one in shards) for key in ("documents", "tokens", "text_bytes")
-    )
-    return Amount(split, name, source, documents, tokens, text_bytes, tokens / text_bytes if text_bytes else None)
+    all_of = SplitFiles.of(shards, 0)
+    per_byte = all_of.tokens / all_of.text_bytes if all_of.text_bytes else None
+    return Amount(split, name, source, all_of.documents, all_of.tokens, all_of.text_bytes, per_byte)
 
 
 def _digests(shards: TokenShards) -> Iterator[tuple[bytes, int]]:

@@ -171,10 +171,8 @@ class AnswerPairs(Samples):
     item_name = "pair"
 
     def _open(self) -> None:
-        self.pairs = {
-            "train": Pairs(self.train_shards, self.context_length),
-            "validation": Pairs(self.validation_shards, self.context_length),
-        }
+        splits = self.train_shards, self.validation_shards
+        self.pairs: dict[str, Pairs] = {one.split: Pairs(one, self.context_length) for one in splits}
         self.per_epoch, self.n_validation = map(len, self.pairs.values())
 
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
@@ -216,10 +214,8 @@ class Prompts(Samples):
     item_name = "prompt"
 
     def _open(self) -> None:
-        self.examples = {
-            "train": Examples(self.train_shards, self.context_length, False),
-            "validation": Examples(self.validation_shards, self.context_length, False),
-        }
+        splits = self.train_shards, self.validation_shards
+        self.examples: dict[str, Examples] = {one.split: Examples(one, self.context_length, False) for one in splits}
         rollouts = self.recipe.objective.rollouts
         assert rollouts is not None
         self.per_epoch = self.n_items * rollouts.group_size * rollouts.steps

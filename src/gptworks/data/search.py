@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gptworks.data.opened import Prepared
-from gptworks.data.shards import Ids, ShardFile, Split, TokenShards, redo
+from gptworks.data.shards import Ids, Split, TokenShards, redo
 from gptworks.data.spelling import BORDER, Spelling
 from gptworks.data.workers import Progress
 from gptworks.errors import UserError, not_installed
@@ -128,6 +128,7 @@ class SearchIndex:
         self.folder, self.split, self.tokenizer = prepared.folder / FOLDER, split, prepared.tokenizer
         self.spelling = Spelling(prepared.tokenizer)
         self._shards = TokenShards(prepared.folder, split, verify=False)
+        self.n_tokens = self._shards.n_tokens
         self._table: Sequence[bytes] = [*self.spelling.table, BORDER]
         self._blocks = list(self._planned(prepared.manifest.tokenizer_sha256))
 
@@ -142,14 +143,10 @@ class SearchIndex:
                     "version": _VERSION, "tokens_sha256": shard.sha256, "documents_sha256": shard.offsets_sha256,
                     "tokenizer_sha256": tokenizer_sha256, "first_token": start, "n_tokens": n,
                 }  # fmt: skip
-                yield _Block(self.folder / _name(shard, number), header, at + start, n)
+                yield _Block(self.folder / f"{Path(shard.file).stem}-{number:03d}.index", header, at + start, n)
             at += shard.tokens
 
     # ------------------------------------------------------------------------------------- building the index
-
-    @property
-    def n_tokens(self) -> int:
-        return self._shards.n_tokens
 
     @property
     def missing(self) -> int:
@@ -347,10 +344,6 @@ class SearchIndex:
         return UserError(
             f"{self.folder} is not the index of {self._shards.folder}, or was changed. Delete it to build it again."
         )
-
-
-def _name(shard: ShardFile, number: int) -> str:
-    return f"{Path(shard.file).stem}-{number:03d}.index"
 
 
 def _opened(block: _Block) -> _Opened | None:

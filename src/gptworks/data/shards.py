@@ -273,7 +273,10 @@ class TokenShards:
         assert split in SPLITS
         if split not in self.manifest.splits:
             raise UserError(f"{self.folder} has no {split} split. {redo(self.folder)}")
-        self._files = self.manifest.splits[split]
+        self._files = files = self.manifest.splits[split]
+        self.n_tokens, self.n_documents = files.tokens, files.documents
+        self.text_bytes = files.text_bytes
+        """Size of the encoded text in UTF-8 bytes."""
         dtype = little_endian(self.manifest.dtype)
         for shard in self._files.shards:
             self._check_size(shard.file, shard.tokens * dtype.itemsize)
@@ -292,10 +295,6 @@ class TokenShards:
         self._bounds = np.cumsum([0, *(shard.tokens for shard in self._files.shards)])
 
     @property
-    def n_tokens(self) -> int:
-        return self._files.tokens
-
-    @property
     def stretches(self) -> list[Stretch]:
         """The token range of each dataset; one range without a name if the folder is a single dataset."""
         parts, shards = self.manifest.parts, self._files.shards
@@ -306,15 +305,6 @@ class TokenShards:
             found.append(Stretch(name, first, n_tokens, sum(shard.text_bytes for shard in own)))
             first += n_tokens
         return found
-
-    @property
-    def n_documents(self) -> int:
-        return self._files.documents
-
-    @property
-    def text_bytes(self) -> int:
-        """Size of the encoded text in UTF-8 bytes."""
-        return self._files.text_bytes
 
     def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
         """Return `length` tokens from position `start` on, as int64.

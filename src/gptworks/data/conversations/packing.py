@@ -94,15 +94,11 @@ class Pairs(Examples):
         if not shards.manifest.origins or any(origin.shape != SHAPE for origin in shards.manifest.origins):
             raise UserError(f"{shards.folder} holds no pairs of answers: give sources of type preferences.")
         super().__init__(shards, context_length, packing=False)
+        self.lengths: Int64s = np.minimum(self.n_tokens - 1, context_length).reshape(-1, 2)
+        """Number of inputs, within the context, of each pair's two conversations, [n, 2], chosen first."""
 
     def __len__(self) -> int:
-        return len(self.n_tokens) // 2
-
-    @property
-    def lengths(self) -> Int64s:
-        """Number of inputs, within the context, of each pair's two conversations, [n, 2], chosen first."""
-        lengths: Int64s = np.minimum(self.n_tokens - 1, self._context_length).reshape(-1, 2)
-        return lengths
+        return len(self.lengths)
 
     def answer(self, pair: int, side: int) -> tuple[Int64s, npt.NDArray[np.bool_]]:
         """Return a pair's prompt with the chosen (side 0) or rejected (1) answer, as tokens and mask like `text`."""

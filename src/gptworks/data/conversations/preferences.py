@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 from gptworks.chat_template import Message
 from gptworks.config import PreferencesSource
@@ -33,6 +33,7 @@ class Pair(Record):
     prompt: list[Message]
     chosen: Message
     rejected: Message
+    unlearned: ClassVar[frozenset[int]] = frozenset()
 
     @property
     def messages(self) -> list[Message]:
@@ -41,10 +42,6 @@ class Pair(Record):
     @property
     def conversations(self) -> list[list[Message]]:
         return [[*self.prompt, answer] for answer in (self.chosen, self.rejected)]
-
-    @property
-    def unlearned(self) -> frozenset[int]:
-        return frozenset()
 
 
 def iter_pairs(sources: Iterable[PreferencesSource]) -> Iterator[Pair]:
