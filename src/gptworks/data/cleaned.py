@@ -243,11 +243,7 @@ def _write_counts(file: Path, counts: Iterable[FilterCounts]) -> None:
 
 
 def _read_counts(file: Path) -> tuple[FilterCounts, ...]:
-    """Return the filters' counts that `_write_counts` wrote.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Return the filters' counts that `_write_counts` wrote. Raises UserError if the file is damaged."""
     try:
         tree = unsealed_json(read_regular(file, _MAX_COUNTS_BYTES))
         return tuple(map(FilterCounts.model_validate, tree["filters"]))

@@ -30,10 +30,7 @@ _PLACES = ("path", "url", "sha256")
 
 def made_from(recipe: AnyRecipe) -> dict[str, Any]:
     """Return everything that decides the contents of the dataset, and the origin of its text, as a dict for JSON.
-
-    Raises:
-        UserError: a source or a file of the tokenizer is missing.
-    """
+    Raises UserError if a source or a file of the tokenizer is missing."""
     data = recipe.data
     made = _settings(recipe) | {
         "format_version": FORMAT_VERSION,
@@ -87,10 +84,7 @@ def _without(tree: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def folder_of_settings(recipe: AnyRecipe) -> Path | None:
     """Find the dataset built earlier with the recipe's settings, to use if the sources are gone; None if none exists.
-
-    Raises:
-        UserError: several such datasets exist, with different text.
-    """
+    Raises UserError if several such datasets exist, with different text."""
     datasets, wanted = datasets_in([recipe.data.cache_dir]), _settings(recipe)
     found = [folder for folder, manifest in datasets if _without(manifest.made_from, *_CONTENTS) == wanted]
     if len(found) > 1:

@@ -124,11 +124,7 @@ class Info:
 
 
 def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None) -> Info:
-    """Compute the statistics of a dataset by reading all of its tokens.
-
-    Raises:
-        UserError: a file of the dataset was changed.
-    """
+    """Compute the statistics of a dataset by reading all of its tokens. Raises UserError if a file was changed."""
     manifest = prepared.manifest
     splits = {split: TokenShards(prepared.folder, split) for split in manifest.splits}
     total, done = sum(shards.n_tokens for shards in splits.values()), 0

@@ -86,10 +86,7 @@ class LearnedText:
 
 def keep_tokenizer(folder: Path, recipe: AnyRecipe, texts: Sequence[LearnedText], report: Report) -> Tokenizer:
     """Load the tokenizer in `folder`; if there is no such folder, train or load the recipe's tokenizer and save it.
-
-    Raises:
-        UserError: the text is empty or too short, or the recipe states another vocabulary size.
-    """
+    Raises UserError if the text is empty or too short, or the recipe states another vocabulary size."""
     if not folder.exists():
         sample = folder.with_name(f".{folder.name}.sample")
         trained = _train(recipe, texts, sample, report)

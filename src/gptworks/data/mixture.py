@@ -63,11 +63,8 @@ class Member:
 
     @classmethod
     def of(cls, name: str, prepared: Prepared) -> "Member":
-        """Return the dataset in a folder; if the folder is a mixture, return the part with this name.
-
-        Raises:
-            UserError: the mixture has no such part, or the folder holds conversations.
-        """
+        """Return the dataset in a folder; if the folder is a mixture, the part with this name. Raises UserError if the
+        mixture has no such part, or the folder holds conversations."""
         manifest, folder = prepared.manifest, prepared.folder
         if manifest.holds_examples:
             raise UserError(f"{folder} ({name}) holds conversations, and mixtures are of text: train on it separately.")
@@ -137,11 +134,8 @@ def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Pat
 
 
 def find_mixed(members: Sequence[Member], cache_dir: Path) -> Prepared | None:
-    """Open the dataset of exactly these members: a folder that they share, or one that `mixed` made; else None.
-
-    Raises:
-        UserError: the datasets have different tokenizers, or a file of the folder was changed.
-    """
+    """Open the dataset of exactly these members: a folder that they share, or one that `mixed` made; else None. Raises
+    UserError if the datasets have different tokenizers, or a file of the folder was changed."""
     _check_same_tokenizer(members)
     first = members[0].prepared
     whole = [*first.manifest.parts] or [members[0].part]

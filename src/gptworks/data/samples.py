@@ -101,11 +101,8 @@ class Samples(ABC):
         return {}
 
     def held_out(self, n_sequences: int) -> Iterator[Batch]:
-        """Yield at most `n_sequences` (0: all) evenly spaced sequences [T] of the validation split.
-
-        Raises:
-            NotImplementedError: the samples are preference pairs or prompts.
-        """
+        """Yield at most `n_sequences` (0: all) evenly spaced sequences [T] of the validation split. Raises
+        NotImplementedError if the samples are preference pairs or prompts."""
         raise NotImplementedError
 
 

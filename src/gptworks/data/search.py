@@ -118,11 +118,8 @@ class _Opened:
 
 
 class SearchIndex:
-    """The search index of a split. Call `build` to complete it before searching.
-
-    Raises:
-        UserError: a file of the dataset is missing or has another size, or a token has more than 65,536 bytes.
-    """
+    """The search index of a split. Call `build` to complete it before searching. Raises UserError if a file of the
+    dataset is missing or has another size, or a token has more than 65,536 bytes."""
 
     def __init__(self, prepared: Prepared, split: Split = "train") -> None:
         self.folder, self.split, self.tokenizer = prepared.folder / FOLDER, split, prepared.tokenizer
@@ -208,10 +205,7 @@ class SearchIndex:
 
     def _read(self, at: int, n: int) -> tuple[Ids, npt.NDArray[np.bool_]]:
         """Return tokens [n], and a mask [n] of tokens that begin a document with no special token at that border.
-
-        Raises:
-            UserError: a token is not in the vocabulary.
-        """
+        Raises UserError if a token is not in the vocabulary."""
         before = min(at, 1)
         ids = self._shards.read(at - before, n + before)
         if int(ids.max(initial=0)) >= len(self.spelling.table):
@@ -283,10 +277,7 @@ class SearchIndex:
 
     def _token_at(self, place: int) -> tuple[int, int]:
         """Return the index of the token that spells the byte at a text offset, and the byte's index in the token.
-
-        Raises:
-            UserError: no token spells this byte.
-        """
+        Raises UserError if no token spells this byte."""
         number = min(bisect_right(self._bounds, place), len(self._open)) - 1
         one, local = self._open[number], place - self._bounds[number]
         noted = max(0, int(np.searchsorted(one.places, local, side="right")) - 1)
@@ -303,11 +294,7 @@ class SearchIndex:
         return [BORDER * opened + self._table[token] for token, opened in spelled]
 
     def _hit(self, place: int, pattern: bytes) -> Hit:
-        """Return the occurrence at an offset of the text, checked against the tokens.
-
-        Raises:
-            UserError: the tokens do not spell the phrase there.
-        """
+        """Return the occurrence at an offset of the text. Raises UserError if the tokens do not spell it."""
         token, within = self._token_at(place)
         spelled = self._spelled(token, min(len(pattern), self._shards.n_tokens - token))
         ends = list(accumulate(map(len, spelled)))

@@ -234,11 +234,8 @@ def little_endian(dtype: Dtype) -> np.dtype[Any]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a folder of shards.
-
-    Raises:
-        UserError: the manifest is missing or broken, or has a format that this version does not read.
-    """
+    """Read the manifest of a folder of shards. Raises UserError if it is missing or broken, or has a format that this
+    version does not read."""
     file = folder / MANIFEST_FILE
     try:
         data = read_regular(file, MAX_MANIFEST_BYTES, inside=folder)
@@ -307,19 +304,12 @@ class TokenShards:
         return found
 
     def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """Return `length` tokens from position `start` on, as int64.
-
-        Raises:
-            IndexError: the range is not within the split.
-        """
+        """Return `length` tokens from position `start` on, as int64. Raises IndexError if the range is not within the
+        split."""
         return self._read(self._maps, start, length)
 
     def read_learned(self, start: int, length: int) -> npt.NDArray[np.bool_]:
-        """Return a mask of the learned tokens among `length` tokens from position `start` on.
-
-        Raises:
-            IndexError: the range is not within the split.
-        """
+        """Return a mask of the learned tokens among `length` tokens from position `start` on; errors as `read`."""
         return self._read(self._learned, start, length).astype(np.bool_)
 
     def _read(self, maps: Sequence[Ids], start: int, length: int) -> npt.NDArray[np.int64]:
@@ -348,11 +338,8 @@ class TokenShards:
 
     @cached_property
     def document_bounds(self) -> npt.NDArray[np.int64]:
-        """The position of each document's first token, then the number of tokens, [n_documents + 1], ascending.
-
-        Raises:
-            UserError: the stored starts are not ascending positions in the split.
-        """
+        """The position of each document's first token, then the number of tokens, [n_documents + 1], ascending. Raises
+        UserError if the stored ones are not ascending."""
         parts = [
             read_array(self.folder / shard.offsets_file, "<u8", inside=self.folder).astype(np.int64) + first
             for shard, first in zip(self._files.shards, self._bounds[:-1].tolist(), strict=True)

@@ -52,10 +52,7 @@ def write_examples(
     report: Callable[[str, int, int | None], None],
 ) -> tuple[Origin, ...]:
     """Encode each record's conversations and write them to its split. Return the files or datasets that were read.
-
-    Raises:
-        UserError: the template refuses a conversation; the message names the record.
-    """
+    Raises UserError, which names the record, if the template refuses a conversation."""
     origins: list[Origin] = []
     unknown = special_tokens(template.tokenizer).unk
     done_bytes = 0

@@ -42,11 +42,8 @@ _CONSEQUENCES: dict[DataFault, frozenset[DataFault]] = {
 
 
 def refuse_faults(findings: Sequence[Finding], allowed: Sequence[str]) -> None:
-    """Stop with an error if there are faults that the recipe does not allow.
-
-    Raises:
-        UserError: there are such faults. The message names each fault, with advice unless another fault causes it.
-    """
+    """Raise a UserError if there are faults that the recipe does not allow. Its message names each fault, with advice
+    unless another fault causes it."""
     stops = [finding for finding in findings if finding.name not in allowed]
     if stops:
         names = ", ".join(finding.name for finding in stops)
@@ -202,11 +199,8 @@ def inspect_records(recipe: Recipe, prepared: Prepared) -> Inspection:
 
 
 def check_records(recipe: Recipe, prepared: Prepared, report: Callable[[str], None]) -> None:
-    """Report statistics of a recipe's conversations or pairs, and stop at faults that the recipe does not allow.
-
-    Raises:
-        UserError: see `refuse_faults`.
-    """
+    """Report statistics of a recipe's conversations or pairs, and stop at faults that the recipe does not allow; see
+    `refuse_faults`."""
     if not recipe.data.records:
         return
     inspection = inspect_records(recipe, prepared)

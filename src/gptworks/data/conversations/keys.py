@@ -161,11 +161,8 @@ def meaning(name: str, of_turn: bool) -> str:
 
 
 def learns(turn: Fields, number: int) -> bool:
-    """Return whether an answer is learned, according to its `LEARNING_SWITCHES`.
-
-    Raises:
-        ValueError: a switch is not 0, 1, false or true, or two contradict each other.
-    """
+    """Return whether an answer is learned, according to its `LEARNING_SWITCHES`. Raises ValueError if a switch is not
+    0, 1, false or true, or two contradict each other."""
     switches: dict[str, bool] = {}
     for name in LEARNING_SWITCHES:
         if not is_stated(turn, name):

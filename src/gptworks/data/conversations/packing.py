@@ -37,11 +37,8 @@ have T in the other places."""
 
 
 class Examples:
-    """The examples of a split, packed into rows of at most `context_length` inputs.
-
-    Raises:
-        UserError: the dataset holds text, not conversations.
-    """
+    """The examples of a split, packed into rows of at most `context_length` inputs. Raises UserError if the dataset
+    holds text, not conversations."""
 
     def __init__(self, shards: TokenShards, context_length: int, packing: bool = True) -> None:
         if not shards.manifest.holds_examples:
@@ -84,11 +81,8 @@ class Examples:
 
 class Pairs(Examples):
     """The preference pairs of a split. Each pair is two examples: the conversation that ends with the chosen answer,
-    then the one that ends with the rejected answer. Only these last answers are learned.
-
-    Raises:
-        UserError: the dataset does not hold preference pairs.
-    """
+    then the one that ends with the rejected answer. Only these last answers are learned. Raises UserError if the
+    dataset does not hold preference pairs."""
 
     def __init__(self, shards: TokenShards, context_length: int) -> None:
         if not shards.manifest.origins or any(origin.shape != SHAPE for origin in shards.manifest.origins):
@@ -204,11 +198,8 @@ _PROBES = (("What is it?", "A tree."), ("  Où?\n", "Là-bas"), ("1 + 1 =", " 2\
 
 
 def find_joint(template: ChatTemplate) -> Joint:
-    """Return the tokens that the template writes between exchanges.
-
-    Raises:
-        UserError: the template writes no end token after an answer, or writes later exchanges differently.
-    """
+    """Return the tokens that the template writes between exchanges. Raises UserError if it writes no end token after an
+    answer, or writes later exchanges differently."""
     found = {_joint(template, *first, *second) for first in _PROBES for second in _PROBES if first != second}
     if len(found) != 1 or None in found:
         raise UserError(
@@ -238,11 +229,8 @@ def _joint(template: ChatTemplate, question: str, answer: str, next_question: st
 
 
 def training_examples(shards: TokenShards, recipe: Recipe) -> Examples:
-    """Return the training examples in the rows that a run reads.
-
-    Raises:
-        UserError: see `Examples` and, for a run that joins examples, `find_joint`; or there is no chat template.
-    """
+    """Return the training examples in the rows that a run reads. Raises UserError like `Examples` and, for a run that
+    joins examples, like `find_joint`; or if there is no chat template."""
     if not recipe.objective.joins:
         return Examples(shards, recipe.row_length, recipe.objective.packs)
     folder = shards.folder / TOKENIZER_FOLDER

@@ -45,11 +45,8 @@ class Pair(Record):
 
 
 def iter_pairs(sources: Iterable[PreferencesSource]) -> Iterator[Pair]:
-    """Yield all pairs of the sources in order, with local files sorted by path.
-
-    Raises:
-        UserError: a file is missing or broken, or a record has another shape; the message names file and record.
-    """
+    """Yield all pairs of the sources in order, with local files sorted by path. Raises UserError, which names file and
+    record, if a file is missing or broken, or a record has another shape."""
     for source in sources:
         for origin, records in origins(source):
             for number, record in enumerate(records, 1):

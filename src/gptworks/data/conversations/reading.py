@@ -114,11 +114,8 @@ def _place(prompt: list[Message]) -> float:
 
 
 def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conversation]:
-    """Yield all conversations of the sources in order, with local files sorted by path.
-
-    Raises:
-        UserError: a file is missing or broken, or a record has another shape; the message names file and record.
-    """
+    """Yield all conversations of the sources in order, with local files sorted by path. Raises UserError, which names
+    file and record, if a file is missing or broken, or a record has another shape."""
     for source in sources:
         for origin, records in origins(source):
             shape: Shape | None = None if source.shape == "auto" else source.shape
@@ -140,11 +137,7 @@ _RULE = (
 
 
 def recognized(record: Fields) -> Shape:
-    """Return the shape of a record, recognized by its fields.
-
-    Raises:
-        ValueError: the fields match no known shape.
-    """
+    """Return the shape of a record, recognized by its fields. Raises ValueError if they match no known shape."""
     shapes: tuple[tuple[Shape, str], ...] = (
         ("messages", "messages"), ("sharegpt", "conversations"), ("alpaca", "instruction"),
     )  # fmt: skip
@@ -218,11 +211,8 @@ _SHAPES: dict[str, Callable[[Fields], Turns]] = {
 
 
 def with_system(record: Fields, turns: Turns) -> Turns:
-    """Return the turns, preceded by the record's system message unless they already begin with it.
-
-    Raises:
-        ValueError: the turns begin with a different system message, or the record states two that differ.
-    """
+    """Return the turns, preceded by the record's system message unless they already begin with it. Raises ValueError if
+    the turns begin with a different system message, or the record states two that differ."""
     stated = [(name, read_text(record, name)) for name in ("system", "system_prompt") if is_stated(record, name)]
     if turns.messages and turns.messages[0]["role"] == "system":
         stated.append(("the first turn", turns.messages[0]["content"]))
@@ -245,12 +235,8 @@ def read_question(record: Fields, field: str) -> Message:
 
 
 def read_history(record: Fields) -> list[Message]:
-    """Return the earlier questions and answers of an Alpaca record. These answers are learned like its last one, as in
-    LLaMA-Factory.
-
-    Raises:
-        ValueError: `history` is not a list of [question, answer].
-    """
+    """Return the earlier questions and answers of an Alpaca record, whose answers are learned like its last one, as in
+    LLaMA-Factory. Raises ValueError if `history` is not a list of [question, answer]."""
     if not is_stated(record, "history"):
         return []
     history = record["history"]
