@@ -36,12 +36,11 @@ def rule(shards: TokenShards, n: int, most_tokens: int) -> str:
     """Return a description of the rule by which `beginnings` chooses."""
     if shards.manifest.holds_examples:
         return f"{counted(n, 'held-out conversation')} of {shards.n_documents:,}, evenly spaced, each up to an answer"
-    long = _long_documents(shards, most_tokens)
-    where = (
-        f"{n} of {len(long):,} held-out documents of over {2 * most_tokens} tokens, evenly spaced, each from its start"
-    )
-    if _in_documents(shards, len(long), n):
+    if (long := _long_documents(shards, n, most_tokens)) is None:
         where = f"{counted(n, 'evenly spaced place')} in the held-out text, each from the next paragraph"
+    else:
+        more = f"documents of over {2 * most_tokens} tokens"
+        where = f"{n} of {len(long):,} held-out {more}, evenly spaced, each from its start"
     return f"{where} to the last end of a paragraph (else line, sentence or word) within {most_tokens} tokens"
 
 
@@ -61,10 +60,10 @@ def beginnings(
     """
     if shards.manifest.holds_examples:
         return _of_conversations(shards, tokenizer, n, n_following)
-    bounds, long = shards.document_bounds, _long_documents(shards, most_tokens)
-    inside, found = _in_documents(shards, len(long), n), []
-    for first in _middles(shards.n_tokens, n) if inside else [long[place] for place in _middles(len(long), n)]:
-        end = int(bounds[np.searchsorted(bounds[:-1], first, side="right")])
+    long, found = _long_documents(shards, n, most_tokens), []
+    inside = long is None
+    for first in _middles(shards.n_tokens, n) if long is None else [long[i] for i in _middles(len(long), n)]:
+        end = shards.document(shards.document_at(first))[1]
         window = shards.read(first, min((1 + inside) * most_tokens + n_following, end - first)).tolist()
         text = tokenizer.decode(window).rstrip("\ufffd")
         if inside:
@@ -78,19 +77,15 @@ def beginnings(
     return list(dict.fromkeys(one for one in found if one.text))
 
 
-def _long_documents(shards: TokenShards, most_tokens: int) -> list[int]:
-    """Return the starts of the documents of more than 2 × `most_tokens` tokens."""
-    long: list[int] = shards.document_starts()[np.diff(shards.document_bounds) > 2 * most_tokens].tolist()
-    return long
-
-
-def _in_documents(shards: TokenShards, n_long: int, n: int) -> bool:
-    """Return whether to begin inside documents: if fewer than `n` are long, or if the split may hold ends of documents.
-    It may, unless the manifest states that whole documents are held out."""
+def _long_documents(shards: TokenShards, n: int, most_tokens: int) -> list[int] | None:
+    """Return the starts of the documents of more than 2 × `most_tokens` tokens. None: begin inside documents, because
+    fewer than `n` are long, or the split may hold ends of documents: the manifest does not state that it holds whole
+    ones."""
     made_from = shards.manifest.made_from
     settings = made_from.get("validation")
     stated = settings.get("by") if isinstance(settings, dict) else None
-    return n_long < n or made_from.get("split_by", stated) != "document"
+    long: list[int] = shards.document_starts()[np.diff(shards.document_bounds) > 2 * most_tokens].tolist()
+    return None if len(long) < n or made_from.get("split_by", stated) != "document" else long
 
 
 def _middles(total: int, n: int) -> list[int]:
@@ -118,7 +113,7 @@ def _last_end(text: str) -> int:
 def _of_conversations(shards: TokenShards, tokenizer: Tokenizer, n: int, n_following: int) -> list[Beginning]:
     found = []
     for place in _middles(shards.n_documents, min(n, shards.n_documents)):
-        first, end = shards.document_bounds[place : place + 2].tolist()
+        first, end = shards.document(place)
         learned = shards.read_learned(first, end - first)
         asked = int(learned.argmax()) if learned.any() else end - first
         ids = shards.read(first, end - first).tolist()

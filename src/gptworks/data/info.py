@@ -240,7 +240,7 @@ def _languages(prepared: Prepared, shards: TokenShards) -> Languages | None:
     chosen = np.unique(np.linspace(0, n - 1, min(n, SAMPLED_DOCUMENTS)).astype(np.int64)).tolist()
     counts: Counter[str] = Counter()
     for document in chosen:
-        first, end = shards.document_bounds[document : document + 2].tolist()
+        first, end = shards.document(document)
         text = prepared.tokenizer.decode(shards.read(first, min(SAMPLED_TOKENS, end - first)).tolist())
         counts[detector.detect(text)[0]] += 1
     return Languages(len(chosen), dict(counts.most_common()))

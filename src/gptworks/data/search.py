@@ -302,9 +302,8 @@ class SearchIndex:
         whole = b"".join(spelled[:n])
         if whole[within : within + len(pattern)] != pattern:
             raise self._damaged()
-        bounds = self._shards.document_bounds
-        document = int(np.searchsorted(bounds, token, side="right")) - 1
-        begin, end = bounds[document : document + 2].tolist()
+        document = self._shards.document_at(token)
+        begin, end = self._shards.document(document)
         before = max(begin, token - _CONTEXT_TOKENS)
         after = min(end, token + n + _CONTEXT_TOKENS)
         if self.spelling.by_text:

@@ -352,6 +352,19 @@ class TokenShards:
             )
         return bounds
 
+    def document(self, number: int) -> tuple[int, int]:
+        """Return the positions at which a document begins and ends. Raises UserError if there is no such document."""
+        if not 0 <= number < self.n_documents:
+            raise UserError(
+                f"document {number} is not in the {self.split} split, which has {self.n_documents}, numbered from 0."
+            )
+        start, end = self.document_bounds[number : number + 2].tolist()
+        return start, end
+
+    def document_at(self, position: int) -> int:
+        """Return the number of the document that holds the token at a position of the split."""
+        return int(np.searchsorted(self.document_bounds, position, side="right")) - 1
+
     def verify(self) -> None:
         """Compare every file with its sha256 in the manifest, and every id with the vocabulary.
 
