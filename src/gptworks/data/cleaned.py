@@ -119,12 +119,8 @@ def read_texts(data: DataConfig) -> Texts:
 
 def cleaned_texts(work: Path, data: DataConfig, report: Report) -> Texts:
     """Return a dataset's sources and jobs, after cleaning the text if the recipe has filters. Jobs that were cleaned
-    earlier in `work` are not cleaned again.
-
-    Raises:
-        UserError: a source is broken, or no document is left.
-        RunError: a process died, or the disk is full or fails.
-    """
+    earlier in `work` are not cleaned again. Raises UserError if a source is broken or no document is left; RunError if
+    a process died, or the disk is full or fails."""
     raw = Texts(data.texts, plan_jobs(data.texts), total_bytes(data.texts) if data.texts else None)
     if not data.clean:
         return raw

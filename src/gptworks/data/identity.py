@@ -1,6 +1,5 @@
 """The identity of the dataset that a recipe describes; it depends on the contents of sources, not on paths or times."""
 
-import hashlib
 import json
 import platform
 from pathlib import Path
@@ -10,7 +9,7 @@ from gptworks.chat_template import find_chat_template, find_other_templates
 from gptworks.config import AnyRecipe, FileTokenizer, GPT2Tokenizer, SourceConfig, TokenizerConfig
 from gptworks.data.cleaning.choose import clean_signature
 from gptworks.data.conversations.reading import READING_VERSION
-from gptworks.data.opened import datasets_in, sha256_text
+from gptworks.data.opened import datasets_in, folder_named, sha256_text
 from gptworks.data.shards import FORMAT_VERSION
 from gptworks.data.snippets import SNIPPETS_VERSION
 from gptworks.data.sources.anything import Files
@@ -74,8 +73,7 @@ def folder_for(recipe: AnyRecipe, made: dict[str, Any]) -> Path:
         "tokenizer": _without(made["tokenizer"], "path"),
         **({"clean": [_without(one, "tasks") for one in made["clean"]]} if "clean" in made else {}),
     }
-    digest = hashlib.sha256(json.dumps(placeless, sort_keys=True).encode("utf-8")).hexdigest()[:8]
-    return recipe.data.cache_dir / f"shards-{digest}"
+    return folder_named(recipe.data.cache_dir, "shards", placeless)
 
 
 def _without(tree: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -216,11 +216,8 @@ def _lines(file: Path) -> Iterator[tuple[int, int, str]]:
 
 
 def _sample_job(validation: ValidationSplit, below: int, advance: Advance, work: tuple[Job, Path, int]) -> None:
-    """Write a job's training pieces with keys less than `below`. Above the size limit, drop the largest keys.
-
-    Args:
-        work: the job, the file for its part of the sample, and the maximum bytes of text in that file.
-    """
+    """Write a job's training pieces with keys less than `below` to a file. Above the limit of bytes, drop the largest
+    keys."""
     job, file, limit_bytes = work
     kept: list[tuple[int, int, str]] = []  # a heap with the largest key on top
     kept_bytes, most = 0, below

@@ -4,8 +4,6 @@ The folder is a complete dataset: its shards are links to the datasets' shards, 
 The datasets' weights are in the recipe, not in the folder.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -21,11 +19,10 @@ from gptworks.config import (
     DatasetTokenizer,
     FileTokenizer,
     MixtureMember,
-    TokenizerConfig,
     WordTokenizer,
 )
 from gptworks.config.mixture import check_mixture
-from gptworks.data.opened import Prepared, open_prepared, sha256_text
+from gptworks.data.opened import Prepared, folder_named, open_prepared, sha256_text
 from gptworks.data.shard_writer import write_manifest
 from gptworks.data.shards import (
     FORMAT_VERSION,
@@ -113,14 +110,17 @@ def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Pat
     tokenizer = recipe.tokenizer
     if first is not None:
         _check_same_tokenizer(list(built.values()))
-        if not isinstance(tokenizer, DatasetTokenizer):
-            _check_tokenizer(tokenizer, first)
-        path = first.prepared.folder / TOKENIZER_FOLDER
-        tokenizer = FileTokenizer(type="file", path=path)
+        folder, made_by = first.prepared.folder, first.prepared.manifest.tokenizer_sha256
+        if not isinstance(tokenizer, DatasetTokenizer) and fingerprint(train_tokenizer(tokenizer, ())) != made_by:
+            raise UserError(
+                f"tokenizer.type={tokenizer.type} is not the tokenizer of {first.part.name} ({folder}), which is "
+                f"already tokenized: set tokenizer.type=dataset."
+            )
+        tokenizer = FileTokenizer(type="file", path=folder / TOKENIZER_FOLDER)
     elif isinstance(tokenizer, BPETokenizer | CharTokenizer | WordTokenizer):
-        if (folder := trained(recipe)) is None:
+        if (trained_in := trained(recipe)) is None:
             return None
-        tokenizer = FileTokenizer(type="file", path=folder)
+        tokenizer = FileTokenizer(type="file", path=trained_in)
     members = []
     for member in data.mixture:
         if member.name in built:
@@ -141,21 +141,17 @@ def find_mixed(members: Sequence[Member], cache_dir: Path) -> Prepared | None:
     whole = [*first.manifest.parts] or [members[0].part]
     if {member.prepared.folder for member in members} == {first.folder} and [one.part for one in members] == whole:
         return first
-    folder = _folder(_manifest(members), cache_dir)
+    folder = folder_named(cache_dir, "mixture", _manifest(members).model_dump(mode="json"))
     return open_prepared(folder) if folder.exists() else None
 
 
 def mixed(members: Sequence[Member], cache_dir: Path) -> Prepared:
     """Return the dataset of exactly these members: the folder that they share, else one in `cache_dir`, made if needed.
-
-    Raises:
-        UserError: the datasets have different tokenizers.
-        RunError: the disk is full, fails or refuses to write.
-    """
+    Raises UserError if they have different tokenizers; RunError if the disk is full, fails or refuses to write."""
     if (found := find_mixed(members, cache_dir)) is not None:
         return found
     manifest = _manifest(members)
-    folder = _folder(manifest, cache_dir)
+    folder = folder_named(cache_dir, "mixture", manifest.model_dump(mode="json"))
     advice = "Free space, or set data.cache_dir to another disk, and run it again."
     with naming_disk_errors(f"{cache_dir}: the mixture could not be made", folder, advice):
         make_folder(cache_dir)
@@ -164,11 +160,6 @@ def mixed(members: Sequence[Member], cache_dir: Path) -> Prepared:
                 return open_prepared(folder)
             _write(members, manifest, folder)
     return replace(open_prepared(folder), reused=False)
-
-
-def _folder(manifest: Manifest, cache_dir: Path) -> Path:
-    digest = hashlib.sha256(json.dumps(manifest.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()[:8]
-    return cache_dir / f"mixture-{digest}"
 
 
 def mix_folders(out: Path, datasets: Sequence[str]) -> list[dict[str, Any]]:
@@ -210,14 +201,6 @@ def _given(text: str) -> MixtureMember:
             f"{text}: {'.'.join(map(str, problem['loc']))} {problem['msg']}. Give NAME=FOLDER, or NAME=FOLDER:WEIGHT "
             f"with a weight of 0 or more, such as web=data/shards-0123abcd:0.7."
         ) from None
-
-
-def _check_tokenizer(tokenizer: TokenizerConfig, member: Member) -> None:
-    if fingerprint(train_tokenizer(tokenizer, ())) != member.prepared.manifest.tokenizer_sha256:
-        raise UserError(
-            f"tokenizer.type={tokenizer.type} is not the tokenizer of {member.part.name} ({member.prepared.folder}), "
-            f"which is already tokenized: set tokenizer.type=dataset."
-        )
 
 
 def _check_same_tokenizer(members: Sequence[Member]) -> None:

@@ -2,10 +2,12 @@
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -94,12 +96,8 @@ def open_prepared(folder: str | Path) -> Prepared:
 
 
 def held_out_text(prepared: Prepared) -> Iterator[bytes]:
-    """Yield the validation text in parts, decoded from the shards.
-
-    Raises:
-        UserError: the dataset holds conversations or preference pairs, decoding the tokens does not restore the text,
-            or a file was changed.
-    """
+    """Yield the validation text in parts, decoded from the shards. Raises UserError if the dataset holds no text,
+    decoding the tokens does not restore the text, or a file was changed."""
     if prepared.manifest.holds_examples:
         raise UserError(
             f"{prepared.folder} holds conversations or preference pairs, not text: there is no held-out text to decode."
@@ -115,6 +113,12 @@ def held_out_text(prepared: Prepared) -> Iterator[bytes]:
         for at in range(start, end, _DECODED_TOKENS):
             yield stream.push(*shards.read(at, min(_DECODED_TOKENS, end - at)).tolist()).encode("utf-8")
         yield stream.flush().encode("utf-8")
+
+
+def folder_named(cache_dir: Path, kind: str, made_from: Any) -> Path:
+    """Return the folder in `cache_dir` for what is made from this JSON tree, named KIND-DIGEST."""
+    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode("utf-8")).hexdigest()[:8]
+    return cache_dir / f"{kind}-{digest}"
 
 
 def sha256_text(text: str | None) -> str | None:

@@ -85,11 +85,8 @@ class Samples(ABC):
         examples a row joins."""
 
     def item(self, position: int) -> tuple[int, int]:
-        """Return the epoch and the item index of the sample at `position`. Datasets of a mixture have their own epochs.
-
-        Raises:
-            UserError: the sample was made during the run and was not kept.
-        """
+        """Return the epoch and the item index of the sample at `position`; datasets of a mixture have their own epochs.
+        Raises UserError if the sample was made during the run and was not kept."""
         return position // self.per_epoch, int(self._shuffled(position, 1)[0])
 
     def _shuffled(self, first: int, size: int) -> Int64s:

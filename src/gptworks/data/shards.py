@@ -189,14 +189,8 @@ class Manifest(Section):
         return bool(self.origins)
 
     def where(self, record: int) -> str:
-        """Return the place of a record, for messages: the name of its file or dataset, and its number there, from 1.
-
-        Args:
-            record: index of the record among those of all origins, from 0.
-
-        Raises:
-            IndexError: there is no such record.
-        """
+        """Return the place of a record, numbered from 0 among those of all origins, for messages: the name of its file
+        or dataset, and its number there, from 1. Raises IndexError if there is no such record."""
         for origin in self.origins:
             if record < origin.records:
                 return f"{origin.name}, record {record + 1}"
@@ -366,13 +360,9 @@ class TokenShards:
         return int(np.searchsorted(self.document_bounds, position, side="right")) - 1
 
     def verify(self) -> None:
-        """Compare every file with its sha256 in the manifest, and every id with the vocabulary.
-
-        Files that this process has verified since they last changed are skipped.
-
-        Raises:
-            UserError: a file was changed, or holds an id outside the vocabulary.
-        """
+        """Compare every file with its sha256 in the manifest, and every id with the vocabulary, unless this process has
+        done so since the file last changed. Raises UserError if a file was changed, or holds an id outside the
+        vocabulary."""
         for shard in self._files.shards:
             more = ((_sibling(shard, ending), sha256) for ending, sha256 in shard.more_sha256.items())
             for name, expected in ((shard.file, shard.sha256), (shard.offsets_file, shard.offsets_sha256), *more):

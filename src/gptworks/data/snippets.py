@@ -34,14 +34,9 @@ Place = tuple[int, tuple[int, ...]]
 
 
 def with_snippets(parts: Iterable[tuple[Split, Piece]], share: float) -> Iterator[tuple[Split, Piece]]:
-    """Yield the parts, and snippets of the training documents among them.
-
-    Held-out documents, and documents of several pieces, give no snippets. Snippets come after many documents, so that a
-    row seldom has both a snippet and its file, from which the model could copy the snippet.
-
-    Args:
-        share: size of the snippets as a share of the Python files' size, on average. 0: no snippets.
-    """
+    """Yield the parts, and snippets of the training documents among them, whose size is on average this share of the
+    Python files' size. Held-out documents, and documents of several pieces, give no snippets. Snippets come after many
+    documents, so that a row seldom has both a snippet and its file, from which the model could copy the snippet."""
     made: list[str] = []
     n_characters = 0
     for split, piece in parts:

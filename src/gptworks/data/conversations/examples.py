@@ -120,14 +120,8 @@ AnyRecord = Conversation | Pair
 def encode_records(
     template: ChatTemplate, records: Iterable[AnyRecord], processes: int
 ) -> Iterator[tuple[AnyRecord, list[Example]]]:
-    """Yield each record with the examples of its conversations, in order.
-
-    Args:
-        processes: number of worker processes, used only if there is enough to encode; 0: one per core.
-
-    Raises:
-        UserError: the template refuses a conversation; the message names the record.
-    """
+    """Yield each record with the examples of its conversations, in order. More processes than this one work only if
+    there is enough to encode. Raises UserError, which names the record, if the template refuses a conversation."""
     batches = batches_of(iter(records), _characters, _BATCH_CHARACTERS)
     packed = pack_tokenizer(template.tokenizer), template.source
     for batch, encoded in in_order(batches, _examples_encoder, packed, processes, least=_BATCHES_WORTH_A_POOL):

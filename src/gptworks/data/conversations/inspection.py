@@ -250,11 +250,7 @@ def _about_length(train: _Examples, n_tokens: int, context: int) -> list[Finding
 
 def _about_held_out(answered: npt.NDArray[np.bool_], context: int, noun: str) -> list[Finding]:
     """Return a finding if no held-out example has an answer within the context, so that no evaluation is possible.
-
-    Args:
-        answered: whether each held-out example has an answer within the context, [n].
-        noun: the word for the examples in the message.
-    """
+    `answered`: whether each has one, [n]; `noun`: the word for the examples."""
     if answered.any():
         return []
     text = (

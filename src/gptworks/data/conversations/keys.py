@@ -110,11 +110,8 @@ def is_stated(fields: Fields, name: str) -> bool:
 
 
 def unread_in_record(record: Fields, shape: Shape, messages: Sequence[Message]) -> Iterator[str]:
-    """Yield the keys of a record that other programs honour and gptworks does not read in this shape.
-
-    Args:
-        messages: the messages read from the record; a key that only repeats their text is left out.
-    """
+    """Yield the keys of a record that other programs honour and gptworks does not read in this shape. A key that only
+    repeats the text of the messages read from the record is left out."""
     read = {_plain(message["content"]) for message in messages}
     for name in record:
         if not is_stated(record, name) or not isinstance(name, str):
@@ -132,11 +129,8 @@ def unread_in_record(record: Fields, shape: Shape, messages: Sequence[Message]) 
 
 
 def unread_in_turn(turn: Fields, shape: Shape, answers: bool) -> Iterator[str]:
-    """Yield the keys of a turn that other programs honour and gptworks does not read.
-
-    Args:
-        answers: whether the turn is the assistant's. In other turns, a learning switch is yielded if it is on.
-    """
+    """Yield the keys of a turn that other programs honour and gptworks does not read. Outside answers, the assistant's
+    turns, a learning switch is yielded if it is on."""
     for name in turn:
         if not is_stated(turn, name) or not isinstance(name, str):
             continue

@@ -119,12 +119,9 @@ def held_out_rows(shards: TokenShards, recipe: Recipe) -> Iterator[Rows]:
 
 
 def laid_out(texts: Iterable[tuple[Int64s, npt.NDArray[np.bool_]]], width: int, n_starts: int) -> Rows:
-    """Return a row of `width` tokens that holds these texts in sequence.
-
-    Args:
-        texts: each text's tokens, [n], and whether each token is learned, [n]; targets not learned are IGNORED.
-        n_starts: number of starts to return: at least the number of texts, plus one if there is padding.
-    """
+    """Return a row of `width` tokens that holds these texts in sequence, each given as tokens, [n], and whether each
+    token is learned, [n]; targets not learned are IGNORED. `n_starts` counts the texts, and the padding if there is
+    any, or more."""
     starts = np.full(n_starts, width, dtype=np.int32)
     inputs, positions = (np.zeros(width, dtype=np.int64) for _ in range(2))
     targets = np.full(width, IGNORED, dtype=np.int64)

@@ -253,14 +253,9 @@ def read_history(record: Fields) -> list[Message]:
 
 
 def read_turns(record: Fields, field: str, shape: Shape = "messages") -> Turns:
-    """Read the list of turns in a field: objects {role, content}, or {from, value} as in ShareGPT.
-
-    Args:
-        shape: the shape to assume if the keys of the first turn do not show it.
-
-    Raises:
-        ValueError: the field is not such a list, or a role or a learning switch has an unknown value.
-    """
+    """Read the list of turns in a field: objects {role, content}, or {from, value} as in ShareGPT. `shape` decides if
+    the keys of the first turn do not. Raises ValueError if the field is not such a list, or a role or a learning switch
+    has an unknown value."""
     if field not in record:
         raise ValueError(f"no field `{field}`; its fields are {', '.join(map(str, record)) or 'none'}")
     turns = record[field]
