@@ -12,28 +12,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gptworks.config import (
-    AnyRecipe,
-    BPETokenizer,
-    CharTokenizer,
-    DatasetTokenizer,
-    FileTokenizer,
-    MixtureMember,
-    WordTokenizer,
-)
+from gptworks.config import AnyRecipe, DatasetTokenizer, FileTokenizer, MixtureMember, TrainedTokenizer
 from gptworks.config.mixture import check_mixture
 from gptworks.data.opened import Prepared, folder_named, open_prepared, sha256_text
 from gptworks.data.shard_writer import write_manifest
-from gptworks.data.shards import (
-    FORMAT_VERSION,
-    SPLITS,
-    TOKENIZER_FOLDER,
-    Manifest,
-    Part,
-    Split,
-    SplitFiles,
-    shares,
-)
+from gptworks.data.shards import FORMAT_VERSION, SPLITS, TOKENIZER_FOLDER, Manifest, Part, Split, SplitFiles, shares
 from gptworks.errors import UserError
 from gptworks.files import (
     check_free,
@@ -117,7 +100,7 @@ def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Pat
                 f"already tokenized: set tokenizer.type=dataset."
             )
         tokenizer = FileTokenizer(type="file", path=folder / TOKENIZER_FOLDER)
-    elif isinstance(tokenizer, BPETokenizer | CharTokenizer | WordTokenizer):
+    elif isinstance(tokenizer, TrainedTokenizer):
         if (trained_in := trained(recipe)) is None:
             return None
         tokenizer = FileTokenizer(type="file", path=trained_in)

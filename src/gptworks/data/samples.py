@@ -19,14 +19,7 @@ from torch import Tensor
 
 from gptworks.config import Recipe
 from gptworks.data.batches import Batches, evaluation_windows, weights_over_run
-from gptworks.data.conversations.packing import (
-    Examples,
-    Pairs,
-    evaluation_rows,
-    laid_out,
-    stack,
-    training_examples,
-)
+from gptworks.data.conversations.packing import Examples, Pairs, evaluation_rows, laid_out, stack, training_examples
 from gptworks.data.permutation import Int64s, shuffled
 from gptworks.data.rows import Piece, Row, pieces_of
 from gptworks.data.shards import TokenShards
