@@ -138,11 +138,7 @@ class Batches:
 
 
 def evaluation_windows(
-    shards: Tokens,
-    context_length: int,
-    n_sequences: int = 0,
-    stride: int | None = None,
-    part: Stretch | None = None,
+    shards: Tokens, context_length: int, n_sequences: int = 0, stride: int | None = None, part: Stretch | None = None
 ) -> Iterator[Pair]:
     """Yield inputs and targets, each int64 [T] with T ≤ context_length, of windows that cover the split in order.
 

@@ -50,7 +50,6 @@ def beginnings(
     """Return at most `n` beginnings in the validation split, chosen as `rule` states. Equal data gives equal ones.
 
     Args:
-        shards: the validation split.
         most_tokens: maximum number of tokens in a text's beginning; a conversation's beginning goes up to an answer.
         n_following: number of tokens in `Beginning.follows`: exact for a conversation, about the minimum for a text;
             fewer where the document ends.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gptworks.chat_template import find_chat_template, find_other_templates
-from gptworks.config import AnyRecipe, FileTokenizer, GPT2Tokenizer, SourceConfig, TokenizerConfig
+from gptworks.config import AnyRecipe, FileTokenizer, GPT2Tokenizer, TokenizerConfig
 from gptworks.data.cleaning.choose import clean_signature
 from gptworks.data.conversations.reading import READING_VERSION
 from gptworks.data.opened import datasets_in, folder_named, sha256_text
@@ -41,14 +41,13 @@ def made_from(recipe: AnyRecipe) -> dict[str, Any]:
         made["other_templates"] = sha256_text(json.dumps(others, sort_keys=True))
     if data.snippets:  # the version of Python decides which texts are Python
         made["snippets_by"] = [SNIPPETS_VERSION, *platform.python_version_tuple()[:2]]
-    if data.validation.by != "tail" and not data.clean and any(map(_may_divide_texts, data.texts)):
+    if (
+        data.validation.by != "tail"
+        and not data.clean
+        and any(isinstance(source, Files) and source.may_divide_texts() for source in map(choose_source, data.texts))
+    ):
         made["held_out_whole"] = True  # older datasets lack this key: they may train on parts of held-out texts
     return made | ({"clean_files": clean_signature(data.clean)} if data.clean else {})
-
-
-def _may_divide_texts(settings: SourceConfig) -> bool:
-    source = choose_source(settings)
-    return isinstance(source, Files) and source.may_divide_texts()
 
 
 def _settings(recipe: AnyRecipe) -> dict[str, Any]:

@@ -129,11 +129,7 @@ _work: Callable[[Any], Any]
 
 
 def _start_worker(
-    make: Callable[..., Callable[[Any], Any]],
-    arguments: tuple[Any, ...],
-    threads: int,
-    done: Any,
-    stop: Any,
+    make: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, ...], threads: int, done: Any, stop: Any
 ) -> None:
     global _work  # noqa: PLW0603 (the process does only this work)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"

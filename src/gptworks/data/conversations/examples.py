@@ -19,7 +19,7 @@ from gptworks.data.conversations.preferences import Pair
 from gptworks.data.conversations.reading import Conversation, is_held_out
 from gptworks.data.shard_writer import ShardWriter
 from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, Origin, Split
-from gptworks.data.workers import Advance, batches_of, in_order
+from gptworks.data.workers import Advance, Report, adding_up, batches_of, in_order
 from gptworks.errors import UserError
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import pack_tokenizer, unpack_tokenizer
@@ -49,13 +49,13 @@ def write_examples(
     records: Iterable[Conversation | Pair],
     held_out_fraction: float,
     processes: int,
-    report: Callable[[str, int, int | None], None],
+    report: Report,
 ) -> tuple[Origin, ...]:
     """Encode each record's conversations and write them to its split. Return the files or datasets that were read.
     Raises UserError, which names the record, if the template refuses a conversation."""
     origins: list[Origin] = []
     unknown = special_tokens(template.tokenizer).unk
-    done_bytes = 0
+    advance = adding_up(report, "shards", None)
     for n_before, (record, examples) in enumerate(encode_records(template, records, processes)):
         if not origins or origins[-1].name != record.origin or record.record == 1:
             origins.append(Origin(name=record.origin, shape=record.shape, records=0))
@@ -78,8 +78,7 @@ def write_examples(
                 learned=learned,
                 example=(n_before, *hashes, flags),
             )
-            done_bytes += example.text_bytes
-        report("shards", done_bytes, None)
+        advance(sum(example.text_bytes for example in examples))
     return tuple(origins)
 
 

@@ -35,23 +35,20 @@ class Finding:
     text: str
 
 
-_CONSEQUENCES: dict[DataFault, frozenset[DataFault]] = {
-    "tokens-not-special": frozenset({"no-end-token", "answers-altered"}),
-}
-"""Maps a fault to the faults that it causes. Messages do not explain caused faults until the cause is fixed."""
+_CAUSED_BY_TOKENS = ("no-end-token", "answers-altered")
+"""Faults that `tokens-not-special` causes. Messages do not explain them until their cause is fixed."""
 
 
 def refuse_faults(findings: Sequence[Finding], allowed: Sequence[str]) -> None:
     """Raise a UserError if there are faults that the recipe does not allow. Its message names each fault, with advice
     unless another fault causes it."""
-    stops = [finding for finding in findings if finding.name not in allowed]
+    stops = {finding.name: finding for finding in findings if finding.name not in allowed}
     if stops:
-        names = ", ".join(finding.name for finding in stops)
-        follow = frozenset[DataFault]().union(*(_CONSEQUENCES.get(finding.name, ()) for finding in stops))
-        listed = "\n".join(f"  {finding.name}: {finding.text}" for finding in stops if finding.name not in follow)
+        caused = _CAUSED_BY_TOKENS if "tokens-not-special" in stops else ()
+        listed = "\n".join(f"  {name}: {finding.text}" for name, finding in stops.items() if name not in caused)
         raise UserError(
             f"the examples would not teach what you want:\n{listed}\n"
-            f"`gptworks inspect` shows examples. To train anyway, set objective.allow=[{names}]."
+            f"`gptworks inspect` shows examples. To train anyway, set objective.allow=[{', '.join(stops)}]."
         )
 
 
