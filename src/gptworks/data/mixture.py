@@ -106,13 +106,12 @@ def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Pat
         tokenizer = FileTokenizer(type="file", path=trained_in)
     members = []
     for member in data.mixture:
-        if member.name in built:
-            members.append(built[member.name])
-            continue
-        prepared = made(recipe.model_copy(update={"tokenizer": tokenizer, "data": data.of_member(member)}))
-        if prepared is None:
-            return None
-        members.append(Member.of(member.name, prepared))
+        if (found := built.get(member.name)) is None:
+            prepared = made(recipe.model_copy(update={"tokenizer": tokenizer, "data": data.of_member(member)}))
+            if prepared is None:
+                return None
+            found = Member.of(member.name, prepared)
+        members.append(found)
     return members
 
 
@@ -146,10 +145,8 @@ def mixed(members: Sequence[Member], cache_dir: Path) -> Prepared:
 
 
 def mix_folders(out: Path, datasets: Sequence[str]) -> list[dict[str, Any]]:
-    """Combine datasets in the folder `out`. Return the name, weight and number of training tokens of each.
-
-    Args:
-        datasets: each `NAME=FOLDER` or `NAME=FOLDER:WEIGHT`.
+    """Combine datasets, each `NAME=FOLDER` or `NAME=FOLDER:WEIGHT`, in the folder `out`. Return the name, weight and
+    number of training tokens of each.
 
     Raises:
         UserError: an argument has another form, `out` is not empty, a folder is not a dataset of text, or the

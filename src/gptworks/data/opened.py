@@ -35,13 +35,11 @@ class Prepared:
 
 def find_of_run(recipe: Recipe, run_dir: Path, fingerprint: str) -> Prepared | None:
     """Open the dataset that a run was trained on, even if the dataset's sources are gone; None if it is not found.
+    Raises UserError if a file of the dataset's folder is missing or was changed.
 
     The search covers `data.cache_dir` and the built datasets that the recipe's mixture names. Relative paths are looked
     up in the current folder and in the four folders above the run, because a trial of a sweep is four folders below the
     folder in which its dataset was made.
-
-    Raises:
-        UserError: a file of the dataset's folder is missing or was changed.
     """
     near = (Path(), *run_dir.resolve().parents[:4])
     named = [folder / one.dataset.expanduser() for one in recipe.data.mixture if one.dataset for folder in near]
@@ -61,13 +59,9 @@ def datasets_in(caches: Iterable[Path], named: Iterable[Path] = ()) -> Iterator[
 
 
 def open_prepared(folder: str | Path) -> Prepared:
-    """Open and check a dataset that `prepare` made; first fetch it, if the folder is the mirror of a remote one.
-
-    The tokenizer's files are compared with the manifest by content, and the shards only by size.
-
-    Raises:
-        UserError: the folder is not a dataset, or a file in it is missing or was changed.
-    """
+    """Open and check a dataset that `prepare` made; first fetch it, if the folder is the mirror of a remote one. Raises
+    UserError if the folder is not a dataset, or a file in it is missing or was changed: the tokenizer's files are
+    compared with the manifest by content, and the shards only by size."""
     folder = Path(folder)
     if (url := url_of(folder)) is not None:
         fetched_data(url)

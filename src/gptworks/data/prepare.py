@@ -17,8 +17,8 @@ from typing import Any
 from filelock import BaseFileLock, Timeout
 from tokenizers import Tokenizer
 
-from gptworks.chat_template import ChatTemplate, find_chat_template, load_chat_template
-from gptworks.config import AnyRecipe, DataConfig, ValidationSplit
+from gptworks.chat_template import find_chat_template, load_chat_template
+from gptworks.config import AnyRecipe, ValidationSplit
 from gptworks.data.cleaned import CLEANED, Texts, cleaned_texts, read_texts
 from gptworks.data.cleaning.choose import choose_filters
 from gptworks.data.cleaning.duplicates import Duplicates
@@ -29,7 +29,7 @@ from gptworks.data.learn import LearnedText, empty, held_out_of, iter_records, k
 from gptworks.data.mixture import find_mixed, members_of, mixed
 from gptworks.data.opened import Prepared, folder_named, open_prepared
 from gptworks.data.shard_writer import split_writers, write_manifest
-from gptworks.data.shards import FORMAT_VERSION, TOKENIZER_FOLDER, Dtype, Manifest, dtype_for
+from gptworks.data.shards import FORMAT_VERSION, TOKENIZER_FOLDER, Manifest, dtype_for
 from gptworks.data.sources.choose import check_sources
 from gptworks.data.workers import Report, adding_up
 from gptworks.errors import UserError
@@ -223,7 +223,11 @@ def write_dataset(folder: Path, recipe: AnyRecipe, made: dict[str, Any], report:
     dtype = dtype_for(vocabulary_size(tokenizer))
     with new_folder(folder) as whole:
         if template is not None and data.records:
-            written = _write_records(whole, dtype, template, data, validation, report)
+            with split_writers(whole, dtype, data.shard_tokens) as writers:
+                held_out = held_out_of(data, validation)
+                origins = write_examples(writers, template, iter_records(data), held_out, data.processes, report)
+                splits = {split: writer.finish() for split, writer in writers.items()}
+            written = {"splits": splits, "origins": origins, "round_trips": False}
         else:
             written = join_jobs(work, whole)
         for split, files in written["splits"].items():
@@ -244,17 +248,6 @@ def write_dataset(folder: Path, recipe: AnyRecipe, made: dict[str, Any], report:
             **written,
         )
         write_manifest(manifest, whole)
-
-
-def _write_records(
-    whole: Path, dtype: Dtype, template: ChatTemplate, data: DataConfig, validation: ValidationSplit, report: Report
-) -> dict[str, Any]:
-    """Encode and write the shards of conversations or preference pairs. Return the manifest fields about them."""
-    with split_writers(whole, dtype, data.shard_tokens) as writers:
-        held_out = held_out_of(data, validation)
-        origins = write_examples(writers, template, iter_records(data), held_out, data.processes, report)
-        splits = {split: writer.finish() for split, writer in writers.items()}
-    return {"splits": splits, "origins": origins, "round_trips": False}
 
 
 def _version() -> str:

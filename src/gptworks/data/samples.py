@@ -22,7 +22,7 @@ from gptworks.data.batches import Batches, evaluation_windows, weights_over_run
 from gptworks.data.conversations.packing import Examples, Pairs, evaluation_rows, laid_out, stack, training_examples
 from gptworks.data.permutation import Int64s, shuffled
 from gptworks.data.rows import Piece, Row, pieces_of
-from gptworks.data.shards import TokenShards
+from gptworks.data.shards import SPLITS, TokenShards
 from gptworks.errors import UserError
 
 Batch = tuple[Tensor, ...]
@@ -44,17 +44,11 @@ class Samples(ABC):
     """Bytes of the text in the whole validation split; None: unknown."""
 
     def __init__(self, recipe: Recipe, folder: Path, verify: bool = False) -> None:
-        """
-        Args:
-            folder: the dataset's folder, made by `prepare`.
-            verify: compare the shards' files with their sha256, and the token ids with the vocabulary.
-
-        Raises:
-            UserError: files are missing or changed, there is too little text, or the data does not fit the objective.
-        """
+        """Open the shards in a dataset's folder, made by `prepare`; `verify` as for `TokenShards`. Raises UserError if
+        files are missing or changed, there is too little text, or the data does not fit the objective."""
         self.recipe, self.context_length = recipe, recipe.row_length
-        self.train_shards = TokenShards(folder, "train", verify=verify)
-        self.validation_shards = TokenShards(folder, "validation", verify=verify)
+        self._shards = {split: TokenShards(folder, split, verify=verify) for split in SPLITS}
+        self.train_shards, self.validation_shards = self._shards.values()
         self._open()
 
     @abstractmethod
@@ -158,8 +152,7 @@ class AnswerPairs(Samples):
     item_name = "pair"
 
     def _open(self) -> None:
-        splits = self.train_shards, self.validation_shards
-        self.pairs: dict[str, Pairs] = {one.split: Pairs(one, self.context_length) for one in splits}
+        self.pairs: dict[str, Pairs] = {split: Pairs(one, self.context_length) for split, one in self._shards.items()}
         self.per_epoch, self.n_validation = map(len, self.pairs.values())
 
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
@@ -201,8 +194,9 @@ class Prompts(Samples):
     item_name = "prompt"
 
     def _open(self) -> None:
-        splits = self.train_shards, self.validation_shards
-        self.examples: dict[str, Examples] = {one.split: Examples(one, self.context_length, False) for one in splits}
+        self.examples: dict[str, Examples] = {
+            split: Examples(one, self.context_length, False) for split, one in self._shards.items()
+        }
         rollouts = self.recipe.objective.rollouts
         assert rollouts is not None
         self.per_epoch = self.n_items * rollouts.group_size * rollouts.steps

@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 
 from gptworks.config import Section
 from gptworks.errors import UserError
-from gptworks.files import map_array, open_regular, read_array, read_regular, sha256_file, unsealed_json
+from gptworks.files import Stamp, map_array, open_regular, read_array, read_regular, sha256_file, stamp, unsealed_json
 from gptworks.json_files import mapping_of
 
 FORMAT_VERSION = 4
@@ -248,14 +248,9 @@ def read_manifest(folder: Path) -> Manifest:
 class TokenShards:
     """The tokens of one split: its shards, memory-mapped as one sequence.
 
-    Args:
-        verify: compare every file with its sha256 and every id with the vocabulary, unless this process has done so
-            since the file last changed. Give False if another process has verified them, or to open the split without
-            reading its tokens.
-
-    Raises:
-        UserError: the split or a file is missing, or a file's size is not the manifest's; with `verify`, also if a
-            file's bytes changed or an id is outside the vocabulary.
+    With `verify`, every file and id is checked as by the method of this name. Give False if another process has done
+    so, or to open the split without reading its tokens. Raises UserError if the split or a file is missing, if a file's
+    size is not the manifest's, or if a check fails.
     """
 
     def __init__(self, folder: str | Path, split: Split, verify: bool = True) -> None:
@@ -366,12 +361,13 @@ class TokenShards:
         for shard in self._files.shards:
             more = ((_sibling(shard, ending), sha256) for ending, sha256 in shard.more_sha256.items())
             for name, expected in ((shard.file, shard.sha256), (shard.offsets_file, shard.offsets_sha256), *more):
-                if (known := (*_identity(self.folder / name), expected)) in _verified:
+                file = self.folder / name
+                if (known := (file.absolute(), stamp(file), expected)) in _verified:
                     continue
-                actual = sha256_file(self.folder / name, inside=self.folder)
+                actual = sha256_file(file, inside=self.folder)
                 if actual != expected:
                     raise UserError(
-                        f"{self.folder / name} is corrupt: its sha256 is {actual[:12]}… and the manifest states "
+                        f"{file} is corrupt: its sha256 is {actual[:12]}… and the manifest states "
                         f"{expected[:12]}…. {redo(self.folder)}"
                     )
                 if name == shard.file:
@@ -399,14 +395,9 @@ class TokenShards:
             raise UserError(f"{file} has {actual} bytes and the manifest states {expected_bytes}. {redo(self.folder)}")
 
 
-_verified: set[tuple[str | int, ...]] = set()
-"""Files that this process has verified, each as path, inode, size, time of the last change and sha256."""
+_verified: set[tuple[Path, Stamp | None, str]] = set()
+"""Files that this process has verified, each with its stamp and sha256."""
 _CHECKED_IDS = 1 << 22
-
-
-def _identity(path: Path) -> tuple[str | int, ...]:
-    status = path.stat()
-    return str(path.absolute()), status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _sibling(shard: ShardFile, ending: str) -> str:

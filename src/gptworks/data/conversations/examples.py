@@ -146,15 +146,9 @@ def _encode_record(template: ChatTemplate, record: AnyRecord) -> list[Example]:
 def encode_conversation(
     template: ChatTemplate, messages: Sequence[Message], unlearned: Collection[int] = ()
 ) -> Example:
-    """Encode a conversation and mark its learned tokens.
-
-    Args:
-        unlearned: indices of assistant messages that a model reads but does not learn.
-
-    Raises:
-        UserError: the template refuses these turns, or it writes a turn differently when other turns follow, so that
-            the text which a model reads before an answer cannot be found.
-    """
+    """Encode a conversation and mark its learned tokens: those of the assistant's messages, except the messages with
+    the indices in `unlearned`. Raises UserError if the template refuses these turns, or writes a turn differently when
+    other turns follow, so that the text which a model reads before an answer cannot be found."""
     guarded, guard = template.guarded(messages)
     whole = template.render(guarded)
     answering = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i not in unlearned]

@@ -159,7 +159,7 @@ def inspect_pairs(recipe: Recipe, prepared: Prepared) -> Inspection:
                     f"context of {context:,} tokens", "Give pairs that differ, or a longer model.context_length."),
         *train.fault("answers-cut-away", (kept == 0).any(1), 0.1, "have an answer that begins beyond the "
                     f"context of {context:,} tokens", longer),
-        *train.fault("no-end-token", no_end.any(1), 0.01, "have an answer without an end token",
+        *train.fault("no-end-token", no_end.max(1) > 0, 0.01, "have an answer without an end token",
                     "Let the template write eos_token or a special token after each answer."),
         *_about_held_out(held_out.kept.reshape(-1, 2).min(1) > 0, context, "pairs"),
     ]  # fmt: skip

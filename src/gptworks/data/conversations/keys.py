@@ -56,8 +56,7 @@ _BOTH: Mapping[str, Key] = {
 RECORD_KEYS: Mapping[str, Key] = {
     "messages": Key("the turns", ("messages",)),
     "conversations": Key("the turns", ("sharegpt",)),
-    **dict.fromkeys(("instruction", "prompt"), Key("the question", _INSTRUCTIONS)),
-    **dict.fromkeys(("question", "query"), Key("the question", _INSTRUCTIONS)),
+    **dict.fromkeys(("instruction", "prompt", "question", "query"), Key("the question", _INSTRUCTIONS)),
     **dict.fromkeys(("input", "context"), Key("text that belongs to the question", _INSTRUCTIONS)),
     **dict.fromkeys(("system", "system_prompt"), Key("the system message", _ALL)),
     "history": Key("earlier turns", _INSTRUCTIONS),

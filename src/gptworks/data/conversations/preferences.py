@@ -81,12 +81,10 @@ def _read(origin: str, number: int, record: Fields) -> Pair:
 
 def _shared_prompt(stated: list[Message], sides: Mapping[str, list[Message]]) -> list[Message]:
     """Return a record's prompt. The record may state the prompt up to three times: separately, and before each answer.
+    Raises ValueError if two copies contradict each other.
 
     The copies may differ in white space, the system message may be in only one copy, and a copy may hold only some of
     another copy's turns. If the turns before the answers begin with the assistant, they continue the prompt.
-
-    Raises:
-        ValueError: two copies contradict each other.
     """
     places = {"the prompt": stated} | {f"`{name}`": turns for name, turns in sides.items()}
     systems = [(where, turns[0]) for where, turns in places.items() if turns and turns[0]["role"] == "system"]
