@@ -65,8 +65,7 @@ def compared(encoder: Encoder, tokenizer: Tokenizer, sample: Iterable[str]) -> E
     if encoder.name == plain.name:
         return encoder
     texts = list(sample)
-    same = all(map(np.array_equal, encoder.encode(texts), plain.encode(texts)))
-    return encoder if same else plain
+    return encoder if all(map(np.array_equal, encoder.encode(texts), plain.encode(texts))) else plain
 
 
 class _Gigatoken:

@@ -76,11 +76,8 @@ class Member:
 
 def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Path | None]) -> list[Member] | None:
     """Return the datasets of a recipe's mixture, in order; None if one of them is not built, or their tokenizer is not
-    trained.
-
-    Args:
-        made: returns the dataset of a recipe without a mixture; None if it is not built.
-        trained: returns the folder of the tokenizer trained on the text of all datasets; None if it is not trained.
+    trained: `made` returns the dataset of a recipe without a mixture, if it is built, and `trained` the folder of the
+    tokenizer trained on the text of all datasets.
 
     Raises:
         UserError: a folder is not a dataset of text or lacks the part that a member names, or the datasets'
@@ -206,11 +203,10 @@ def _manifest(members: Sequence[Member]) -> Manifest:
         splits[split] = SplitFiles.of(numbered, sum(member.splits[split].unknown_tokens for member in members))
     parts = tuple(member.part for member in members)
     texts = [part.validation_text_sha256 for part in parts]
-    template = first.chat_template
     return first.manifest.model_copy(
         update={
             "format_version": FORMAT_VERSION,
-            "made_from": {"chat_template": sha256_text(None if template is None else template.source)},
+            "made_from": {"chat_template": first.manifest.made_from.get("chat_template")},
             "round_trips": all(part.round_trips for part in parts),
             "splits": splits,
             "validation_text_sha256": None if None in texts else sha256_text(" ".join(map(str, texts))),

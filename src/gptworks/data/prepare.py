@@ -281,10 +281,7 @@ def _work(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _naming_disk_errors(folder: Path) -> Iterator[None]:
-    advice = (
-        "Free space, or set data.cache_dir to another disk, and run it again: it continues from the finished parts, "
-        "if any."
-    )
+    advice = "Free space, or set data.cache_dir to another disk, and run it again: it continues from finished parts."
     with naming_disk_errors(f"{folder.parent}: the data could not be prepared", _work(folder), advice):
         make_folder(folder.parent)
         yield

@@ -153,13 +153,9 @@ class SearchIndex:
     def build(self, threads: int | None = None, report: Progress = lambda done, total: None) -> None:
         """Write the missing blocks of the index. If the call is interrupted, finished blocks are kept.
 
-        Args:
-            threads: number of blocks to sort in parallel, each with about 7 bytes of memory per byte of text; None: one
-                per core, at most 4.
-
-        Raises:
-            UserError: the library is missing, or a file of the dataset was changed.
-            RunError: the disk is full or fails.
+        `threads` is the number of blocks to sort in parallel, each with about 7 bytes of memory per byte of text; None:
+        one per core, at most 4. Raises UserError if the library is missing, or a file of the dataset was changed;
+        RunError if the disk is full or fails.
         """
         try:
             from pydivsufsort import divsufsort
@@ -235,15 +231,9 @@ class SearchIndex:
         return [0, *accumulate(one.n_bytes for one in self._open)]
 
     def find(self, phrase: str, most: int = 10) -> Found:
-        """Return the number of occurrences of a phrase, and some of the occurrences.
-
-        Args:
-            most: maximum number of occurrences to return. They are the first ones, unless an index file has more than
-                65,536 occurrences.
-
-        Raises:
-            UserError: the phrase cannot be searched, or the index is not complete or does not fit the tokens.
-        """
+        """Return the number of occurrences of a phrase, and at most `most` of them: the first, unless an index file has
+        more than 65,536. Raises UserError if the phrase cannot be searched, or the index is not complete or does not
+        fit the tokens."""
         pattern = self.spelling.of_phrase(phrase)
         ranges = [one.range(pattern) for one in self._open]
         across = list(self._across(pattern))

@@ -63,10 +63,8 @@ def snippets(text: str, share: float) -> list[str]:
 
     The choice depends only on the arguments. Each kind of statement in `_KINDS` that the file has is drawn equally
     often, so that `while` is not rarer than assignments. A text gives no snippets if it is not Python, has nothing but
-    assignments and expressions, or is longer than `MOST_CHARACTERS`.
-
-    Args:
-        share: size of the snippets as a share of the text's size, on average.
+    assignments and expressions, or is longer than `MOST_CHARACTERS`. The snippets' size is on average this share of the
+    text's.
     """
     if len(text) > MOST_CHARACTERS:
         return []

@@ -12,6 +12,7 @@ places only with examples of equal length, rounded up.
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
@@ -197,14 +198,12 @@ _PROBES = (("What is it?", "A tree."), ("  Où?\n", "Là-bas"), ("1 + 1 =", " 2\
 def find_joint(template: ChatTemplate) -> Joint:
     """Return the tokens that the template writes between exchanges. Raises UserError if it writes no end token after an
     answer, or writes later exchanges differently."""
-    found = {_joint(template, *first, *second) for first in _PROBES for second in _PROBES if first != second}
-    if len(found) != 1 or None in found:
+    joint, *others = {_joint(template, *first, *second) for first, second in permutations(_PROBES, 2)}
+    if joint is None or others:
         raise UserError(
             "objective.packing=turns: the chat template writes no end token after an answer, or another text around a "
             "later question: set packing=true, which keeps examples apart."
         )
-    [joint] = found
-    assert joint is not None
     return joint
 
 
