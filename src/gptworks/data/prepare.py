@@ -222,14 +222,14 @@ def write_dataset(folder: Path, recipe: AnyRecipe, made: dict[str, Any], report:
     template = load_chat_template(work / TOKENIZER_FOLDER, tokenizer)
     dtype = dtype_for(vocabulary_size(tokenizer))
     with new_folder(folder) as whole:
-        if template is not None and data.records:
+        if template is None or not data.records:
+            written = join_jobs(work, whole)
+        else:
             with split_writers(whole, dtype, data.shard_tokens) as writers:
                 held_out = held_out_of(data, validation)
                 origins = write_examples(writers, template, iter_records(data), held_out, data.processes, report)
                 splits = {split: writer.finish() for split, writer in writers.items()}
             written = {"splits": splits, "origins": origins, "round_trips": False}
-        else:
-            written = join_jobs(work, whole)
         for split, files in written["splits"].items():
             if not files.tokens:
                 raise UserError(empty(split, validation, data))
