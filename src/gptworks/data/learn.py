@@ -1,6 +1,5 @@
 """Decide how a dataset's text is split, and make its tokenizer, before the text is encoded."""
 
-import hashlib
 import heapq
 import json
 import shutil
@@ -25,6 +24,7 @@ from gptworks.data.conversations.preferences import Pair, iter_pairs
 from gptworks.data.conversations.reading import Conversation, fraction_held_out, is_held_out, iter_conversations
 from gptworks.data.conversations.reading import origins as origins_of
 from gptworks.data.jobs import Job
+from gptworks.data.permutation import hashed
 from gptworks.data.shards import Split
 from gptworks.data.sources.base import Source
 from gptworks.data.sources.choose import count_documents, iter_documents
@@ -224,7 +224,7 @@ def _sample_job(validation: ValidationSplit, below: int, advance: Advance, work:
     for number, (split, piece) in enumerate(job.split(validation)):
         text = piece.text.encode("utf-8")
         advance(len(text))
-        key = int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"sample").digest(), "big")
+        key = hashed(text, b"sample")
         if split == "validation" or key >= most:
             continue
         heapq.heappush(kept, (-key, number, piece.text))

@@ -6,7 +6,6 @@ before it answers. In the whole conversation, the answer follows this text and i
 span the border of an answer, both sides are encoded separately, because the model reads one side and writes the other.
 """
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from gptworks.chat_template import ChatTemplate, Message
 from gptworks.data.conversations.preferences import Pair
 from gptworks.data.conversations.reading import Conversation, is_held_out
+from gptworks.data.permutation import hashed
 from gptworks.data.shard_writer import ShardWriter
 from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, Origin, Split
 from gptworks.data.workers import Advance, Report, adding_up, batches_of, in_order
@@ -67,7 +67,8 @@ def write_examples(
         writer = writers["validation" if is_held_out(record.prompt, held_out_fraction) else "train"]
         for example in examples:
             if isinstance(record, Pair):
-                learned, hashes, flags = _last_run(example.learned), (0, 0, 0), NO_END * (not example.all_end)
+                learned, hashes, flags = example.learned.copy(), (0, 0, 0), NO_END * (not example.all_end)
+                learned[: last_answer(learned)] = False  # earlier answers belong to the pair's prompt
             else:
                 learned, hashes, flags = example.learned, _hashes(record.messages), _flags(record, example)
             writer.add(
@@ -82,13 +83,11 @@ def write_examples(
     return tuple(origins)
 
 
-def _last_run(learned: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return the mask with only its last run of true values: a pair's earlier answers belong to its prompt."""
+def last_answer(learned: npt.NDArray[np.bool_]) -> int:
+    """Return the index at which the last run of learned tokens begins; the number of tokens if none is learned."""
     places = np.flatnonzero(learned)
-    last = learned.copy()
-    if len(gaps := np.flatnonzero(np.diff(places) > 1)):
-        last[: places[gaps[-1]] + 1] = False
-    return last
+    gaps = np.flatnonzero(np.diff(places) > 1)
+    return int(places[gaps[-1] + 1 if len(gaps) else 0]) if len(places) else len(learned)
 
 
 def _flags(record: Conversation, example: Example) -> int:
@@ -108,7 +107,7 @@ def _hashes(messages: list[Message]) -> tuple[int, int, int]:
 
 def _hash(messages: list[Message]) -> int:
     text = "\0".join(f"{message['role']}:{' '.join(message['content'].split()).casefold()}" for message in messages)
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "big")
+    return hashed(text.encode("utf-8"))
 
 
 # --------------------------------------------------------------------------------------- encoding conversations

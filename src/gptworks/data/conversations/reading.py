@@ -1,7 +1,6 @@
 """Read conversations from files and datasets, and convert three shapes of records to messages."""
 
 import contextlib
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +22,7 @@ from gptworks.data.conversations.keys import (
     unread_in_record,
     unread_in_turn,
 )
+from gptworks.data.permutation import hashed
 from gptworks.data.sources.delimited import CSV, read_table
 from gptworks.data.sources.json_lists import read_json
 from gptworks.data.sources.opening import has_ending
@@ -109,8 +109,7 @@ def fraction_held_out(prompts: Iterable[list[Message]], fraction: float) -> floa
 
 def _place(prompt: list[Message]) -> float:
     """Return a number from 0 to 1 that depends only on the prompt."""
-    digest = hashlib.blake2b(json.dumps(prompt).encode("utf-8"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
+    return hashed(json.dumps(prompt).encode("utf-8")) / 2**64
 
 
 def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conversation]:
