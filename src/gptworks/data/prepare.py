@@ -155,8 +155,7 @@ def _trained(recipe: AnyRecipe, report: Report) -> Path:
     folder = _tokenizer_folder(recipe)
     if folder.exists():
         return folder
-    sources = [source for member in recipe.data.mixture for source in member.sources]
-    check_sources(sources)
+    check_sources(source for member in recipe.data.mixture for source in member.sources)
     make_folder(folder.parent)
     with _locked(folder, report):
         learned = []

@@ -102,9 +102,6 @@ class _Opened:
     """Offset of the text in the file."""
     n_bytes: int
 
-    def text(self, start: int, end: int) -> bytes:
-        return self.memory[self.begin + start : self.begin + end]
-
     def range(self, pattern: bytes) -> tuple[int, int]:
         """Return the range of sorted suffixes that begin with `pattern`: the first index, and one after the last."""
         n, begin, memory = len(pattern), self.begin, self.memory
@@ -263,7 +260,9 @@ class SearchIndex:
         first = bisect_right(self._bounds, start) - 1
         last = bisect_left(self._bounds, end)
         parts = ((self._open[i], self._bounds[i]) for i in range(first, last))
-        return b"".join(one.text(max(0, start - at), min(one.n_bytes, end - at)) for one, at in parts)
+        return b"".join(
+            one.memory[one.begin + max(0, start - at) : one.begin + min(one.n_bytes, end - at)] for one, at in parts
+        )
 
     def _token_at(self, place: int) -> tuple[int, int]:
         """Return the index of the token that spells the byte at a text offset, and the byte's index in the token.

@@ -17,6 +17,9 @@ from gptworks.errors import shortened
 Fields = Mapping[str, Any]
 Shape = Literal["alpaca", "sharegpt", "messages", "preferences"]
 
+QUESTIONS = ("instruction", "prompt", "question", "query")
+"""Fields that hold a question; if a record has none of them, `input` holds it."""
+ANSWERS = ("output", "response", "completion", "answer")
 _ALL: tuple[Shape, ...] = ("alpaca", "sharegpt", "messages", "preferences")
 _INSTRUCTIONS: tuple[Shape, ...] = ("alpaca", "preferences")
 
@@ -56,11 +59,11 @@ _BOTH: Mapping[str, Key] = {
 RECORD_KEYS: Mapping[str, Key] = {
     "messages": Key("the turns", ("messages",)),
     "conversations": Key("the turns", ("sharegpt",)),
-    **dict.fromkeys(("instruction", "prompt", "question", "query"), Key("the question", _INSTRUCTIONS)),
+    **dict.fromkeys(QUESTIONS, Key("the question", _INSTRUCTIONS)),
     **dict.fromkeys(("input", "context"), Key("text that belongs to the question", _INSTRUCTIONS)),
     **dict.fromkeys(("system", "system_prompt"), Key("the system message", _ALL)),
     "history": Key("earlier turns", _INSTRUCTIONS),
-    **dict.fromkeys(("output", "response", "completion", "answer"), Key("an answer", ("alpaca",))),
+    **dict.fromkeys(ANSWERS, Key("an answer", ("alpaca",))),
     "chosen": Key("the preferred answer: use a source of type preferences", ("preferences",)),
     "rejected": Key("an answer to avoid: use a source of type preferences", ("preferences",)),
     "documents": Key("texts that the chat template writes"),

@@ -8,9 +8,8 @@ from typing import ClassVar, Literal
 
 from gptworks.chat_template import Message
 from gptworks.config import PreferencesSource
-from gptworks.data.conversations.keys import Fields, is_stated, short, unread_in_record
+from gptworks.data.conversations.keys import QUESTIONS, Fields, is_stated, short, unread_in_record
 from gptworks.data.conversations.reading import (
-    QUESTIONS,
     Record,
     Turns,
     origins,

@@ -12,6 +12,8 @@ from typing import Any
 from gptworks.chat_template import Message
 from gptworks.config import ConversationsSource
 from gptworks.data.conversations.keys import (
+    ANSWERS,
+    QUESTIONS,
     RECORD_KEYS,
     Fields,
     Shape,
@@ -46,9 +48,6 @@ _ROLES = {
     "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
     "model": "assistant", "developer": "system",
 }  # fmt: skip
-QUESTIONS = ("instruction", "prompt", "question", "query")
-"""Fields that hold a question; if a record has none of them, `input` holds it."""
-_ANSWERS = ("output", "response", "completion", "answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +145,9 @@ def recognized(record: Fields) -> Shape:
     for shape, field in shapes:  # the field is empty: the shape's reader raises the error
         if field in record:
             return shape
-    if any(name in record for name in (*QUESTIONS, "input")) and any(name in record for name in _ANSWERS):
+    if any(name in record for name in (*QUESTIONS, "input")) and any(name in record for name in ANSWERS):
         return "alpaca"
-    known = (*QUESTIONS, *_ANSWERS, "messages", "conversations")
+    known = (*QUESTIONS, *ANSWERS, "messages", "conversations")
     others = [name for name in map(str, record) if name not in RECORD_KEYS]
     meant = [f"`{name}` is perhaps `{key}`" for name in others if (key := misspelt(name, known))]
     meant += [f"`{name}` is {RECORD_KEYS[name].meaning}" for name in ("chosen",) if name in record]
@@ -180,10 +179,10 @@ def _alpaca(record: Fields) -> Turns:
         return _prompt_and_completion(record)
     asks = next((name for name in (*QUESTIONS, "input") if name in record), "instruction")
     question = read_question(record, asks)
-    present = [name for name in _ANSWERS if name in record]
+    present = [name for name in ANSWERS if name in record]
     answer = next((name for name in present if is_stated(record, name)), next(iter(present), None))
     if answer is None:
-        raise ValueError(f"no answer: none of the fields {', '.join(_ANSWERS)}")
+        raise ValueError(f"no answer: none of the fields {', '.join(ANSWERS)}")
     messages = [*read_history(record), question, {"role": "assistant", "content": read_text(record, answer)}]
     others = [
         name for name in present if name != answer and is_stated(record, name) and not _same(record, name, answer)
