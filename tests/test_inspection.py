@@ -282,10 +282,10 @@ PAIR_FAULTS = {
 def test_pairs_without_a_fault(pairs: Tree) -> None:
     assert names(pairs) == []
     recipe = parse_recipe(pairs)
-    inspection = inspect_pairs(recipe, prepare(recipe))
-    assert inspection.n_pairs + inspection.n_validation == 60
-    assert inspection.n_chosen_longer == inspection.n_pairs and inspection.median_chosen > inspection.median_rejected
-    assert (inspection.n_cut, inspection.n_alike) == (0, 0)
+    figures = inspect_pairs(recipe, prepare(recipe)).figures
+    assert figures["n_pairs"] + figures["n_validation"] == 60
+    assert figures["n_chosen_longer"] == figures["n_pairs"] and figures["median_chosen"] > figures["median_rejected"]
+    assert (figures["n_cut"], figures["n_alike"]) == (0, 0)
 
 
 @pytest.mark.parametrize("fault", PAIR_FAULTS)
@@ -316,14 +316,14 @@ def test_a_fault_says_where(tree: Tree) -> None:
 def test_figures_are_counted(tree: Tree) -> None:
     recipe = parse_recipe(tree)
     prepared = prepare(recipe)
-    inspection = inspect_conversations(recipe, prepared)
-    assert inspection.n_examples + inspection.n_validation == 60
+    figures = inspect_conversations(recipe, prepared).figures
+    assert figures["n_examples"] + figures["n_validation"] == 60
     train_split = prepared.manifest.splits["train"]
-    assert inspection.n_tokens == train_split.tokens - train_split.documents
+    assert figures["n_tokens"] == train_split.tokens - train_split.documents
     assert prepared.chat_template is not None
     answers = [row["output"] for row in chats.records()]
     lengths = [len(prepared.tokenizer.encode(answer, add_special_tokens=False).ids) + 1 for answer in answers]
-    assert min(lengths) * inspection.n_examples <= inspection.n_learned <= max(lengths) * inspection.n_examples
+    assert min(lengths) * figures["n_examples"] <= figures["n_learned"] <= max(lengths) * figures["n_examples"]
 
 
 class EveryToken(ObjectiveSettings):
@@ -337,11 +337,11 @@ def test_an_objective_says_itself_whether_prompts_are_learned_and_rows_are_share
     recipe = parse_recipe(tree)
     prepared = prepare(recipe)
     packed = inspect_conversations(recipe, prepared)
-    assert packed.findings == [] and packed.n_rows < packed.n_examples
+    assert packed.findings == [] and packed.figures["n_rows"] < packed.figures["n_examples"]
     for objective in (EveryToken(), RewardObjective(type="reward", reward="r.py:f")):
         found = inspect_conversations(recipe.model_copy(update={"objective": objective}), prepared)
         assert [one.name for one in found.findings] == ["prompts-learned"] * objective.learns_prompts
-        assert found.n_rows == found.n_examples
+        assert found.figures["n_rows"] == found.figures["n_examples"]
 
 
 def test_unknown_faults_are_refused(tree: Tree) -> None:

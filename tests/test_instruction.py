@@ -83,7 +83,7 @@ def test_the_loss_equals_that_of_transformers(folder: Path, shared_data: Path) -
     recipe = load_recipe(folder / "tuned")
     shards = TokenShards(prepare(recipe).folder, "train")
     assert shards.n_documents >= 50
-    records = shards.examples()[:50, 0].tolist()
+    records = shards.examples()["record"][:50].tolist()
     examples = Examples(shards, 512)
     examples.rows = [[i for i in row if i < 50] for row in examples.rows]
     batch = stack([row for row, members in zip(evaluation_rows(examples), examples.rows, strict=True) if members])

@@ -10,7 +10,7 @@ import chats
 from gptworks.chat_template import BUILT_IN, ChatTemplate
 from gptworks.config import IGNORED, Recipe
 from gptworks.data.conversations.examples import encode_conversation
-from gptworks.data.conversations.joining import find_joint
+from gptworks.data.conversations.packing import find_joint
 from gptworks.data.conversations.reading import iter_conversations
 from gptworks.data.opened import open_prepared
 from gptworks.data.prepare import prepare
@@ -52,7 +52,7 @@ def test_a_row_is_the_conversation_of_its_examples(tmp_path: Path, name: str) ->
     recipe = joined(tmp_path, TEMPLATES[name])
     samples, template = opened(recipe)
     records = [one.messages for one in iter_conversations(recipe.data.conversations)]
-    number_of = samples.train_shards.examples()[:, 0]
+    number_of = samples.train_shards.examples()["record"]
     seen = []
     for epoch in range(2):
         documents = []
@@ -99,7 +99,7 @@ def test_what_cannot_be_joined_keeps_its_own_text(tmp_path: Path) -> None:
     ]
     chats.write_jsonl(tmp_path / "chats.jsonl", records)
     samples, _ = opened(recipe)
-    number_of = samples.train_shards.examples()[:, 0].tolist()
+    number_of = samples.train_shards.examples()["record"].tolist()
     found = 0
     for row in range(samples.per_epoch):
         [shown] = samples.rows(row)

@@ -29,7 +29,7 @@ def inspect(
 
     Prints figures, faults, and examples with the learned text coloured.
     """
-    from gptworks.data.conversations.inspection import Inspection, inspect_records
+    from gptworks.data.conversations.inspection import inspect_records
     from gptworks.data.conversations.packing import Examples
     from gptworks.data.shards import TokenShards
     from gptworks.recipe import load_recipe
@@ -45,7 +45,7 @@ def inspect(
     shards = TokenShards(prepared.folder, "validation" if validation else "train")
     rows = Examples(shards, context, packing=False)
     documents = range(len(sides) * (first - 1), min(len(sides) * (first - 1 + examples), shards.n_documents))
-    records = shards.examples()[:, 0]
+    records = shards.examples()["record"]
     shown = []
     for i in documents:
         where, side = prepared.manifest.where(int(records[i])), sides[i % len(sides)]
@@ -53,12 +53,10 @@ def inspect(
         shown.append({"where": where, **answer, "parts": parts_of(rows, i, prepared, context)})
     allowed = settings.objective.allow
     if as_json:
-        figures = {name: value for name, value in vars(inspection).items() if name != "findings"}
         findings = [{"name": f.name, "text": f.text, "allowed": f.name in allowed} for f in inspection.findings]
-        share = {"learned_share": inspection.learned_share} if isinstance(inspection, Inspection) else {}
-        print_json({**figures, **share, "findings": findings, "examples": shown})
+        print_json({**inspection.figures, "findings": findings, "examples": shown})
         return
-    for line in inspection.lines():
+    for line in inspection.lines:
         say(line)
     for finding in inspection.findings:
         say(f"{'allowed' if finding.name in allowed else 'stops training'}: {finding.name}: {finding.text}")

@@ -49,6 +49,7 @@ from gptworks.config.tokenizer import (
     FileTokenizer,
     GPT2Tokenizer,
     TokenizerConfig,
+    TrainedTokenizer,
     WordTokenizer,
 )
 from gptworks.config.train import TrainConfig

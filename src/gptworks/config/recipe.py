@@ -13,13 +13,7 @@ from gptworks.config.model import ModelConfig
 from gptworks.config.objective import NextTokenObjective, ObjectiveConfig
 from gptworks.config.sampling import SamplingConfig
 from gptworks.config.sweep import SweepConfig
-from gptworks.config.tokenizer import (
-    BPETokenizer,
-    CharTokenizer,
-    DatasetTokenizer,
-    TokenizerConfig,
-    WordTokenizer,
-)
+from gptworks.config.tokenizer import DatasetTokenizer, TokenizerConfig, TrainedTokenizer
 from gptworks.config.train import TrainConfig
 from gptworks.config.trained import FreezeConfig, LoRAConfig
 
@@ -246,7 +240,7 @@ def check_tokenizer(tokenizer: TokenizerConfig, data: DataConfig) -> None:
     built = [member.name for member in data.mixture if member.dataset is not None]
     if isinstance(tokenizer, DatasetTokenizer) and not built:
         raise ValueError("tokenizer.type=dataset needs a built dataset: set `dataset` of a member of data.mixture")
-    if built and isinstance(tokenizer, BPETokenizer | CharTokenizer | WordTokenizer):
+    if built and isinstance(tokenizer, TrainedTokenizer):
         raise ValueError(
             f"tokenizer.type={tokenizer.type} would be trained, but the dataset {built[0]} is tokenized already: "
             f"set tokenizer.type=dataset"

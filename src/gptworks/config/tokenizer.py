@@ -90,7 +90,7 @@ class DatasetTokenizer(_Tokenizer):
         return self
 
 
+TrainedTokenizer = BPETokenizer | CharTokenizer | WordTokenizer
 TokenizerConfig = Annotated[
-    BPETokenizer | CharTokenizer | WordTokenizer | GPT2Tokenizer | FileTokenizer | DatasetTokenizer,
-    Field(discriminator="type"),
+    TrainedTokenizer | GPT2Tokenizer | FileTokenizer | DatasetTokenizer, Field(discriminator="type")
 ]

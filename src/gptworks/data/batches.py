@@ -70,12 +70,8 @@ class Batches:
     For given data and weights, a sample depends only on the seed and on its position: the number of samples before it
     in the run. The sizes of batches and micro-batches only decide how many samples are read together.
 
-    Args:
-        stretches: the token range of each dataset; None: the split is a single dataset.
-        phases: the datasets' weights over the run.
-
-    Raises:
-        UserError: a dataset is shorter than one window, or the numbers of datasets and of weights differ.
+    `stretches` has the token range of each dataset (None: the split is a single dataset), and `phases` the datasets'
+    weights over the run. Raises UserError if a dataset is shorter than one window, or their numbers differ.
     """
 
     def __init__(
@@ -138,11 +134,7 @@ class Batches:
 
 
 def evaluation_windows(
-    shards: Tokens,
-    context_length: int,
-    n_sequences: int = 0,
-    stride: int | None = None,
-    part: Stretch | None = None,
+    shards: Tokens, context_length: int, n_sequences: int = 0, stride: int | None = None, part: Stretch | None = None
 ) -> Iterator[Pair]:
     """Yield inputs and targets, each int64 [T] with T ≤ context_length, of windows that cover the split in order.
 
@@ -195,10 +187,7 @@ class Shares:
     """
 
     def __init__(self, phases: Sequence[Weights], seed: int) -> None:
-        """
-        Args:
-            phases: the datasets' weights over the run, in order; the first phase begins at sample 0.
-        """
+        """`phases`: the datasets' weights over the run, in order; the first phase begins at sample 0."""
         assert phases[0].first == 0 and all(a.first < b.first for a, b in pairwise(phases))
         self._seed, self._weights = seed, [_integers(phase.weights) for phase in phases]
         self._firsts = np.array([phase.first for phase in phases])

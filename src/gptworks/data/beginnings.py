@@ -36,12 +36,11 @@ def rule(shards: TokenShards, n: int, most_tokens: int) -> str:
     """Return a description of the rule by which `beginnings` chooses."""
     if shards.manifest.holds_examples:
         return f"{counted(n, 'held-out conversation')} of {shards.n_documents:,}, evenly spaced, each up to an answer"
-    long = _long_documents(shards, most_tokens)
-    where = (
-        f"{n} of {len(long):,} held-out documents of over {2 * most_tokens} tokens, evenly spaced, each from its start"
-    )
-    if _in_documents(shards, len(long), n):
+    if (long := _long_documents(shards, n, most_tokens)) is None:
         where = f"{counted(n, 'evenly spaced place')} in the held-out text, each from the next paragraph"
+    else:
+        more = f"documents of over {2 * most_tokens} tokens"
+        where = f"{n} of {len(long):,} held-out {more}, evenly spaced, each from its start"
     return f"{where} to the last end of a paragraph (else line, sentence or word) within {most_tokens} tokens"
 
 
@@ -51,7 +50,6 @@ def beginnings(
     """Return at most `n` beginnings in the validation split, chosen as `rule` states. Equal data gives equal ones.
 
     Args:
-        shards: the validation split.
         most_tokens: maximum number of tokens in a text's beginning; a conversation's beginning goes up to an answer.
         n_following: number of tokens in `Beginning.follows`: exact for a conversation, about the minimum for a text;
             fewer where the document ends.
@@ -61,11 +59,10 @@ def beginnings(
     """
     if shards.manifest.holds_examples:
         return _of_conversations(shards, tokenizer, n, n_following)
-    starts, long = shards.document_starts(), _long_documents(shards, most_tokens)
-    inside, found = _in_documents(shards, len(long), n), []
-    for k in range(n):
-        first = (2 * k + 1) * shards.n_tokens // (2 * n) if inside else long[(2 * k + 1) * len(long) // (2 * n)]
-        end = int(np.append(starts, shards.n_tokens)[np.searchsorted(starts, first, side="right")])
+    long, found = _long_documents(shards, n, most_tokens), []
+    inside = long is None
+    for first in _middles(shards.n_tokens, n) if long is None else [long[i] for i in _middles(len(long), n)]:
+        end = shards.document(shards.document_at(first))[1]
         window = shards.read(first, min((1 + inside) * most_tokens + n_following, end - first)).tolist()
         text = tokenizer.decode(window).rstrip("\ufffd")
         if inside:
@@ -79,20 +76,20 @@ def beginnings(
     return list(dict.fromkeys(one for one in found if one.text))
 
 
-def _long_documents(shards: TokenShards, most_tokens: int) -> list[int]:
-    """Return the starts of the documents of more than 2 × `most_tokens` tokens."""
-    starts = shards.document_starts()
-    lengths = np.diff(starts, append=shards.n_tokens)
-    return [int(start) for start in starts[lengths > 2 * most_tokens]]
-
-
-def _in_documents(shards: TokenShards, n_long: int, n: int) -> bool:
-    """Return whether to begin inside documents: if fewer than `n` are long, or if the split may hold ends of documents.
-    It may, unless the manifest states that whole documents are held out."""
+def _long_documents(shards: TokenShards, n: int, most_tokens: int) -> list[int] | None:
+    """Return the starts of the documents of more than 2 × `most_tokens` tokens. None: begin inside documents, because
+    fewer than `n` are long, or the split may hold ends of documents: the manifest does not state that it holds whole
+    ones."""
     made_from = shards.manifest.made_from
     settings = made_from.get("validation")
     stated = settings.get("by") if isinstance(settings, dict) else None
-    return n_long < n or made_from.get("split_by", stated) != "document"
+    long: list[int] = shards.document_starts()[np.diff(shards.document_bounds) > 2 * most_tokens].tolist()
+    return None if len(long) < n or made_from.get("split_by", stated) != "document" else long
+
+
+def _middles(total: int, n: int) -> list[int]:
+    """Return the middle of each of n equal parts of the numbers from 0 to `total` - 1."""
+    return [(2 * k + 1) * total // (2 * n) for k in range(n)]
 
 
 def _next_start(text: str, most: int) -> int:
@@ -113,14 +110,12 @@ def _last_end(text: str) -> int:
 
 
 def _of_conversations(shards: TokenShards, tokenizer: Tokenizer, n: int, n_following: int) -> list[Beginning]:
-    starts, found = [*shards.document_starts().tolist(), shards.n_tokens], []
-    n_documents = shards.n_documents
-    for k in range(min(n, n_documents)):
-        place = (2 * k + 1) * n_documents // (2 * min(n, n_documents))
-        first, length = starts[place], starts[place + 1] - starts[place]
-        learned = shards.read_learned(first, length)
-        asked = int(learned.argmax()) if learned.any() else length
-        ids = shards.read(first, length).tolist()
+    found = []
+    for place in _middles(shards.n_documents, min(n, shards.n_documents)):
+        first, end = shards.document(place)
+        learned = shards.read_learned(first, end - first)
+        asked = int(learned.argmax()) if learned.any() else end - first
+        ids = shards.read(first, end - first).tolist()
         follows = tokenizer.decode(ids[asked : asked + n_following])
         found.append(Beginning(tokenizer.decode(ids[:asked]), tuple(ids[:asked]), follows))
     return [one for one in found if one.token_ids]

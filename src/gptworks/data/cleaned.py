@@ -14,7 +14,7 @@ import io
 import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -119,44 +119,27 @@ def read_texts(data: DataConfig) -> Texts:
 
 def cleaned_texts(work: Path, data: DataConfig, report: Report) -> Texts:
     """Return a dataset's sources and jobs, after cleaning the text if the recipe has filters. Jobs that were cleaned
-    earlier in `work` are not cleaned again.
-
-    Raises:
-        UserError: a source is broken, or no document is left.
-        RunError: a process died, or the disk is full or fails.
-    """
+    earlier in `work` are not cleaned again. Raises UserError if a source is broken or no document is left; RunError if
+    a process died, or the disk is full or fails."""
     raw = Texts(data.texts, plan_jobs(data.texts), total_bytes(data.texts) if data.texts else None)
     if not data.clean:
         return raw
     advance = adding_up(report, "cleaning", raw.total_bytes)
-    jobs, counts = _clean_jobs(work, raw.jobs, data.clean, data.processes, advance)
-    sizes = (unit.size_bytes for job in jobs for _, unit in job.units)
-    return Texts([source for job in jobs for source, _ in job.units], jobs, sum(sizes), counts)
-
-
-def _clean_jobs(
-    work: Path, jobs: list[Job], settings: Filters, processes: int, report: Advance
-) -> tuple[list[Job], tuple[FilterCounts, ...]]:
-    """Clean the jobs that are not cleaned yet. Return jobs that read cleaned documents, and each filter's counts."""
-    left = [job for job in jobs if not (_folder(work, job.number) / _COUNTS).exists()]
-    for _ in in_order(left, _job_cleaner, (work, settings), processes, report):
+    left = [job for job in raw.jobs if not (_folder(work, job.number) / _COUNTS).exists()]
+    for _ in in_order(left, _job_cleaner, (work, data.clean), data.processes, advance):
         pass
-    counts = merged(_read_counts(_folder(work, job.number) / _COUNTS) for job in jobs)
-    kept = work / _KEPT if (duplicates := Duplicates(settings)) else None
+    counts = merged(_read_counts(_folder(work, job.number) / _COUNTS) for job in raw.jobs)
+    kept = work / _KEPT if (duplicates := Duplicates(data.clean)) else None
     if kept is not None:
         if not (kept / _COUNTS).exists():
-            _compare(work, jobs, duplicates)
+            _compare(work, raw.jobs, duplicates)
         counts += _read_counts(kept / _COUNTS)
-    sources = [
-        CleanedDocuments(_folder(work, job.number), kept and kept / _folder(work, job.number).name) for job in jobs
-    ]
-    if counts and jobs and not counts[-1].kept.documents:
+    if counts and raw.jobs and not counts[-1].kept.documents:
         raise UserError(_nothing_left(counts))
-    cleaned = [
-        Job(job.number, job.source, ((source, Unit(source.files()[0], source.size_bytes())),))
-        for job, source in zip(jobs, sources, strict=True)
-    ]
-    return cleaned, counts
+    sources = [CleanedDocuments(_folder(work, job.number), kept and kept / f"{job.number:05d}") for job in raw.jobs]
+    units = [Unit(source.files()[0], source.size_bytes()) for source in sources]
+    jobs = [replace(job, units=((source, unit),)) for job, source, unit in zip(raw.jobs, sources, units, strict=True)]
+    return Texts(sources, jobs, sum(unit.size_bytes for unit in units), counts)
 
 
 def _folder(work: Path, number: int) -> Path:
@@ -243,11 +226,7 @@ def _write_counts(file: Path, counts: Iterable[FilterCounts]) -> None:
 
 
 def _read_counts(file: Path) -> tuple[FilterCounts, ...]:
-    """Return the filters' counts that `_write_counts` wrote.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Return the filters' counts that `_write_counts` wrote. Raises UserError if the file is damaged."""
     try:
         tree = unsealed_json(read_regular(file, _MAX_COUNTS_BYTES))
         return tuple(map(FilterCounts.model_validate, tree["filters"]))

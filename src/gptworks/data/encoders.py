@@ -65,8 +65,7 @@ def compared(encoder: Encoder, tokenizer: Tokenizer, sample: Iterable[str]) -> E
     if encoder.name == plain.name:
         return encoder
     texts = list(sample)
-    same = all(map(np.array_equal, encoder.encode(texts), plain.encode(texts)))
-    return encoder if same else plain
+    return encoder if all(map(np.array_equal, encoder.encode(texts), plain.encode(texts))) else plain
 
 
 class _Gigatoken:
@@ -118,11 +117,8 @@ class _Gigatoken:
 def _byte_level_bpe(tokenizer: Tokenizer) -> tuple[str, list[tuple[str, str]], list[int]]:
     """Return the name of the tokenizer's pattern, its merges, and the ids of the 256 bytes and of each merge's token.
 
-    gigatoken merges in the order of the ids, and encodes a word that is a token as that token. The tokenizer must do
-    the same.
-
-    Raises:
-        _Unsuitable: the tokenizer works differently.
+    gigatoken merges in the order of the ids, and encodes a word that is a token as that token. Raises _Unsuitable if
+    the tokenizer does not.
     """
     settings = json.loads(tokenizer.to_str())
     model, added = settings["model"], settings["added_tokens"]

@@ -1,16 +1,15 @@
 """The identity of the dataset that a recipe describes; it depends on the contents of sources, not on paths or times."""
 
-import hashlib
 import json
 import platform
 from pathlib import Path
 from typing import Any
 
 from gptworks.chat_template import find_chat_template, find_other_templates
-from gptworks.config import AnyRecipe, FileTokenizer, GPT2Tokenizer, SourceConfig, TokenizerConfig
+from gptworks.config import AnyRecipe, FileTokenizer, GPT2Tokenizer, TokenizerConfig
 from gptworks.data.cleaning.choose import clean_signature
 from gptworks.data.conversations.reading import READING_VERSION
-from gptworks.data.opened import datasets_in, sha256_text
+from gptworks.data.opened import datasets_in, folder_named, sha256_text
 from gptworks.data.shards import FORMAT_VERSION
 from gptworks.data.snippets import SNIPPETS_VERSION
 from gptworks.data.sources.anything import Files
@@ -30,10 +29,7 @@ _PLACES = ("path", "url", "sha256")
 
 def made_from(recipe: AnyRecipe) -> dict[str, Any]:
     """Return everything that decides the contents of the dataset, and the origin of its text, as a dict for JSON.
-
-    Raises:
-        UserError: a source or a file of the tokenizer is missing.
-    """
+    Raises UserError if a source or a file of the tokenizer is missing."""
     data = recipe.data
     made = _settings(recipe) | {
         "format_version": FORMAT_VERSION,
@@ -45,14 +41,13 @@ def made_from(recipe: AnyRecipe) -> dict[str, Any]:
         made["other_templates"] = sha256_text(json.dumps(others, sort_keys=True))
     if data.snippets:  # the version of Python decides which texts are Python
         made["snippets_by"] = [SNIPPETS_VERSION, *platform.python_version_tuple()[:2]]
-    if data.validation.by != "tail" and not data.clean and any(map(_may_divide_texts, data.texts)):
+    if (
+        data.validation.by != "tail"
+        and not data.clean
+        and any(isinstance(source, Files) and source.may_divide_texts() for source in map(choose_source, data.texts))
+    ):
         made["held_out_whole"] = True  # older datasets lack this key: they may train on parts of held-out texts
     return made | ({"clean_files": clean_signature(data.clean)} if data.clean else {})
-
-
-def _may_divide_texts(settings: SourceConfig) -> bool:
-    source = choose_source(settings)
-    return isinstance(source, Files) and source.may_divide_texts()
 
 
 def _settings(recipe: AnyRecipe) -> dict[str, Any]:
@@ -77,8 +72,7 @@ def folder_for(recipe: AnyRecipe, made: dict[str, Any]) -> Path:
         "tokenizer": _without(made["tokenizer"], "path"),
         **({"clean": [_without(one, "tasks") for one in made["clean"]]} if "clean" in made else {}),
     }
-    digest = hashlib.sha256(json.dumps(placeless, sort_keys=True).encode("utf-8")).hexdigest()[:8]
-    return recipe.data.cache_dir / f"shards-{digest}"
+    return folder_named(recipe.data.cache_dir, "shards", placeless)
 
 
 def _without(tree: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -87,10 +81,7 @@ def _without(tree: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def folder_of_settings(recipe: AnyRecipe) -> Path | None:
     """Find the dataset built earlier with the recipe's settings, to use if the sources are gone; None if none exists.
-
-    Raises:
-        UserError: several such datasets exist, with different text.
-    """
+    Raises UserError if several such datasets exist, with different text."""
     datasets, wanted = datasets_in([recipe.data.cache_dir]), _settings(recipe)
     found = [folder for folder, manifest in datasets if _without(manifest.made_from, *_CONTENTS) == wanted]
     if len(found) > 1:

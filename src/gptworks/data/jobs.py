@@ -104,12 +104,7 @@ def plan_jobs(sources: Iterable[SourceConfig | Source]) -> list[Job]:
 
 
 def run_jobs(
-    folder: Path,
-    jobs: list[Job],
-    settings: JobSettings,
-    processes: int,
-    report: Advance,
-    say: Callable[[str], None] = lambda text: None,
+    folder: Path, jobs: list[Job], settings: JobSettings, processes: int, report: Advance, say: Callable[[str], None]
 ) -> None:
     """Do the unfinished jobs, in several processes if there are several jobs.
 

@@ -1,10 +1,9 @@
 """Decide how a dataset's text is split, and make its tokenizer, before the text is encoded."""
 
-import hashlib
 import heapq
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
@@ -25,6 +24,7 @@ from gptworks.data.conversations.preferences import Pair, iter_pairs
 from gptworks.data.conversations.reading import Conversation, fraction_held_out, is_held_out, iter_conversations
 from gptworks.data.conversations.reading import origins as origins_of
 from gptworks.data.jobs import Job
+from gptworks.data.permutation import hashed
 from gptworks.data.shards import Split
 from gptworks.data.sources.base import Source
 from gptworks.data.sources.choose import count_documents, iter_documents
@@ -65,13 +65,13 @@ def held_out_of(data: DataConfig, validation: ValidationSplit) -> float:
 
 
 @dataclass(frozen=True)
-class _Text:
+class LearnedText:
     """The text of a dataset, and its weight in a tokenizer's training text."""
 
     data: DataConfig
     texts: Texts
     validation: ValidationSplit
-    weight: float
+    weight: float = 1.0
 
     def training(self) -> Iterator[str]:
         """Yield the training text, from which a tokenizer may learn."""
@@ -84,22 +84,13 @@ class _Text:
                 yield piece.text
 
 
-def keep_tokenizer(
-    folder: Path, recipe: AnyRecipe, datasets: Sequence[tuple[DataConfig, float, Texts]], report: Report
-) -> Tokenizer:
+def keep_tokenizer(folder: Path, recipe: AnyRecipe, texts: Sequence[LearnedText], report: Report) -> Tokenizer:
     """Load the tokenizer in `folder`; if there is no such folder, train or load the recipe's tokenizer and save it.
-
-    Args:
-        datasets: settings, weight and text of each dataset to learn from.
-
-    Raises:
-        UserError: the text is empty or too short, or the recipe states another vocabulary size.
-    """
+    Raises UserError if the text is empty or too short, or the recipe states another vocabulary size."""
     if not folder.exists():
-        texts = [_Text(data, found, split_by(data, found.sources), weight) for data, weight, found in datasets]
         sample = folder.with_name(f".{folder.name}.sample")
         trained = _train(recipe, texts, sample, report)
-        if not any(document_frame(trained)) and any(data.texts for data, _, _ in datasets):
+        if not any(document_frame(trained)) and any(text.data.texts for text in texts):
             report(_NO_SEPARATOR, 0, None)
         source = find_chat_template(recipe.tokenizer)
         with new_folder(folder) as aside:
@@ -120,7 +111,7 @@ _NO_SEPARATOR = (
 )
 
 
-def _train(recipe: AnyRecipe, texts: list[_Text], sample: Path, report: Report) -> Tokenizer:
+def _train(recipe: AnyRecipe, texts: Sequence[LearnedText], sample: Path, report: Report) -> Tokenizer:
     sizes = [text.texts.total_bytes for text in texts]
     total = None if None in sizes else sum(filter(None, sizes))
     most = _BPE_TRAINING_BYTES if isinstance(recipe.tokenizer, BPETokenizer) else None
@@ -140,7 +131,7 @@ def _train(recipe: AnyRecipe, texts: list[_Text], sample: Path, report: Report) 
 
 
 def _sampled(
-    texts: list[_Text], limit_bytes: int, folder: Path, total: int | None, report: Report
+    texts: Sequence[LearnedText], limit_bytes: int, folder: Path, total: int | None, report: Report
 ) -> Iterator[Iterator[str]]:
     """Yield a sample of each dataset's training text, in proportion to the dataset's weight."""
     advance = adding_up(report, "sample", total)
@@ -207,7 +198,7 @@ def sample_texts(
     limits = [min(limit_bytes, max(_LEAST_KEPT_BYTES, int(4 * rate * size))) for size in sizes]
     files = [folder / f"{job.number:05d}.jsonl" for job in jobs]
     left = [work for work in zip(jobs, files, limits, strict=True) if not work[1].exists()]
-    for _ in in_order(left, _sampler, (validation, int(rate * _ALL)), processes, report):
+    for _ in in_order(left, partial, (_sample_job, validation, int(rate * _ALL)), processes, report):
         pass
     most, taken_bytes = _ALL, 0
     for key, size in heapq.merge(*(sorted((line[0], line[1]) for line in _lines(file)) for file in files)):
@@ -221,28 +212,19 @@ def sample_texts(
 def _lines(file: Path) -> Iterator[tuple[int, int, str]]:
     """Yield the key, size and text of each sampled piece. Size 0: pieces with this or a larger key were left out."""
     with open_regular(file) as lines:
-        for line in lines:
-            key, size, text = json.loads(line)
-            yield key, size, text
+        yield from map(json.loads, lines)
 
 
-Work = tuple[Job, Path, int]
-"""A job, the file for its part of the sample, and the maximum bytes of text in that file."""
-
-
-def _sampler(validation: ValidationSplit, below: int, advance: Advance) -> Callable[[Work], None]:
-    return partial(_sample_job, validation, below, advance)
-
-
-def _sample_job(validation: ValidationSplit, below: int, advance: Advance, work: Work) -> None:
-    """Write a job's training pieces with keys less than `below`. Above the size limit, drop the largest keys."""
+def _sample_job(validation: ValidationSplit, below: int, advance: Advance, work: tuple[Job, Path, int]) -> None:
+    """Write a job's training pieces with keys less than `below` to a file. Above the limit of bytes, drop the largest
+    keys."""
     job, file, limit_bytes = work
     kept: list[tuple[int, int, str]] = []  # a heap with the largest key on top
     kept_bytes, most = 0, below
     for number, (split, piece) in enumerate(job.split(validation)):
         text = piece.text.encode("utf-8")
         advance(len(text))
-        key = int.from_bytes(hashlib.blake2b(text, digest_size=8, person=b"sample").digest(), "big")
+        key = hashed(text, b"sample")
         if split == "validation" or key >= most:
             continue
         heapq.heappush(kept, (-key, number, piece.text))

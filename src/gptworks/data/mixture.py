@@ -4,8 +4,6 @@ The folder is a complete dataset: its shards are links to the datasets' shards, 
 The datasets' weights are in the recipe, not in the folder.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -14,29 +12,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gptworks.config import (
-    AnyRecipe,
-    BPETokenizer,
-    CharTokenizer,
-    DatasetTokenizer,
-    FileTokenizer,
-    MixtureMember,
-    TokenizerConfig,
-    WordTokenizer,
-)
+from gptworks.config import AnyRecipe, DatasetTokenizer, FileTokenizer, MixtureMember, TrainedTokenizer
 from gptworks.config.mixture import check_mixture
-from gptworks.data.opened import Prepared, open_prepared, sha256_text
+from gptworks.data.opened import Prepared, folder_named, open_prepared, sha256_text
 from gptworks.data.shard_writer import write_manifest
-from gptworks.data.shards import (
-    FORMAT_VERSION,
-    SPLITS,
-    TOKENIZER_FOLDER,
-    Manifest,
-    Part,
-    Split,
-    SplitFiles,
-    shares,
-)
+from gptworks.data.shards import FORMAT_VERSION, SPLITS, TOKENIZER_FOLDER, Manifest, Part, Split, SplitFiles, shares
 from gptworks.errors import UserError
 from gptworks.files import (
     check_free,
@@ -63,11 +43,8 @@ class Member:
 
     @classmethod
     def of(cls, name: str, prepared: Prepared) -> "Member":
-        """Return the dataset in a folder; if the folder is a mixture, return the part with this name.
-
-        Raises:
-            UserError: the mixture has no such part, or the folder holds conversations.
-        """
+        """Return the dataset in a folder; if the folder is a mixture, the part with this name. Raises UserError if the
+        mixture has no such part, or the folder holds conversations."""
         manifest, folder = prepared.manifest, prepared.folder
         if manifest.holds_examples:
             raise UserError(f"{folder} ({name}) holds conversations, and mixtures are of text: train on it separately.")
@@ -99,11 +76,8 @@ class Member:
 
 def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Path | None]) -> list[Member] | None:
     """Return the datasets of a recipe's mixture, in order; None if one of them is not built, or their tokenizer is not
-    trained.
-
-    Args:
-        made: returns the dataset of a recipe without a mixture; None if it is not built.
-        trained: returns the folder of the tokenizer trained on the text of all datasets; None if it is not trained.
+    trained: `made` returns the dataset of a recipe without a mixture, if it is built, and `trained` the folder of the
+    tokenizer trained on the text of all datasets.
 
     Raises:
         UserError: a folder is not a dataset of text or lacks the part that a member names, or the datasets'
@@ -116,52 +90,47 @@ def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Pat
     tokenizer = recipe.tokenizer
     if first is not None:
         _check_same_tokenizer(list(built.values()))
-        if not isinstance(tokenizer, DatasetTokenizer):
-            _check_tokenizer(tokenizer, first)
-        path = first.prepared.folder / TOKENIZER_FOLDER
-        tokenizer = FileTokenizer(type="file", path=path)
-    elif isinstance(tokenizer, BPETokenizer | CharTokenizer | WordTokenizer):
-        if (folder := trained(recipe)) is None:
+        folder, made_by = first.prepared.folder, first.prepared.manifest.tokenizer_sha256
+        if not isinstance(tokenizer, DatasetTokenizer) and fingerprint(train_tokenizer(tokenizer, ())) != made_by:
+            raise UserError(
+                f"tokenizer.type={tokenizer.type} is not the tokenizer of {first.part.name} ({folder}), which is "
+                f"already tokenized: set tokenizer.type=dataset."
+            )
+        tokenizer = FileTokenizer(type="file", path=folder / TOKENIZER_FOLDER)
+    elif isinstance(tokenizer, TrainedTokenizer):
+        if (trained_in := trained(recipe)) is None:
             return None
-        tokenizer = FileTokenizer(type="file", path=folder)
+        tokenizer = FileTokenizer(type="file", path=trained_in)
     members = []
     for member in data.mixture:
-        if member.name in built:
-            members.append(built[member.name])
-            continue
-        prepared = made(recipe.model_copy(update={"tokenizer": tokenizer, "data": data.of_member(member)}))
-        if prepared is None:
-            return None
-        members.append(Member.of(member.name, prepared))
+        if (found := built.get(member.name)) is None:
+            prepared = made(recipe.model_copy(update={"tokenizer": tokenizer, "data": data.of_member(member)}))
+            if prepared is None:
+                return None
+            found = Member.of(member.name, prepared)
+        members.append(found)
     return members
 
 
 def find_mixed(members: Sequence[Member], cache_dir: Path) -> Prepared | None:
-    """Open the dataset of exactly these members: a folder that they share, or one that `mixed` made; else None.
-
-    Raises:
-        UserError: the datasets have different tokenizers, or a file of the folder was changed.
-    """
+    """Open the dataset of exactly these members: a folder that they share, or one that `mixed` made; else None. Raises
+    UserError if the datasets have different tokenizers, or a file of the folder was changed."""
     _check_same_tokenizer(members)
     first = members[0].prepared
     whole = [*first.manifest.parts] or [members[0].part]
     if {member.prepared.folder for member in members} == {first.folder} and [one.part for one in members] == whole:
         return first
-    folder = _folder(_manifest(members), cache_dir)
+    folder = folder_named(cache_dir, "mixture", _manifest(members).model_dump(mode="json"))
     return open_prepared(folder) if folder.exists() else None
 
 
 def mixed(members: Sequence[Member], cache_dir: Path) -> Prepared:
     """Return the dataset of exactly these members: the folder that they share, else one in `cache_dir`, made if needed.
-
-    Raises:
-        UserError: the datasets have different tokenizers.
-        RunError: the disk is full, fails or refuses to write.
-    """
+    Raises UserError if they have different tokenizers; RunError if the disk is full, fails or refuses to write."""
     if (found := find_mixed(members, cache_dir)) is not None:
         return found
     manifest = _manifest(members)
-    folder = _folder(manifest, cache_dir)
+    folder = folder_named(cache_dir, "mixture", manifest.model_dump(mode="json"))
     advice = "Free space, or set data.cache_dir to another disk, and run it again."
     with naming_disk_errors(f"{cache_dir}: the mixture could not be made", folder, advice):
         make_folder(cache_dir)
@@ -172,16 +141,9 @@ def mixed(members: Sequence[Member], cache_dir: Path) -> Prepared:
     return replace(open_prepared(folder), reused=False)
 
 
-def _folder(manifest: Manifest, cache_dir: Path) -> Path:
-    digest = hashlib.sha256(json.dumps(manifest.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()[:8]
-    return cache_dir / f"mixture-{digest}"
-
-
 def mix_folders(out: Path, datasets: Sequence[str]) -> list[dict[str, Any]]:
-    """Combine datasets in the folder `out`. Return the name, weight and number of training tokens of each.
-
-    Args:
-        datasets: each `NAME=FOLDER` or `NAME=FOLDER:WEIGHT`.
+    """Combine datasets, each `NAME=FOLDER` or `NAME=FOLDER:WEIGHT`, in the folder `out`. Return the name, weight and
+    number of training tokens of each.
 
     Raises:
         UserError: an argument has another form, `out` is not empty, a folder is not a dataset of text, or the
@@ -218,14 +180,6 @@ def _given(text: str) -> MixtureMember:
         ) from None
 
 
-def _check_tokenizer(tokenizer: TokenizerConfig, member: Member) -> None:
-    if fingerprint(train_tokenizer(tokenizer, ())) != member.prepared.manifest.tokenizer_sha256:
-        raise UserError(
-            f"tokenizer.type={tokenizer.type} is not the tokenizer of {member.part.name} ({member.prepared.folder}), "
-            f"which is already tokenized: set tokenizer.type=dataset."
-        )
-
-
 def _check_same_tokenizer(members: Sequence[Member]) -> None:
     first, *others = members
     for other in others:
@@ -249,11 +203,10 @@ def _manifest(members: Sequence[Member]) -> Manifest:
         splits[split] = SplitFiles.of(numbered, sum(member.splits[split].unknown_tokens for member in members))
     parts = tuple(member.part for member in members)
     texts = [part.validation_text_sha256 for part in parts]
-    template = first.chat_template
     return first.manifest.model_copy(
         update={
             "format_version": FORMAT_VERSION,
-            "made_from": {"chat_template": sha256_text(None if template is None else template.source)},
+            "made_from": {"chat_template": first.manifest.made_from.get("chat_template")},
             "round_trips": all(part.round_trips for part in parts),
             "splits": splits,
             "validation_text_sha256": None if None in texts else sha256_text(" ".join(map(str, texts))),

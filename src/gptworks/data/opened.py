@@ -2,10 +2,12 @@
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -33,13 +35,11 @@ class Prepared:
 
 def find_of_run(recipe: Recipe, run_dir: Path, fingerprint: str) -> Prepared | None:
     """Open the dataset that a run was trained on, even if the dataset's sources are gone; None if it is not found.
+    Raises UserError if a file of the dataset's folder is missing or was changed.
 
     The search covers `data.cache_dir` and the built datasets that the recipe's mixture names. Relative paths are looked
     up in the current folder and in the four folders above the run, because a trial of a sweep is four folders below the
     folder in which its dataset was made.
-
-    Raises:
-        UserError: a file of the dataset's folder is missing or was changed.
     """
     near = (Path(), *run_dir.resolve().parents[:4])
     named = [folder / one.dataset.expanduser() for one in recipe.data.mixture if one.dataset for folder in near]
@@ -59,13 +59,9 @@ def datasets_in(caches: Iterable[Path], named: Iterable[Path] = ()) -> Iterator[
 
 
 def open_prepared(folder: str | Path) -> Prepared:
-    """Open and check a dataset that `prepare` made; first fetch it, if the folder is the mirror of a remote one.
-
-    The tokenizer's files are compared with the manifest by content, and the shards only by size.
-
-    Raises:
-        UserError: the folder is not a dataset, or a file in it is missing or was changed.
-    """
+    """Open and check a dataset that `prepare` made; first fetch it, if the folder is the mirror of a remote one. Raises
+    UserError if the folder is not a dataset, or a file in it is missing or was changed: the tokenizer's files are
+    compared with the manifest by content, and the shards only by size."""
     folder = Path(folder)
     if (url := url_of(folder)) is not None:
         fetched_data(url)
@@ -94,12 +90,8 @@ def open_prepared(folder: str | Path) -> Prepared:
 
 
 def held_out_text(prepared: Prepared) -> Iterator[bytes]:
-    """Yield the validation text in parts, decoded from the shards.
-
-    Raises:
-        UserError: the dataset holds conversations or preference pairs, decoding the tokens does not restore the text,
-            or a file was changed.
-    """
+    """Yield the validation text in parts, decoded from the shards. Raises UserError if the dataset holds no text,
+    decoding the tokens does not restore the text, or a file was changed."""
     if prepared.manifest.holds_examples:
         raise UserError(
             f"{prepared.folder} holds conversations or preference pairs, not text: there is no held-out text to decode."
@@ -110,12 +102,17 @@ def held_out_text(prepared: Prepared) -> Iterator[bytes]:
             f"be decoded. Use tokenizer.type=bpe, which loses nothing."
         )
     shards = TokenShards(prepared.folder, "validation")
-    bounds = [*shards.document_starts().tolist(), shards.n_tokens]
-    for start, end in pairwise(bounds):
+    for start, end in pairwise(shards.document_bounds.tolist()):
         stream = StreamDecoder(prepared.tokenizer)
         for at in range(start, end, _DECODED_TOKENS):
             yield stream.push(*shards.read(at, min(_DECODED_TOKENS, end - at)).tolist()).encode("utf-8")
         yield stream.flush().encode("utf-8")
+
+
+def folder_named(cache_dir: Path, kind: str, made_from: Any) -> Path:
+    """Return the folder in `cache_dir` for what is made from this JSON tree, named KIND-DIGEST."""
+    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode("utf-8")).hexdigest()[:8]
+    return cache_dir / f"{kind}-{digest}"
 
 
 def sha256_text(text: str | None) -> str | None:

@@ -1,5 +1,6 @@
-"""A pseudo-random permutation of 0 … n-1, computed without storing it."""
+"""A pseudo-random permutation of 0 … n-1, computed without storing it, and hashes of texts."""
 
+import hashlib
 from functools import lru_cache
 
 import numpy as np
@@ -26,6 +27,11 @@ def evenly_spaced(total: int, n: int = 0) -> list[int]:
     """Return at most n evenly spaced numbers from 0 to `total` - 1; all numbers if n = 0."""
     chosen = min(n or total, total)
     return [place * total // chosen for place in range(chosen)]
+
+
+def hashed(data: bytes, use: bytes = b"") -> int:
+    """Return a hash of `data`, from 0 to 2**64 - 1. Hashes for different uses are independent."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, person=use).digest(), "big")
 
 
 @lru_cache(maxsize=64)

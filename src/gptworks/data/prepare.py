@@ -6,8 +6,6 @@ killed, finished jobs stay in the hidden folder, and the next call continues fro
 """
 
 import contextlib
-import hashlib
-import json
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -19,19 +17,19 @@ from typing import Any
 from filelock import BaseFileLock, Timeout
 from tokenizers import Tokenizer
 
-from gptworks.chat_template import ChatTemplate, find_chat_template, load_chat_template
-from gptworks.config import AnyRecipe, DataConfig, ValidationSplit
+from gptworks.chat_template import find_chat_template, load_chat_template
+from gptworks.config import AnyRecipe, ValidationSplit
 from gptworks.data.cleaned import CLEANED, Texts, cleaned_texts, read_texts
 from gptworks.data.cleaning.choose import choose_filters
 from gptworks.data.cleaning.duplicates import Duplicates
 from gptworks.data.conversations.examples import write_examples
 from gptworks.data.identity import folder_for, folder_of_settings, made_from
 from gptworks.data.jobs import JobSettings, finished, join_jobs, plan_jobs, run_jobs
-from gptworks.data.learn import empty, held_out_of, iter_records, keep_tokenizer, split_by
+from gptworks.data.learn import LearnedText, empty, held_out_of, iter_records, keep_tokenizer, split_by
 from gptworks.data.mixture import find_mixed, members_of, mixed
-from gptworks.data.opened import Prepared, open_prepared
+from gptworks.data.opened import Prepared, folder_named, open_prepared
 from gptworks.data.shard_writer import split_writers, write_manifest
-from gptworks.data.shards import FORMAT_VERSION, TOKENIZER_FOLDER, Dtype, Manifest, dtype_for
+from gptworks.data.shards import FORMAT_VERSION, TOKENIZER_FOLDER, Manifest, dtype_for
 from gptworks.data.sources.choose import check_sources
 from gptworks.data.workers import Report, adding_up
 from gptworks.errors import UserError
@@ -77,10 +75,15 @@ def prepare(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, tot
         if folder.exists():  # another process made the dataset while this one waited
             return open_prepared(folder)
         _remove_stale(folder.parent)
-        with _working(folder) as work:
-            work_on(work, recipe, report)
-            _check_unchanged(folder, recipe)
-            write_dataset(folder, work, recipe, made, report)
+        try:
+            _work(folder).mkdir(exist_ok=True)
+            work_on(_work(folder), recipe, report)
+            write_dataset(folder, recipe, made, report)
+        except UserError:  # the text or tokenizer has a mistake, so finished work is useless
+            shutil.rmtree(_work(folder), ignore_errors=True)
+            raise
+        finally:  # the next call may use something of unfinished work
+            _remove_unless_useful(folder)
     return replace(open_prepared(folder), reused=False)
 
 
@@ -113,12 +116,8 @@ def build_part(
 
 
 def merge_parts(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, total_bytes: None) -> Prepared:
-    """Make the dataset from its finished parts.
-
-    Raises:
-        UserError: some parts are not finished, or the sources are missing or were changed.
-        RunError: the disk is full or fails.
-    """
+    """Make the dataset from its finished parts. Raises UserError if some are not finished, or the sources are missing
+    or were changed; RunError if the disk is full or fails."""
     made = made_from(recipe)
     folder = folder_for(recipe, made)
     if folder.exists():
@@ -130,18 +129,14 @@ def merge_parts(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes,
                 f"{work / 'jobs'} lacks {len(missing):,} jobs, the first of them {missing[0]:05d}. Do each part with "
                 f"--part K/N, and copy what other machines have there. On one machine, leave --merge out."
             )
-        _check_unchanged(folder, recipe)
-        write_dataset(folder, work, recipe, made, report)
+        write_dataset(folder, recipe, made, report)
         shutil.rmtree(work)
     return replace(open_prepared(folder), reused=False)
 
 
 def find_prepared(recipe: AnyRecipe) -> Prepared | None:
     """Open the dataset that `prepare` built from this recipe, even if its sources are gone; None if it was not built.
-
-    Raises:
-        UserError: a file of its folder is missing or was changed.
-    """
+    Raises UserError if a file of its folder is missing or was changed."""
     if recipe.data.mixture:
         members = members_of(recipe, find_prepared, _find_trained)
         return None if members is None else find_mixed(members, recipe.data.cache_dir)
@@ -160,12 +155,15 @@ def _trained(recipe: AnyRecipe, report: Report) -> Path:
     folder = _tokenizer_folder(recipe)
     if folder.exists():
         return folder
-    sources = [source for member in recipe.data.mixture for source in member.sources]
-    check_sources(sources)
+    check_sources(source for member in recipe.data.mixture for source in member.sources)
     make_folder(folder.parent)
     with _locked(folder, report):
-        datasets = [(recipe.data.of_member(member), member.weight) for member in recipe.data.mixture]
-        keep_tokenizer(folder, recipe, [(data, weight, read_texts(data)) for data, weight in datasets], report)
+        learned = []
+        for member in recipe.data.mixture:
+            data = recipe.data.of_member(member)
+            texts = read_texts(data)
+            learned.append(LearnedText(data, texts, split_by(data, texts.sources), member.weight))
+        keep_tokenizer(folder, recipe, learned, report)
     return folder
 
 
@@ -182,16 +180,12 @@ def _tokenizer_folder(recipe: AnyRecipe) -> Path:
     data = recipe.data
     parts = (recipe.model_copy(update={"data": data.of_member(member)}) for member in data.mixture)
     names = [folder_for(part, made_from(part)).name for part in parts]
-    digest = hashlib.sha256(json.dumps([names, [member.weight for member in data.mixture]]).encode()).hexdigest()[:8]
-    return data.cache_dir / f"tokenizer-{digest}"
+    return folder_named(data.cache_dir, "tokenizer", [names, [member.weight for member in data.mixture]])
 
 
 def work_on(work: Path, recipe: AnyRecipe, report: Report, part: tuple[int, int] = (1, 1)) -> None:
-    """Do the unfinished work on a dataset in the folder `work`: make the tokenizer and the jobs' shards of text.
-
-    Args:
-        part: (K, N): do every Nth job from the Kth on; other machines do the other jobs.
-    """
+    """Do the unfinished work on a dataset in the folder `work`: make the tokenizer and the shards of text of every Nth
+    job from the Kth on, if part = (K, N)."""
     data, (k, n) = recipe.data, part
     texts, validation, tokenizer = _begin(work, recipe, report)
     dtype = dtype_for(vocabulary_size(tokenizer))
@@ -211,22 +205,30 @@ def _begin(work: Path, recipe: AnyRecipe, report: Report) -> tuple[Texts, Valida
             "data.snippets needs whole training documents, and these are so few that the end of each is held out: "
             "give more documents, set data.validation.by=document, or remove data.snippets."
         )
-    return texts, validation, keep_tokenizer(work / TOKENIZER_FOLDER, recipe, [(data, 1.0, texts)], report)
+    learned = [LearnedText(data, texts, validation)]
+    return texts, validation, keep_tokenizer(work / TOKENIZER_FOLDER, recipe, learned, report)
 
 
-def write_dataset(folder: Path, work: Path, recipe: AnyRecipe, made_from: dict[str, Any], report: Report) -> None:
-    """Write the dataset's folder, completely or not at all: encode conversations, or join the finished jobs of text."""
-    data = recipe.data
+def write_dataset(folder: Path, recipe: AnyRecipe, made: dict[str, Any], report: Report) -> None:
+    """Write the dataset's folder, completely or not at all: encode conversations, or join the finished jobs of text.
+    Raises UserError if the sources or the tokenizer's files changed since the folder's name was computed."""
+    if folder_for(recipe, made_from(recipe)) != folder:
+        raise UserError("the sources or the tokenizer's files changed while they were read. Run it again.")
+    data, work = recipe.data, _work(folder)
     texts = cleaned_texts(work, data, report)
     validation = split_by(data, texts.sources)
     tokenizer = load_tokenizer(work / TOKENIZER_FOLDER)
     template = load_chat_template(work / TOKENIZER_FOLDER, tokenizer)
     dtype = dtype_for(vocabulary_size(tokenizer))
     with new_folder(folder) as whole:
-        if template is not None and data.records:
-            written = _write_records(whole, dtype, template, data, validation, report)
-        else:
+        if template is None or not data.records:
             written = join_jobs(work, whole)
+        else:
+            with split_writers(whole, dtype, data.shard_tokens) as writers:
+                held_out = held_out_of(data, validation)
+                origins = write_examples(writers, template, iter_records(data), held_out, data.processes, report)
+                splits = {split: writer.finish() for split, writer in writers.items()}
+            written = {"splits": splits, "origins": origins, "round_trips": False}
         for split, files in written["splits"].items():
             if not files.tokens:
                 raise UserError(empty(split, validation, data))
@@ -240,22 +242,11 @@ def write_dataset(folder: Path, work: Path, recipe: AnyRecipe, made_from: dict[s
             vocab_size=vocabulary_size(tokenizer),
             tokenizer_sha256=fingerprint(tokenizer),
             tokenizer_files={file.name: sha256_file(file) for file in sorted((whole / TOKENIZER_FOLDER).iterdir())},
-            made_from=made_from | ({"split_by": validation.by} if data.validation.by == "auto" else {}),
+            made_from=made | ({"split_by": validation.by} if data.validation.by == "auto" else {}),
             cleaning={"filters": [one.model_dump(mode="json") for one in texts.counts]} if data.clean else None,
             **written,
         )
         write_manifest(manifest, whole)
-
-
-def _write_records(
-    whole: Path, dtype: Dtype, template: ChatTemplate, data: DataConfig, validation: ValidationSplit, report: Report
-) -> dict[str, Any]:
-    """Encode and write the shards of conversations or preference pairs. Return the manifest fields about them."""
-    with split_writers(whole, dtype, data.shard_tokens) as writers:
-        held_out = held_out_of(data, validation)
-        origins = write_examples(writers, template, iter_records(data), held_out, data.processes, report)
-        splits = {split: writer.finish() for split, writer in writers.items()}
-    return {"splits": splits, "origins": origins, "round_trips": False}
 
 
 def _version() -> str:
@@ -283,38 +274,16 @@ def _check(recipe: AnyRecipe) -> None:
         )
 
 
-def _check_unchanged(folder: Path, recipe: AnyRecipe) -> None:
-    """Raise UserError if the sources or the tokenizer's files changed since the folder's name was computed."""
-    if folder_for(recipe, made_from(recipe)) != folder:
-        raise UserError("the sources or the tokenizer's files changed while they were read. Run it again.")
-
-
 def _work(folder: Path) -> Path:
     return folder.with_name(f".partial-{folder.name}")
 
 
 @contextlib.contextmanager
 def _naming_disk_errors(folder: Path) -> Iterator[None]:
-    advice = (
-        "Free space, or set data.cache_dir to another disk, and run it again: it continues from the finished parts, "
-        "if any."
-    )
+    advice = "Free space, or set data.cache_dir to another disk, and run it again: it continues from finished parts."
     with naming_disk_errors(f"{folder.parent}: the data could not be prepared", _work(folder), advice):
         make_folder(folder.parent)
         yield
-
-
-@contextlib.contextmanager
-def _working(folder: Path) -> Iterator[Path]:
-    """Yield the work folder of a dataset. Remove the folder afterwards unless the next call can use something in it."""
-    try:
-        _work(folder).mkdir(exist_ok=True)
-        yield _work(folder)
-    except UserError:  # the text or tokenizer has a mistake, so finished work is useless
-        shutil.rmtree(_work(folder), ignore_errors=True)
-        raise
-    finally:
-        _remove_unless_useful(folder)
 
 
 def _lock(folder: Path) -> BaseFileLock:

@@ -9,7 +9,6 @@ Shapes: B samples, T tokens.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,11 +19,10 @@ from torch import Tensor
 
 from gptworks.config import Recipe
 from gptworks.data.batches import Batches, evaluation_windows, weights_over_run
-from gptworks.data.conversations.joining import training_examples
-from gptworks.data.conversations.packing import Examples, Pairs, evaluation_rows, laid_out, stack
+from gptworks.data.conversations.packing import Examples, Pairs, evaluation_rows, laid_out, stack, training_examples
 from gptworks.data.permutation import Int64s, shuffled
 from gptworks.data.rows import Piece, Row, pieces_of
-from gptworks.data.shards import TokenShards
+from gptworks.data.shards import SPLITS, TokenShards
 from gptworks.errors import UserError
 
 Batch = tuple[Tensor, ...]
@@ -46,17 +44,11 @@ class Samples(ABC):
     """Bytes of the text in the whole validation split; None: unknown."""
 
     def __init__(self, recipe: Recipe, folder: Path, verify: bool = False) -> None:
-        """
-        Args:
-            folder: the dataset's folder, made by `prepare`.
-            verify: compare the shards' files with their sha256, and the token ids with the vocabulary.
-
-        Raises:
-            UserError: files are missing or changed, there is too little text, or the data does not fit the objective.
-        """
+        """Open the shards in a dataset's folder, made by `prepare`; `verify` as for `TokenShards`. Raises UserError if
+        files are missing or changed, there is too little text, or the data does not fit the objective."""
         self.recipe, self.context_length = recipe, recipe.row_length
-        self.train_shards = TokenShards(folder, "train", verify=verify)
-        self.validation_shards = TokenShards(folder, "validation", verify=verify)
+        self._shards = {split: TokenShards(folder, split, verify=verify) for split in SPLITS}
+        self.train_shards, self.validation_shards = self._shards.values()
         self._open()
 
     @abstractmethod
@@ -80,11 +72,8 @@ class Samples(ABC):
         examples a row joins."""
 
     def item(self, position: int) -> tuple[int, int]:
-        """Return the epoch and the item index of the sample at `position`. Datasets of a mixture have their own epochs.
-
-        Raises:
-            UserError: the sample was made during the run and was not kept.
-        """
+        """Return the epoch and the item index of the sample at `position`; datasets of a mixture have their own epochs.
+        Raises UserError if the sample was made during the run and was not kept."""
         return position // self.per_epoch, int(self._shuffled(position, 1)[0])
 
     def _shuffled(self, first: int, size: int) -> Int64s:
@@ -96,11 +85,8 @@ class Samples(ABC):
         return {}
 
     def held_out(self, n_sequences: int) -> Iterator[Batch]:
-        """Yield at most `n_sequences` (0: all) evenly spaced sequences [T] of the validation split.
-
-        Raises:
-            NotImplementedError: the samples are preference pairs or prompts.
-        """
+        """Yield at most `n_sequences` (0: all) evenly spaced sequences [T] of the validation split. Raises
+        NotImplementedError if the samples are preference pairs or prompts."""
         raise NotImplementedError
 
 
@@ -130,12 +116,8 @@ class Windows(Samples):
     def rows(self, number: int, epoch: int = 0) -> list[Row]:
         start = self._batches.start(epoch, number)
         window = torch.from_numpy(self.train_shards.read(start, self.context_length + 1))
-        pieces = pieces_of(self._document_starts, start, len(window))
+        pieces = pieces_of(self.train_shards.document_starts(), start, len(window))
         return [Row.of(window[:-1], window[1:], None, [(self.context_length, pieces)])]
-
-    @cached_property
-    def _document_starts(self) -> Int64s:
-        return self.train_shards.document_starts()
 
     def held_out(self, n_sequences: int) -> Iterator[Batch]:
         return evaluation_windows(self.validation_shards, self.context_length, n_sequences)
@@ -170,10 +152,7 @@ class AnswerPairs(Samples):
     item_name = "pair"
 
     def _open(self) -> None:
-        self.pairs = {
-            "train": Pairs(self.train_shards, self.context_length),
-            "validation": Pairs(self.validation_shards, self.context_length),
-        }
+        self.pairs: dict[str, Pairs] = {split: Pairs(one, self.context_length) for split, one in self._shards.items()}
         self.per_epoch, self.n_validation = map(len, self.pairs.values())
 
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
@@ -215,9 +194,8 @@ class Prompts(Samples):
     item_name = "prompt"
 
     def _open(self) -> None:
-        self.examples = {
-            "train": Examples(self.train_shards, self.context_length, False),
-            "validation": Examples(self.validation_shards, self.context_length, False),
+        self.examples: dict[str, Examples] = {
+            split: Examples(one, self.context_length, False) for split, one in self._shards.items()
         }
         rollouts = self.recipe.objective.rollouts
         assert rollouts is not None

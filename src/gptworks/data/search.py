@@ -25,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gptworks.data.opened import Prepared
-from gptworks.data.permutation import Int64s
-from gptworks.data.shards import Ids, ShardFile, Split, TokenShards, redo
+from gptworks.data.shards import Ids, Split, TokenShards, redo
 from gptworks.data.spelling import BORDER, Spelling
 from gptworks.data.workers import Progress
 from gptworks.errors import UserError, not_installed
@@ -103,9 +102,6 @@ class _Opened:
     """Offset of the text in the file."""
     n_bytes: int
 
-    def text(self, start: int, end: int) -> bytes:
-        return self.memory[self.begin + start : self.begin + end]
-
     def range(self, pattern: bytes) -> tuple[int, int]:
         """Return the range of sorted suffixes that begin with `pattern`: the first index, and one after the last."""
         n, begin, memory = len(pattern), self.begin, self.memory
@@ -119,16 +115,14 @@ class _Opened:
 
 
 class SearchIndex:
-    """The search index of a split. Call `build` to complete it before searching.
-
-    Raises:
-        UserError: a file of the dataset is missing or has another size, or a token has more than 65,536 bytes.
-    """
+    """The search index of a split. Call `build` to complete it before searching. Raises UserError if a file of the
+    dataset is missing or has another size, or a token has more than 65,536 bytes."""
 
     def __init__(self, prepared: Prepared, split: Split = "train") -> None:
         self.folder, self.split, self.tokenizer = prepared.folder / FOLDER, split, prepared.tokenizer
         self.spelling = Spelling(prepared.tokenizer)
         self._shards = TokenShards(prepared.folder, split, verify=False)
+        self.n_tokens = self._shards.n_tokens
         self._table: Sequence[bytes] = [*self.spelling.table, BORDER]
         self._blocks = list(self._planned(prepared.manifest.tokenizer_sha256))
 
@@ -143,18 +137,10 @@ class SearchIndex:
                     "version": _VERSION, "tokens_sha256": shard.sha256, "documents_sha256": shard.offsets_sha256,
                     "tokenizer_sha256": tokenizer_sha256, "first_token": start, "n_tokens": n,
                 }  # fmt: skip
-                yield _Block(self.folder / _name(shard, number), header, at + start, n)
+                yield _Block(self.folder / f"{Path(shard.file).stem}-{number:03d}.index", header, at + start, n)
             at += shard.tokens
 
-    @cached_property
-    def _starts(self) -> Int64s:
-        return self._shards.document_starts()
-
     # ------------------------------------------------------------------------------------- building the index
-
-    @property
-    def n_tokens(self) -> int:
-        return self._shards.n_tokens
 
     @property
     def missing(self) -> int:
@@ -164,13 +150,9 @@ class SearchIndex:
     def build(self, threads: int | None = None, report: Progress = lambda done, total: None) -> None:
         """Write the missing blocks of the index. If the call is interrupted, finished blocks are kept.
 
-        Args:
-            threads: number of blocks to sort in parallel, each with about 7 bytes of memory per byte of text; None: one
-                per core, at most 4.
-
-        Raises:
-            UserError: the library is missing, or a file of the dataset was changed.
-            RunError: the disk is full or fails.
+        `threads` is the number of blocks to sort in parallel, each with about 7 bytes of memory per byte of text; None:
+        one per core, at most 4. Raises UserError if the library is missing, or a file of the dataset was changed;
+        RunError if the disk is full or fails.
         """
         try:
             from pydivsufsort import divsufsort
@@ -216,10 +198,7 @@ class SearchIndex:
 
     def _read(self, at: int, n: int) -> tuple[Ids, npt.NDArray[np.bool_]]:
         """Return tokens [n], and a mask [n] of tokens that begin a document with no special token at that border.
-
-        Raises:
-            UserError: a token is not in the vocabulary.
-        """
+        Raises UserError if a token is not in the vocabulary."""
         before = min(at, 1)
         ids = self._shards.read(at - before, n + before)
         if int(ids.max(initial=0)) >= len(self.spelling.table):
@@ -228,8 +207,9 @@ class SearchIndex:
             )
         special = self.spelling.is_border[ids]
         opens = np.zeros(len(ids), dtype=np.bool_)
-        low, high = np.searchsorted(self._starts, [max(at, 1), at + n])
-        opens[self._starts[low:high] - (at - before)] = True
+        starts = self._shards.document_starts()
+        low, high = np.searchsorted(starts, [max(at, 1), at + n])
+        opens[starts[low:high] - (at - before)] = True
         opens[1:] &= ~special[1:] & ~special[:-1]
         return ids[before:], opens[before:]
 
@@ -248,15 +228,9 @@ class SearchIndex:
         return [0, *accumulate(one.n_bytes for one in self._open)]
 
     def find(self, phrase: str, most: int = 10) -> Found:
-        """Return the number of occurrences of a phrase, and some of the occurrences.
-
-        Args:
-            most: maximum number of occurrences to return. They are the first ones, unless an index file has more than
-                65,536 occurrences.
-
-        Raises:
-            UserError: the phrase cannot be searched, or the index is not complete or does not fit the tokens.
-        """
+        """Return the number of occurrences of a phrase, and at most `most` of them: the first, unless an index file has
+        more than 65,536. Raises UserError if the phrase cannot be searched, or the index is not complete or does not
+        fit the tokens."""
         pattern = self.spelling.of_phrase(phrase)
         ranges = [one.range(pattern) for one in self._open]
         across = list(self._across(pattern))
@@ -286,14 +260,13 @@ class SearchIndex:
         first = bisect_right(self._bounds, start) - 1
         last = bisect_left(self._bounds, end)
         parts = ((self._open[i], self._bounds[i]) for i in range(first, last))
-        return b"".join(one.text(max(0, start - at), min(one.n_bytes, end - at)) for one, at in parts)
+        return b"".join(
+            one.memory[one.begin + max(0, start - at) : one.begin + min(one.n_bytes, end - at)] for one, at in parts
+        )
 
     def _token_at(self, place: int) -> tuple[int, int]:
         """Return the index of the token that spells the byte at a text offset, and the byte's index in the token.
-
-        Raises:
-            UserError: no token spells this byte.
-        """
+        Raises UserError if no token spells this byte."""
         number = min(bisect_right(self._bounds, place), len(self._open)) - 1
         one, local = self._open[number], place - self._bounds[number]
         noted = max(0, int(np.searchsorted(one.places, local, side="right")) - 1)
@@ -310,11 +283,7 @@ class SearchIndex:
         return [BORDER * opened + self._table[token] for token, opened in spelled]
 
     def _hit(self, place: int, pattern: bytes) -> Hit:
-        """Return the occurrence at an offset of the text, checked against the tokens.
-
-        Raises:
-            UserError: the tokens do not spell the phrase there.
-        """
+        """Return the occurrence at an offset of the text. Raises UserError if the tokens do not spell it."""
         token, within = self._token_at(place)
         spelled = self._spelled(token, min(len(pattern), self._shards.n_tokens - token))
         ends = list(accumulate(map(len, spelled)))
@@ -322,10 +291,8 @@ class SearchIndex:
         whole = b"".join(spelled[:n])
         if whole[within : within + len(pattern)] != pattern:
             raise self._damaged()
-        starts = self._starts
-        document = max(0, int(np.searchsorted(starts, token, side="right")) - 1)
-        begin = int(starts[document]) if len(starts) else 0
-        end = int(starts[document + 1]) if document + 1 < len(starts) else self._shards.n_tokens
+        document = self._shards.document_at(token)
+        begin, end = self._shards.document(document)
         before = max(begin, token - _CONTEXT_TOKENS)
         after = min(end, token + n + _CONTEXT_TOKENS)
         if self.spelling.by_text:
@@ -352,10 +319,6 @@ class SearchIndex:
         return UserError(
             f"{self.folder} is not the index of {self._shards.folder}, or was changed. Delete it to build it again."
         )
-
-
-def _name(shard: ShardFile, number: int) -> str:
-    return f"{Path(shard.file).stem}-{number:03d}.index"
 
 
 def _opened(block: _Block) -> _Opened | None:

@@ -72,8 +72,8 @@ class ShardWriter:
         self._close_shard()
         return SplitFiles.of(self._shards, self._unknown_tokens)
 
-    def abandon(self) -> None:
-        """Close the open file; leave the other files as they are."""
+    def close(self) -> None:
+        """Close the open file, if any; leave the other files as they are."""
         if self._open is not None:
             with contextlib.suppress(OSError):  # closing may fail for the same reason as the work, such as a full disk
                 self._open.close()
@@ -107,14 +107,13 @@ class ShardWriter:
 
 @contextlib.contextmanager
 def split_writers(folder: Path, dtype: Dtype, shard_tokens: int) -> Iterator[dict[Split, ShardWriter]]:
-    """Yield a writer for each split; the caller must `finish` each. If an error ends the work, close the open files."""
+    """Yield a writer for each split; the caller must `finish` each."""
     writers = {split: ShardWriter(folder, split, dtype, shard_tokens) for split in SPLITS}
     try:
         yield writers
-    except BaseException:
+    finally:
         for writer in writers.values():
-            writer.abandon()
-        raise
+            writer.close()
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:

@@ -15,16 +15,17 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from gptworks.config import Section
 from gptworks.errors import UserError
-from gptworks.files import map_array, open_regular, read_array, read_regular, sha256_file, unsealed_json
+from gptworks.files import Stamp, map_array, open_regular, read_array, read_regular, sha256_file, stamp, unsealed_json
 from gptworks.json_files import mapping_of
 
 FORMAT_VERSION = 4
@@ -188,14 +189,8 @@ class Manifest(Section):
         return bool(self.origins)
 
     def where(self, record: int) -> str:
-        """Return the place of a record, for messages: the name of its file or dataset, and its number there, from 1.
-
-        Args:
-            record: index of the record among those of all origins, from 0.
-
-        Raises:
-            IndexError: there is no such record.
-        """
+        """Return the place of a record, numbered from 0 among those of all origins, for messages: the name of its file
+        or dataset, and its number there, from 1. Raises IndexError if there is no such record."""
         for origin in self.origins:
             if record < origin.records:
                 return f"{origin.name}, record {record + 1}"
@@ -233,11 +228,8 @@ def little_endian(dtype: Dtype) -> np.dtype[Any]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a folder of shards.
-
-    Raises:
-        UserError: the manifest is missing or broken, or has a format that this version does not read.
-    """
+    """Read the manifest of a folder of shards. Raises UserError if it is missing or broken, or has a format that this
+    version does not read."""
     file = folder / MANIFEST_FILE
     try:
         data = read_regular(file, MAX_MANIFEST_BYTES, inside=folder)
@@ -248,7 +240,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError(f"{folder} holds no prepared text: there is no {MANIFEST_FILE}. {redo(folder)}") from None
     except UserError:
         raise
-    except (ValueError, KeyError, TypeError, ValidationError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} is broken ({type(error).__name__}). {redo(folder)}") from None
     raise UserError(f"{file} has format {version} and this gptworks reads {FORMAT_VERSION}. {redo(folder)}")
 
@@ -256,14 +248,9 @@ def read_manifest(folder: Path) -> Manifest:
 class TokenShards:
     """The tokens of one split: its shards, memory-mapped as one sequence.
 
-    Args:
-        verify: compare every file with its sha256 and every id with the vocabulary, unless this process has done so
-            since the file last changed. Give False if another process has verified them, or to open the split without
-            reading its tokens.
-
-    Raises:
-        UserError: the split or a file is missing, or a file's size is not the manifest's; with `verify`, also if a
-            file's bytes changed or an id is outside the vocabulary.
+    With `verify`, every file and id is checked as by the method of this name. Give False if another process has done
+    so, or to open the split without reading its tokens. Raises UserError if the split or a file is missing, if a file's
+    size is not the manifest's, or if a check fails.
     """
 
     def __init__(self, folder: str | Path, split: Split, verify: bool = True) -> None:
@@ -272,7 +259,10 @@ class TokenShards:
         assert split in SPLITS
         if split not in self.manifest.splits:
             raise UserError(f"{self.folder} has no {split} split. {redo(self.folder)}")
-        self._files = self.manifest.splits[split]
+        self._files = files = self.manifest.splits[split]
+        self.n_tokens, self.n_documents = files.tokens, files.documents
+        self.text_bytes = files.text_bytes
+        """Size of the encoded text in UTF-8 bytes."""
         dtype = little_endian(self.manifest.dtype)
         for shard in self._files.shards:
             self._check_size(shard.file, shard.tokens * dtype.itemsize)
@@ -291,10 +281,6 @@ class TokenShards:
         self._bounds = np.cumsum([0, *(shard.tokens for shard in self._files.shards)])
 
     @property
-    def n_tokens(self) -> int:
-        return self._files.tokens
-
-    @property
     def stretches(self) -> list[Stretch]:
         """The token range of each dataset; one range without a name if the folder is a single dataset."""
         parts, shards = self.manifest.parts, self._files.shards
@@ -306,29 +292,13 @@ class TokenShards:
             first += n_tokens
         return found
 
-    @property
-    def n_documents(self) -> int:
-        return self._files.documents
-
-    @property
-    def text_bytes(self) -> int:
-        """Size of the encoded text in UTF-8 bytes."""
-        return self._files.text_bytes
-
     def read(self, start: int, length: int) -> npt.NDArray[np.int64]:
-        """Return `length` tokens from position `start` on, as int64.
-
-        Raises:
-            IndexError: the range is not within the split.
-        """
+        """Return `length` tokens from position `start` on, as int64. Raises IndexError if the range is not within the
+        split."""
         return self._read(self._maps, start, length)
 
     def read_learned(self, start: int, length: int) -> npt.NDArray[np.bool_]:
-        """Return a mask of the learned tokens among `length` tokens from position `start` on.
-
-        Raises:
-            IndexError: the range is not within the split.
-        """
+        """Return a mask of the learned tokens among `length` tokens from position `start` on; errors as `read`."""
         return self._read(self._learned, start, length).astype(np.bool_)
 
     def _read(self, maps: Sequence[Ids], start: int, length: int) -> npt.NDArray[np.int64]:
@@ -344,48 +314,60 @@ class TokenShards:
             done, shard = done + len(part), shard + 1
         return values
 
-    def examples(self) -> npt.NDArray[np.uint64]:
-        """Return the columns of `EXAMPLE` for each example, [n_documents, columns]."""
+    def examples(self) -> dict[str, npt.NDArray[np.uint64]]:
+        """Return each column of `EXAMPLE` by name, with one value per example, [n_documents]."""
         names = [_sibling(shard, "examples") for shard in self._files.shards]
         parts = [read_array(self.folder / name, "<u8", inside=self.folder) for name in names]
-        return np.concatenate([*parts, np.empty(0, dtype="<u8")]).reshape(-1, len(EXAMPLE)).astype(np.uint64)
+        values = np.concatenate([*parts, np.empty(0, dtype="<u8")]).astype(np.uint64)
+        return dict(zip(EXAMPLE, values.reshape(-1, len(EXAMPLE)).T, strict=True))
 
     def document_starts(self) -> npt.NDArray[np.int64]:
-        """Return the position of each document's first token, [n_documents], ascending.
+        """Return the position of each document's first token, [n_documents], ascending; errors as `document_bounds`."""
+        return self.document_bounds[:-1]
 
-        Raises:
-            UserError: the stored starts are not ascending positions in the split.
-        """
+    @cached_property
+    def document_bounds(self) -> npt.NDArray[np.int64]:
+        """The position of each document's first token, then the number of tokens, [n_documents + 1], ascending. Raises
+        UserError if the stored ones are not ascending."""
         parts = [
-            read_array(self.folder / shard.offsets_file, "<u8", inside=self.folder).astype(np.int64)
-            + int(self._bounds[index])
-            for index, shard in enumerate(self._files.shards)
+            read_array(self.folder / shard.offsets_file, "<u8", inside=self.folder).astype(np.int64) + first
+            for shard, first in zip(self._files.shards, self._bounds[:-1].tolist(), strict=True)
         ]
-        starts: npt.NDArray[np.int64] = np.concatenate([*parts, np.empty(0, dtype=np.int64)])
-        if len(starts) and (starts[0] != 0 or starts[-1] > self.n_tokens or (np.diff(starts) < 0).any()):
+        bounds: npt.NDArray[np.int64] = np.append(np.concatenate([*parts, np.empty(0, np.int64)]), self.n_tokens)
+        if bounds[0] != 0 or (np.diff(bounds) < 0).any():
             raise UserError(
                 f"{self.folder} is not as it was written: the starts of the documents in its {self.split} split are "
                 f"not ascending positions in {self.n_tokens} tokens. {redo(self.folder)}"
             )
-        return starts
+        return bounds
+
+    def document(self, number: int) -> tuple[int, int]:
+        """Return the positions at which a document begins and ends. Raises UserError if there is no such document."""
+        if not 0 <= number < self.n_documents:
+            raise UserError(
+                f"document {number} is not in the {self.split} split, which has {self.n_documents}, numbered from 0."
+            )
+        start, end = self.document_bounds[number : number + 2].tolist()
+        return start, end
+
+    def document_at(self, position: int) -> int:
+        """Return the number of the document that holds the token at a position of the split."""
+        return int(np.searchsorted(self.document_bounds, position, side="right")) - 1
 
     def verify(self) -> None:
-        """Compare every file with its sha256 in the manifest, and every id with the vocabulary.
-
-        Files that this process has verified since they last changed are skipped.
-
-        Raises:
-            UserError: a file was changed, or holds an id outside the vocabulary.
-        """
+        """Compare every file with its sha256 in the manifest, and every id with the vocabulary, unless this process has
+        done so since the file last changed. Raises UserError if a file was changed, or holds an id outside the
+        vocabulary."""
         for shard in self._files.shards:
             more = ((_sibling(shard, ending), sha256) for ending, sha256 in shard.more_sha256.items())
             for name, expected in ((shard.file, shard.sha256), (shard.offsets_file, shard.offsets_sha256), *more):
-                if (known := (*_identity(self.folder / name), expected)) in _verified:
+                file = self.folder / name
+                if (known := (file.absolute(), stamp(file), expected)) in _verified:
                     continue
-                actual = sha256_file(self.folder / name, inside=self.folder)
+                actual = sha256_file(file, inside=self.folder)
                 if actual != expected:
                     raise UserError(
-                        f"{self.folder / name} is corrupt: its sha256 is {actual[:12]}… and the manifest states "
+                        f"{file} is corrupt: its sha256 is {actual[:12]}… and the manifest states "
                         f"{expected[:12]}…. {redo(self.folder)}"
                     )
                 if name == shard.file:
@@ -413,14 +395,9 @@ class TokenShards:
             raise UserError(f"{file} has {actual} bytes and the manifest states {expected_bytes}. {redo(self.folder)}")
 
 
-_verified: set[tuple[str | int, ...]] = set()
-"""Files that this process has verified, each as path, inode, size, time of the last change and sha256."""
+_verified: set[tuple[Path, Stamp | None, str]] = set()
+"""Files that this process has verified, each with its stamp and sha256."""
 _CHECKED_IDS = 1 << 22
-
-
-def _identity(path: Path) -> tuple[str | int, ...]:
-    status = path.stat()
-    return str(path.absolute()), status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _sibling(shard: ShardFile, ending: str) -> str:

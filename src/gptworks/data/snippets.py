@@ -34,14 +34,9 @@ Place = tuple[int, tuple[int, ...]]
 
 
 def with_snippets(parts: Iterable[tuple[Split, Piece]], share: float) -> Iterator[tuple[Split, Piece]]:
-    """Yield the parts, and snippets of the training documents among them.
-
-    Held-out documents, and documents of several pieces, give no snippets. Snippets come after many documents, so that a
-    row seldom has both a snippet and its file, from which the model could copy the snippet.
-
-    Args:
-        share: size of the snippets as a share of the Python files' size, on average. 0: no snippets.
-    """
+    """Yield the parts, and snippets of the training documents among them, whose size is on average this share of the
+    Python files' size. Held-out documents, and documents of several pieces, give no snippets. Snippets come after many
+    documents, so that a row seldom has both a snippet and its file, from which the model could copy the snippet."""
     made: list[str] = []
     n_characters = 0
     for split, piece in parts:
@@ -68,10 +63,8 @@ def snippets(text: str, share: float) -> list[str]:
 
     The choice depends only on the arguments. Each kind of statement in `_KINDS` that the file has is drawn equally
     often, so that `while` is not rarer than assignments. A text gives no snippets if it is not Python, has nothing but
-    assignments and expressions, or is longer than `MOST_CHARACTERS`.
-
-    Args:
-        share: size of the snippets as a share of the text's size, on average.
+    assignments and expressions, or is longer than `MOST_CHARACTERS`. The snippets' size is on average this share of the
+    text's.
     """
     if len(text) > MOST_CHARACTERS:
         return []

@@ -1,10 +1,10 @@
 """Split text into training and validation."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from gptworks.config import ValidationSplit
+from gptworks.data.permutation import hashed
 from gptworks.data.shards import Split
 from gptworks.data.sources.base import Piece
 
@@ -36,8 +36,7 @@ def split_documents(
 
 
 def _split_of(opening: Piece, fraction: float) -> Split:
-    hashed = hashlib.blake2b(opening.text.encode("utf-8"), digest_size=8).digest()
-    return "validation" if int.from_bytes(hashed, "big") < fraction * 2**64 else "train"
+    return "validation" if hashed(opening.text.encode("utf-8")) < fraction * 2**64 else "train"
 
 
 def _split_tails(pieces: Iterable[Piece], fraction: float) -> Iterator[tuple[Split, Piece]]:

@@ -54,14 +54,12 @@ def in_order(
     least: int = 2,
 ) -> Iterator[tuple[Item, Result]]:
     """Yield each item with the result of the work on it, in order. Start no processes for fewer than `least` items.
+    Raises RunError if a process died.
 
     Args:
         make: a module-level function, called once in each process with `arguments` and an `Advance`; returns the
             function that works on an item.
         processes: number of processes; 0: one per core. 1: this process works, and no other starts.
-
-    Raises:
-        RunError: a process died.
     """
     left = iter(items)
     first = list(islice(left, least))
@@ -79,13 +77,11 @@ def in_order(
         initializer=_start_worker,
         initargs=(make, arguments, max(1, usable_cpus() // processes), done, stop),
     )
-    reported = 0
 
     def report_done() -> None:
-        nonlocal reported
-        now = done.value
-        report(now - reported)
-        reported = now
+        with done.get_lock():
+            n_bytes, done.value = done.value, 0
+        report(n_bytes)
 
     waiting: deque[tuple[Item, Future[Result]]] = deque()
     try:
@@ -129,11 +125,7 @@ _work: Callable[[Any], Any]
 
 
 def _start_worker(
-    make: Callable[..., Callable[[Any], Any]],
-    arguments: tuple[Any, ...],
-    threads: int,
-    done: Any,
-    stop: Any,
+    make: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, ...], threads: int, done: Any, stop: Any
 ) -> None:
     global _work  # noqa: PLW0603 (the process does only this work)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"

@@ -13,8 +13,7 @@ from gptworks.chat_template import TEMPLATE_FILE
 from gptworks.config import Recipe
 from gptworks.config.defaults import ADAPTER_TIMES, HIGHEST_TUNING_RATE, TUNING_RATE_TIMES_WIDTH, tuning_rate
 from gptworks.data.conversations.inspection import Finding, inspect_records
-from gptworks.data.conversations.joining import find_joint
-from gptworks.data.conversations.packing import Examples
+from gptworks.data.conversations.packing import Examples, find_joint
 from gptworks.data.opened import Prepared
 from gptworks.data.prepare import prepare
 from gptworks.data.samples import open_samples
@@ -146,7 +145,7 @@ def draft_tuning(
         )
     inspection = inspect_records(plan.recipe, prepared)
     plan = replace(plan, measured=(measure or measure_speed)(Rehearsal.of(plan, device.type)))
-    return Tuning(draft.sections(), plan, inspection.lines(), inspection.findings)
+    return Tuning(draft.sections(), plan, inspection.lines, inspection.findings)
 
 
 class _Draft:

@@ -65,12 +65,7 @@ class TokenizedText:
         Raises:
             UserError: the document does not exist.
         """
-        starts = shards.document_starts()
-        if not 0 <= number < len(starts):
-            raise UserError(
-                f"document {number} is not in the {shards.split} split: its numbers go from 0 to {len(starts) - 1}."
-            )
-        start, end = (*starts[number : number + 2].tolist(), shards.n_tokens)[:2]
+        start, end = shards.document(number)
         ids = shards.read(start, min(end - start, MOST_TOKENS))
         pieces, framed = _decoded(tokenizer, ids.tolist())
         n_bytes = len("".join(pieces[1:]).encode("utf-8"))

@@ -110,12 +110,7 @@ class RunData:
         """
         with self.checked():
             shards = self.shards(split)
-            starts = shards.document_starts()
-            if number >= len(starts):
-                raise UserError(
-                    f"document {number} is not in the {split} split, which has {len(starts)}, numbered from 0."
-                )
-            start, end = (*starts[number : number + 2].tolist(), shards.n_tokens)[:2]
+            start, end = shards.document(number)
             if first and first >= end - start:
                 raise UserError(f"token {first} is not in document {number}, which has {end - start}, from 0.")
             at, n = start + first, min(n, end - start - first)

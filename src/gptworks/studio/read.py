@@ -184,7 +184,7 @@ async def read_ngrams(request: Request) -> Response:
 
 
 def _of_ngrams(reading: Reading, training: TokenShards, found: NGrams) -> Tree:
-    spell, starts = reading.model.tokens.spell, training.document_starts()
+    spell = reading.model.tokens.spell
 
     def decoded(first: int, end: int) -> str:
         decoder = StreamDecoder(reading.model.engine.tokenizer)
@@ -192,8 +192,8 @@ def _of_ngrams(reading: Reading, training: TokenShards, found: NGrams) -> Tree:
 
     places = []
     for place in found.places:
-        number = int(np.searchsorted(starts, place, side="right")) - 1
-        first, end = int(starts[number]), int((*starts[number + 1 : number + 2], training.n_tokens)[0])
+        number = training.document_at(place)
+        first, end = training.document(number)
         stop = place + found.longest
         places.append({
             "document": number, "token": place - first,

@@ -6,7 +6,6 @@ before it answers. In the whole conversation, the answer follows this text and i
 span the border of an answer, both sides are encoded separately, because the model reads one side and writes the other.
 """
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,9 +16,10 @@ import numpy.typing as npt
 from gptworks.chat_template import ChatTemplate, Message
 from gptworks.data.conversations.preferences import Pair
 from gptworks.data.conversations.reading import Conversation, is_held_out
+from gptworks.data.permutation import hashed
 from gptworks.data.shard_writer import ShardWriter
 from gptworks.data.shards import ALTERED, EMPTY, NO_END, SWAPPED, UNANSWERED, Origin, Split
-from gptworks.data.workers import Advance, batches_of, in_order
+from gptworks.data.workers import Advance, Report, adding_up, batches_of, in_order
 from gptworks.errors import UserError
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import pack_tokenizer, unpack_tokenizer
@@ -49,16 +49,13 @@ def write_examples(
     records: Iterable[Conversation | Pair],
     held_out_fraction: float,
     processes: int,
-    report: Callable[[str, int, int | None], None],
+    report: Report,
 ) -> tuple[Origin, ...]:
     """Encode each record's conversations and write them to its split. Return the files or datasets that were read.
-
-    Raises:
-        UserError: the template refuses a conversation; the message names the record.
-    """
+    Raises UserError, which names the record, if the template refuses a conversation."""
     origins: list[Origin] = []
     unknown = special_tokens(template.tokenizer).unk
-    done_bytes = 0
+    advance = adding_up(report, "shards", None)
     for n_before, (record, examples) in enumerate(encode_records(template, records, processes)):
         if not origins or origins[-1].name != record.origin or record.record == 1:
             origins.append(Origin(name=record.origin, shape=record.shape, records=0))
@@ -70,7 +67,8 @@ def write_examples(
         writer = writers["validation" if is_held_out(record.prompt, held_out_fraction) else "train"]
         for example in examples:
             if isinstance(record, Pair):
-                learned, hashes, flags = _last_run(example.learned), (0, 0, 0), NO_END * (not example.all_end)
+                learned, hashes, flags = example.learned.copy(), (0, 0, 0), NO_END * (not example.all_end)
+                learned[: last_answer(learned)] = False  # earlier answers belong to the pair's prompt
             else:
                 learned, hashes, flags = example.learned, _hashes(record.messages), _flags(record, example)
             writer.add(
@@ -81,18 +79,15 @@ def write_examples(
                 learned=learned,
                 example=(n_before, *hashes, flags),
             )
-            done_bytes += example.text_bytes
-        report("shards", done_bytes, None)
+        advance(sum(example.text_bytes for example in examples))
     return tuple(origins)
 
 
-def _last_run(learned: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return the mask with only its last run of true values: a pair's earlier answers belong to its prompt."""
+def last_answer(learned: npt.NDArray[np.bool_]) -> int:
+    """Return the index at which the last run of learned tokens begins; the number of tokens if none is learned."""
     places = np.flatnonzero(learned)
-    last = learned.copy()
-    if len(gaps := np.flatnonzero(np.diff(places) > 1)):
-        last[: places[gaps[-1]] + 1] = False
-    return last
+    gaps = np.flatnonzero(np.diff(places) > 1)
+    return int(places[gaps[-1] + 1 if len(gaps) else 0]) if len(places) else len(learned)
 
 
 def _flags(record: Conversation, example: Example) -> int:
@@ -112,7 +107,7 @@ def _hashes(messages: list[Message]) -> tuple[int, int, int]:
 
 def _hash(messages: list[Message]) -> int:
     text = "\0".join(f"{message['role']}:{' '.join(message['content'].split()).casefold()}" for message in messages)
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "big")
+    return hashed(text.encode("utf-8"))
 
 
 # --------------------------------------------------------------------------------------- encoding conversations
@@ -123,14 +118,8 @@ AnyRecord = Conversation | Pair
 def encode_records(
     template: ChatTemplate, records: Iterable[AnyRecord], processes: int
 ) -> Iterator[tuple[AnyRecord, list[Example]]]:
-    """Yield each record with the examples of its conversations, in order.
-
-    Args:
-        processes: number of worker processes, used only if there is enough to encode; 0: one per core.
-
-    Raises:
-        UserError: the template refuses a conversation; the message names the record.
-    """
+    """Yield each record with the examples of its conversations, in order. More processes than this one work only if
+    there is enough to encode. Raises UserError, which names the record, if the template refuses a conversation."""
     batches = batches_of(iter(records), _characters, _BATCH_CHARACTERS)
     packed = pack_tokenizer(template.tokenizer), template.source
     for batch, encoded in in_order(batches, _examples_encoder, packed, processes, least=_BATCHES_WORTH_A_POOL):
@@ -156,15 +145,9 @@ def _encode_record(template: ChatTemplate, record: AnyRecord) -> list[Example]:
 def encode_conversation(
     template: ChatTemplate, messages: Sequence[Message], unlearned: Collection[int] = ()
 ) -> Example:
-    """Encode a conversation and mark its learned tokens.
-
-    Args:
-        unlearned: indices of assistant messages that a model reads but does not learn.
-
-    Raises:
-        UserError: the template refuses these turns, or it writes a turn differently when other turns follow, so that
-            the text which a model reads before an answer cannot be found.
-    """
+    """Encode a conversation and mark its learned tokens: those of the assistant's messages, except the messages with
+    the indices in `unlearned`. Raises UserError if the template refuses these turns, or writes a turn differently when
+    other turns follow, so that the text which a model reads before an answer cannot be found."""
     guarded, guard = template.guarded(messages)
     whole = template.render(guarded)
     answering = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i not in unlearned]

@@ -17,6 +17,9 @@ from gptworks.errors import shortened
 Fields = Mapping[str, Any]
 Shape = Literal["alpaca", "sharegpt", "messages", "preferences"]
 
+QUESTIONS = ("instruction", "prompt", "question", "query")
+"""Fields that hold a question; if a record has none of them, `input` holds it."""
+ANSWERS = ("output", "response", "completion", "answer")
 _ALL: tuple[Shape, ...] = ("alpaca", "sharegpt", "messages", "preferences")
 _INSTRUCTIONS: tuple[Shape, ...] = ("alpaca", "preferences")
 
@@ -56,12 +59,11 @@ _BOTH: Mapping[str, Key] = {
 RECORD_KEYS: Mapping[str, Key] = {
     "messages": Key("the turns", ("messages",)),
     "conversations": Key("the turns", ("sharegpt",)),
-    **dict.fromkeys(("instruction", "prompt"), Key("the question", _INSTRUCTIONS)),
-    **dict.fromkeys(("question", "query"), Key("the question", _INSTRUCTIONS)),
+    **dict.fromkeys(QUESTIONS, Key("the question", _INSTRUCTIONS)),
     **dict.fromkeys(("input", "context"), Key("text that belongs to the question", _INSTRUCTIONS)),
     **dict.fromkeys(("system", "system_prompt"), Key("the system message", _ALL)),
     "history": Key("earlier turns", _INSTRUCTIONS),
-    **dict.fromkeys(("output", "response", "completion", "answer"), Key("an answer", ("alpaca",))),
+    **dict.fromkeys(ANSWERS, Key("an answer", ("alpaca",))),
     "chosen": Key("the preferred answer: use a source of type preferences", ("preferences",)),
     "rejected": Key("an answer to avoid: use a source of type preferences", ("preferences",)),
     "documents": Key("texts that the chat template writes"),
@@ -110,11 +112,8 @@ def is_stated(fields: Fields, name: str) -> bool:
 
 
 def unread_in_record(record: Fields, shape: Shape, messages: Sequence[Message]) -> Iterator[str]:
-    """Yield the keys of a record that other programs honour and gptworks does not read in this shape.
-
-    Args:
-        messages: the messages read from the record; a key that only repeats their text is left out.
-    """
+    """Yield the keys of a record that other programs honour and gptworks does not read in this shape. A key that only
+    repeats the text of the messages read from the record is left out."""
     read = {_plain(message["content"]) for message in messages}
     for name in record:
         if not is_stated(record, name) or not isinstance(name, str):
@@ -132,11 +131,8 @@ def unread_in_record(record: Fields, shape: Shape, messages: Sequence[Message]) 
 
 
 def unread_in_turn(turn: Fields, shape: Shape, answers: bool) -> Iterator[str]:
-    """Yield the keys of a turn that other programs honour and gptworks does not read.
-
-    Args:
-        answers: whether the turn is the assistant's. In other turns, a learning switch is yielded if it is on.
-    """
+    """Yield the keys of a turn that other programs honour and gptworks does not read. Outside answers, the assistant's
+    turns, a learning switch is yielded if it is on."""
     for name in turn:
         if not is_stated(turn, name) or not isinstance(name, str):
             continue
@@ -161,11 +157,8 @@ def meaning(name: str, of_turn: bool) -> str:
 
 
 def learns(turn: Fields, number: int) -> bool:
-    """Return whether an answer is learned, according to its `LEARNING_SWITCHES`.
-
-    Raises:
-        ValueError: a switch is not 0, 1, false or true, or two contradict each other.
-    """
+    """Return whether an answer is learned, according to its `LEARNING_SWITCHES`. Raises ValueError if a switch is not
+    0, 1, false or true, or two contradict each other."""
     switches: dict[str, bool] = {}
     for name in LEARNING_SWITCHES:
         if not is_stated(turn, name):

@@ -4,13 +4,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 from gptworks.chat_template import Message
 from gptworks.config import PreferencesSource
-from gptworks.data.conversations.keys import Fields, is_stated, short, unread_in_record
+from gptworks.data.conversations.keys import QUESTIONS, Fields, is_stated, short, unread_in_record
 from gptworks.data.conversations.reading import (
-    QUESTIONS,
     Record,
     Turns,
     origins,
@@ -33,6 +32,7 @@ class Pair(Record):
     prompt: list[Message]
     chosen: Message
     rejected: Message
+    unlearned: ClassVar[frozenset[int]] = frozenset()
 
     @property
     def messages(self) -> list[Message]:
@@ -42,17 +42,10 @@ class Pair(Record):
     def conversations(self) -> list[list[Message]]:
         return [[*self.prompt, answer] for answer in (self.chosen, self.rejected)]
 
-    @property
-    def unlearned(self) -> frozenset[int]:
-        return frozenset()
-
 
 def iter_pairs(sources: Iterable[PreferencesSource]) -> Iterator[Pair]:
-    """Yield all pairs of the sources in order, with local files sorted by path.
-
-    Raises:
-        UserError: a file is missing or broken, or a record has another shape; the message names file and record.
-    """
+    """Yield all pairs of the sources in order, with local files sorted by path. Raises UserError, which names file and
+    record, if a file is missing or broken, or a record has another shape."""
     for source in sources:
         for origin, records in origins(source):
             for number, record in enumerate(records, 1):
@@ -87,12 +80,10 @@ def _read(origin: str, number: int, record: Fields) -> Pair:
 
 def _shared_prompt(stated: list[Message], sides: Mapping[str, list[Message]]) -> list[Message]:
     """Return a record's prompt. The record may state the prompt up to three times: separately, and before each answer.
+    Raises ValueError if two copies contradict each other.
 
     The copies may differ in white space, the system message may be in only one copy, and a copy may hold only some of
     another copy's turns. If the turns before the answers begin with the assistant, they continue the prompt.
-
-    Raises:
-        ValueError: two copies contradict each other.
     """
     places = {"the prompt": stated} | {f"`{name}`": turns for name, turns in sides.items()}
     systems = [(where, turns[0]) for where, turns in places.items() if turns and turns[0]["role"] == "system"]

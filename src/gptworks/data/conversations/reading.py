@@ -1,7 +1,6 @@
 """Read conversations from files and datasets, and convert three shapes of records to messages."""
 
 import contextlib
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +12,8 @@ from typing import Any
 from gptworks.chat_template import Message
 from gptworks.config import ConversationsSource
 from gptworks.data.conversations.keys import (
+    ANSWERS,
+    QUESTIONS,
     RECORD_KEYS,
     Fields,
     Shape,
@@ -23,6 +24,7 @@ from gptworks.data.conversations.keys import (
     unread_in_record,
     unread_in_turn,
 )
+from gptworks.data.permutation import hashed
 from gptworks.data.sources.delimited import CSV, read_table
 from gptworks.data.sources.json_lists import read_json
 from gptworks.data.sources.opening import has_ending
@@ -46,9 +48,6 @@ _ROLES = {
     "system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
     "model": "assistant", "developer": "system",
 }  # fmt: skip
-QUESTIONS = ("instruction", "prompt", "question", "query")
-"""Fields that hold a question; if a record has none of them, `input` holds it."""
-_ANSWERS = ("output", "response", "completion", "answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +108,12 @@ def fraction_held_out(prompts: Iterable[list[Message]], fraction: float) -> floa
 
 def _place(prompt: list[Message]) -> float:
     """Return a number from 0 to 1 that depends only on the prompt."""
-    digest = hashlib.blake2b(json.dumps(prompt).encode("utf-8"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
+    return hashed(json.dumps(prompt).encode("utf-8")) / 2**64
 
 
 def iter_conversations(sources: Iterable[ConversationsSource]) -> Iterator[Conversation]:
-    """Yield all conversations of the sources in order, with local files sorted by path.
-
-    Raises:
-        UserError: a file is missing or broken, or a record has another shape; the message names file and record.
-    """
+    """Yield all conversations of the sources in order, with local files sorted by path. Raises UserError, which names
+    file and record, if a file is missing or broken, or a record has another shape."""
     for source in sources:
         for origin, records in origins(source):
             shape: Shape | None = None if source.shape == "auto" else source.shape
@@ -140,11 +135,7 @@ _RULE = (
 
 
 def recognized(record: Fields) -> Shape:
-    """Return the shape of a record, recognized by its fields.
-
-    Raises:
-        ValueError: the fields match no known shape.
-    """
+    """Return the shape of a record, recognized by its fields. Raises ValueError if they match no known shape."""
     shapes: tuple[tuple[Shape, str], ...] = (
         ("messages", "messages"), ("sharegpt", "conversations"), ("alpaca", "instruction"),
     )  # fmt: skip
@@ -154,9 +145,9 @@ def recognized(record: Fields) -> Shape:
     for shape, field in shapes:  # the field is empty: the shape's reader raises the error
         if field in record:
             return shape
-    if any(name in record for name in (*QUESTIONS, "input")) and any(name in record for name in _ANSWERS):
+    if any(name in record for name in (*QUESTIONS, "input")) and any(name in record for name in ANSWERS):
         return "alpaca"
-    known = (*QUESTIONS, *_ANSWERS, "messages", "conversations")
+    known = (*QUESTIONS, *ANSWERS, "messages", "conversations")
     others = [name for name in map(str, record) if name not in RECORD_KEYS]
     meant = [f"`{name}` is perhaps `{key}`" for name in others if (key := misspelt(name, known))]
     meant += [f"`{name}` is {RECORD_KEYS[name].meaning}" for name in ("chosen",) if name in record]
@@ -188,10 +179,10 @@ def _alpaca(record: Fields) -> Turns:
         return _prompt_and_completion(record)
     asks = next((name for name in (*QUESTIONS, "input") if name in record), "instruction")
     question = read_question(record, asks)
-    present = [name for name in _ANSWERS if name in record]
+    present = [name for name in ANSWERS if name in record]
     answer = next((name for name in present if is_stated(record, name)), next(iter(present), None))
     if answer is None:
-        raise ValueError(f"no answer: none of the fields {', '.join(_ANSWERS)}")
+        raise ValueError(f"no answer: none of the fields {', '.join(ANSWERS)}")
     messages = [*read_history(record), question, {"role": "assistant", "content": read_text(record, answer)}]
     others = [
         name for name in present if name != answer and is_stated(record, name) and not _same(record, name, answer)
@@ -218,11 +209,8 @@ _SHAPES: dict[str, Callable[[Fields], Turns]] = {
 
 
 def with_system(record: Fields, turns: Turns) -> Turns:
-    """Return the turns, preceded by the record's system message unless they already begin with it.
-
-    Raises:
-        ValueError: the turns begin with a different system message, or the record states two that differ.
-    """
+    """Return the turns, preceded by the record's system message unless they already begin with it. Raises ValueError if
+    the turns begin with a different system message, or the record states two that differ."""
     stated = [(name, read_text(record, name)) for name in ("system", "system_prompt") if is_stated(record, name)]
     if turns.messages and turns.messages[0]["role"] == "system":
         stated.append(("the first turn", turns.messages[0]["content"]))
@@ -245,12 +233,8 @@ def read_question(record: Fields, field: str) -> Message:
 
 
 def read_history(record: Fields) -> list[Message]:
-    """Return the earlier questions and answers of an Alpaca record. These answers are learned like its last one, as in
-    LLaMA-Factory.
-
-    Raises:
-        ValueError: `history` is not a list of [question, answer].
-    """
+    """Return the earlier questions and answers of an Alpaca record, whose answers are learned like its last one, as in
+    LLaMA-Factory. Raises ValueError if `history` is not a list of [question, answer]."""
     if not is_stated(record, "history"):
         return []
     history = record["history"]
@@ -267,14 +251,9 @@ def read_history(record: Fields) -> list[Message]:
 
 
 def read_turns(record: Fields, field: str, shape: Shape = "messages") -> Turns:
-    """Read the list of turns in a field: objects {role, content}, or {from, value} as in ShareGPT.
-
-    Args:
-        shape: the shape to assume if the keys of the first turn do not show it.
-
-    Raises:
-        ValueError: the field is not such a list, or a role or a learning switch has an unknown value.
-    """
+    """Read the list of turns in a field: objects {role, content}, or {from, value} as in ShareGPT. `shape` decides if
+    the keys of the first turn do not. Raises ValueError if the field is not such a list, or a role or a learning switch
+    has an unknown value."""
     if field not in record:
         raise ValueError(f"no field `{field}`; its fields are {', '.join(map(str, record)) or 'none'}")
     turns = record[field]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gptworks.config import IGNORED, Recipe
 from gptworks.config.objective import RewardObjective
+from gptworks.data.conversations.examples import last_answer
 from gptworks.data.permutation import Int64s, evenly_spaced, shuffled
 from gptworks.data.samples import Batch, Prompts, Samples, padded
 from gptworks.device import Precision
@@ -189,9 +190,7 @@ class Reward(Objective):
         n_prompts = len(examples.n_tokens)
         for i in range(n_prompts):
             ids, learned = examples.tokens(i)
-            answered = np.flatnonzero(learned)
-            gaps = np.flatnonzero(np.diff(answered) > 1)
-            start = int(answered[gaps[-1] + 1 if len(gaps) else 0]) if len(answered) else len(ids)
+            start = last_answer(learned)
             if 0 < start <= self.context_length - self.settings.max_tokens:
                 prompt, answer = ids[:start].tolist(), ids[start:][learned[start:]].tolist()
                 prompts[i] = Prompt(prompt, tokenizer.decode(prompt), tokenizer.decode(answer))
