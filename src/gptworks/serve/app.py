@@ -13,9 +13,7 @@ from pydantic import BaseModel, ValidationError
 from gptworks import __version__
 from gptworks.infer.engine import Engine
 from gptworks.serve import documents, errors, openai
-from gptworks.serve.answer import Answer
-from gptworks.serve.chat import begin_chat, conversation_ids
-from gptworks.serve.completions import begin_completions
+from gptworks.serve.completions import Answer, begin_chat, begin_completions, conversation_ids
 from gptworks.serve.documents import takes
 from gptworks.serve.embeddings import embeddings
 from gptworks.serve.errors import APIError
