@@ -24,7 +24,7 @@ from gptworks.confined import Limits
 from gptworks.errors import UserError
 from gptworks.files import read_regular
 from gptworks.infer import constrain
-from gptworks.serve import tokens
+from gptworks.serve import models
 from gptworks.tokenizer import load_tokenizer
 from serving import Running, byte_tokenizer, request, running, tiny_engine, until
 
@@ -327,7 +327,7 @@ def test_an_error_that_is_not_an_exception_is_answered_in_json(
         raise Panic("/a/path/nobody/should/see")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokens, "prompt_ids", panics)
+        patch.setattr(models, "prompt_ids", panics)
         response = http.post("/v1/completions", json={"model": "base", "prompt": "a", "max_tokens": 1})
     assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
     assert "path" not in response.text

@@ -20,10 +20,9 @@ from gptworks.infer.text import DECODER_CONTEXT_TOKENS, Piece
 from gptworks.serve import openai
 from gptworks.serve.errors import APIError, invalid
 from gptworks.serve.metrics import ModelMetrics, RequestClock
-from gptworks.serve.models import ServedModel
+from gptworks.serve.models import ServedModel, Tokens
 from gptworks.serve.service import Caller, Service
 from gptworks.serve.settings import MAX_LOGPROB_NUMBERS, MAX_TEXTS
-from gptworks.serve.tokens import Tokens
 from gptworks.tokenizer import StreamDecoder
 
 PIECES_AT_ONCE = 32

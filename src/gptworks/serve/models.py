@@ -1,20 +1,98 @@
-"""The served models: each has a name, and an engine that steps in its own thread."""
+"""The served models: each has a name, a tokenizer, and an engine that steps in its own thread."""
 
 import functools
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tokenizers import Tokenizer
+
 from gptworks.chat_template import ChatTemplate
+from gptworks.data.spelling import Speller
 from gptworks.errors import UserError
 from gptworks.infer.backends.backend import Backend
 from gptworks.infer.engine import Engine
 from gptworks.infer.loop import EngineLoop
 from gptworks.serve import openai
-from gptworks.serve.errors import APIError
-from gptworks.serve.tokens import Tokens
+from gptworks.serve.errors import APIError, invalid
+from gptworks.serve.settings import ServerSettings
+from gptworks.special_tokens import special_tokens
+from gptworks.tokenizer import StreamDecoder, prompt_ids, token_bytes, vocabulary_size
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+
+
+class Tokens:
+    """Tokenizes prompts for one model, and checks their length. Routes call this in a thread, so that a long prompt
+    delays no other request. `param` names the request's field in errors."""
+
+    def __init__(self, tokenizer: Tokenizer, context: int, settings: ServerSettings) -> None:
+        """context: maximum number of tokens that the model can read."""
+        self.tokenizer, self.context = tokenizer, context
+        self.n_ids = vocabulary_size(tokenizer)
+        sizes = token_bytes(tokenizer)
+        fitting = settings.max_prompt_bytes if sizes is None else context * max(1, *sizes)
+        self.max_bytes = min(settings.max_prompt_bytes, fitting)
+        """Maximum bytes of a text; a longer text has too many tokens for the context, or exceeds the server's limit."""
+
+    def read(self, prompt: str | list[int], param: str) -> list[int]:
+        """Return the token ids of a prompt given as text or ids; see `encode` and `check`."""
+        return self.encode(prompt, param) if isinstance(prompt, str) else self.check(prompt, param)
+
+    def encode(self, text: str, param: str) -> list[int]:
+        """Return a prompt's token ids, like `Engine.encode_prompt` but without warnings. Slow: call it in a thread.
+
+        Raises:
+            APIError: the text is too long or has no tokens.
+            UserError: the tokenizer cannot encode the text.
+        """
+        self.check_bytes(len(text.encode()), param)
+        special, ids = special_tokens(self.tokenizer), prompt_ids(self.tokenizer, text)
+        if text and len(ids) == len(special.before) + len(special.after):
+            raise invalid(param, "it has no token that this model's tokenizer knows.")
+        if not ids:
+            raise invalid(param, "it is empty, and this model has no token that begins a text.")
+        return self.check(ids, param)
+
+    def check_bytes(self, n_bytes: int, param: str, advice: str = "") -> None:
+        """Raises an APIError if a text of this many bytes is too long."""
+        if n_bytes > self.max_bytes:
+            raise invalid(
+                param,
+                f"{n_bytes} bytes of text; this model's context of {self.context} tokens and the server's limit allow "
+                f"{self.max_bytes}.{advice}",
+                code="context_length_exceeded",
+            )
+
+    def check(self, ids: list[int], param: str, advice: str = "") -> list[int]:
+        """Return the given ids if they are valid.
+
+        Args:
+            advice: ends the message about too many ids.
+
+        Raises:
+            APIError: `ids` is too long, or has an id outside the vocabulary.
+        """
+        if len(ids) > self.context:
+            message = f"{len(ids)} tokens; this model's context is {self.context}.{advice}"
+            raise invalid(param, message, code="context_length_exceeded")
+        if wrong := [token for token in ids if not 0 <= token < self.n_ids]:
+            raise invalid(param, f"token id {wrong[0]} is not in the vocabulary; ids go from 0 to {self.n_ids - 1}.")
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens, as it would be streamed."""
+        decoder = StreamDecoder(self.tokenizer)
+        return "".join([*map(decoder.push, ids), decoder.flush()])
+
+    def spell(self, token: int) -> tuple[str, list[int] | None]:
+        """Return a token's spelling, which no other token has, and its bytes, or None if tokens do not spell bytes."""
+        return self._speller.spell(token)
+
+    @functools.cached_property
+    def _speller(self) -> Speller:
+        return Speller(self.tokenizer)
 
 
 @dataclass

@@ -11,10 +11,9 @@ from gptworks.infer.engine import Engine
 from gptworks.infer.loop import EngineLoop
 from gptworks.serve.errors import APIError
 from gptworks.serve.metrics import Metrics
-from gptworks.serve.models import ServedModel
+from gptworks.serve.models import ServedModel, Tokens
 from gptworks.serve.settings import MAX_WATCHING, MAX_WATCHING_EACH, ServerSettings
 from gptworks.serve.sign_in import SignIn
-from gptworks.serve.tokens import Tokens
 
 _NEED_NO_SLOT = 16
 """Number of requests accepted beyond one per text, for work that needs no slot: tokenizing, embeddings, model lists."""
