@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig
-from gptworks.infer.backends.large_pages import rooms_in_large_pages
+from gptworks.infer.backends.placement import rooms_in_large_pages
 from gptworks.model.cache import SlotRows, on_device
 
 _MOST_SLOT_BYTES = 1 << 19
