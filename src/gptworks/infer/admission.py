@@ -99,7 +99,7 @@ class Admission:
 
         def constraint() -> Constraint | Healing | None:
             if grammar is not None:
-                return grammar.begin()
+                return Constraint(grammar)
             return Healing(self.spellings, ending) if ending else None
 
         samples = [
