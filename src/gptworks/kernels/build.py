@@ -97,11 +97,7 @@ def _version(compiler: str) -> bytes:
 
 
 def _run(command: Sequence[str | Path], seconds: float) -> subprocess.CompletedProcess[bytes]:
-    """Run a compiler with empty standard input.
-
-    Raises:
-        Unavailable: the compiler exceeds the time limit.
-    """
+    """Run a compiler with empty standard input; raises Unavailable if it exceeds the time limit."""
     try:
         return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -145,12 +141,10 @@ def build(
         sources = SOURCES if sources is None else sources
         objects = [folder / f"{source.name}.o" for source in sources]
         for attempt in attempts(compiler) if options is None else options:
-
-            def run(*arguments: str | Path, options: tuple[str, ...] = attempt) -> str | None:
-                return _error_of([compiler, *flags, *options, *arguments])
-
-            errors = at_once.map(lambda source, to: run("-c", source, "-o", to), sources, objects)
-            error = next(filter(None, list(errors)), None) or run("-shared", *objects, *libraries, "-o", made)
+            command = [compiler, *flags, *attempt]
+            compilations = [[*command, "-c", source, "-o", to] for source, to in zip(sources, objects, strict=True)]
+            errors = [*filter(None, at_once.map(_error_of, compilations))]
+            error = errors[0] if errors else _error_of([*command, "-shared", *objects, *libraries, "-o", made])
             if error is None:
                 return made.read_bytes()
             failed = error
