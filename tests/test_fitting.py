@@ -157,7 +157,7 @@ def test_the_server_refuses_unless_it_may_truncate(http: httpx.Client) -> None:
     for given in ({}, {"truncation": None}, {"truncation": "disabled"}):
         error = posted(http, "/v1/chat/completions", 400, **asked, **given)["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
-        assert "context of 128 tokens" in error["message"] and "`truncation: auto` drops the oldest" in error["message"]
+        assert "context is 128 tokens" in error["message"] and "`truncation: auto` drops the oldest" in error["message"]
     whole = posted(http, "/v1/chat/completions", 200, **asked, truncation="auto")
     assert whole["dropped_messages"] > 0 and whole["usage"]["prompt_tokens"] <= CONTEXT
     chunks = events(http.post("/v1/chat/completions", json=asked | {"truncation": "auto", "stream": True}))

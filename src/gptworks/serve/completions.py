@@ -140,11 +140,7 @@ class CompletionAnswer(Answer[openai.CompletionRequest]):
 
 
 async def begin_completions(service: Service, body: openai.CompletionRequest, caller: Caller) -> CompletionAnswer:
-    """Submit a request's prompts to the engine and return the answer, before its texts are generated.
-
-    Raises:
-        APIError, UserError, QueueFull, RunError: the request is not accepted.
-    """
+    """Submit a request's prompts to the engine and return the answer, before its texts are generated; see `begin`."""
     model = await service.model(body.model, caller)
     n, max_tokens = body.n or 1, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     n_made = max(n, body.best_of or n)
@@ -227,11 +223,7 @@ class ChatAnswer(Answer[openai.ChatRequest]):
 
 
 async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller) -> ChatAnswer:
-    """Submit a conversation to the engine and return the answer, before its texts are generated.
-
-    Raises:
-        APIError, UserError, QueueFull, RunError: the request is not accepted.
-    """
+    """Submit a conversation to the engine and return the answer, before its texts are generated; see `begin`."""
     model, task = await service.model(body.model, caller), caller.task()
     with _blaming("chat_template_kwargs"):
         template = model.chat_template.using(body.chat_template_kwargs or {})
@@ -244,81 +236,56 @@ async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller)
         json_schema=_schema(body.response_format),
         stop_token_ids=() if body.ignore_eos else template.end_token_ids,
     )
-    continues = bool(body.continue_final_message)
+    truncates, continues = body.truncation == "auto", bool(body.continue_final_message)
+    answer_tokens = (wanted or SAMPLING.max_tokens) if truncates else None
+    advice = "" if truncates else " `truncation: auto` drops the oldest turns."
 
     def read(messages: list[openai.ChatMessage]) -> Prompt:
-        if body.truncation == "auto":
-            return fitted_prompt(model, messages, wanted or SAMPLING.max_tokens, task, template, continues=continues)
-        advice = " `truncation: auto` drops the oldest turns."
-        return Prompt(conversation_ids(model, messages, task, template, continues=continues, advice=advice))
+        return fitted_prompt(model, messages, answer_tokens, task, template, continues=continues, advice=advice)
 
     order = Order(settings, n=body.n or 1, streams=bool(body.stream))
     return ChatAnswer(await begin(service, model, order, [body.messages], read, caller), body)
 
 
-def conversation_ids(
-    model: ServedModel,
-    messages: list[openai.ChatMessage],
-    task: Task,
-    template: ChatTemplate,
-    *,
-    add_generation_prompt: bool = True,
-    continues: bool = False,
-    advice: str = "",
-) -> list[int]:
-    """Return the token ids of a conversation. Slow: call it in a thread.
-
-    Args:
-        advice: ends the message about a conversation that is too long.
-
-    Raises:
-        APIError: the conversation is too long or empty, or the template refuses it.
-    """
-    texts = (text for message in messages for text in (message.text, message.name or ""))
-    model.tokens.check_bytes(sum(len(text.encode()) for text in texts), "messages", advice)
-    turns = [message.turn() for message in messages]
-    with _blaming("messages"):
-        ids = template.encode(turns, add_generation_prompt=add_generation_prompt, continues=continues, task=task)
-    return model.tokens.check(_some(ids), "messages", advice)
-
-
 def fitted_prompt(
     model: ServedModel,
     messages: list[openai.ChatMessage],
-    answer_tokens: int,
+    answer_tokens: int | None,
     task: Task,
     template: ChatTemplate,
     *,
-    continues: bool = False,
+    advice: str = "",
+    **how: bool,
 ) -> Prompt:
-    """Return a conversation as a prompt, without the oldest turns that do not fit; see `fit_conversation`. Slow.
+    """Return a conversation as a prompt that fits in the context; see `fit_conversation`. Slow: call it in a thread.
+
+    Args:
+        advice: ends the message about a conversation that is too long.
+        how: add_generation_prompt, continues.
 
     Raises:
-        APIError: the system messages and the newest question together are too long, the template refuses the
-            conversation, or it renders an empty text.
+        APIError: the conversation is too long, the template refuses it, or it renders an empty text.
     """
-    turns, most = [message.turn() for message in messages], model.tokens.max_bytes
-    with _blaming("messages"):
+    turns = [message.turn() for message in messages]
+    with _blaming("messages", advice):
         ids, n_dropped = fit_conversation(
-            template, turns, model.engine.context, answer_tokens, continues=continues, most_bytes=most, task=task
+            template, turns, model.engine.context, answer_tokens, most_bytes=model.tokens.max_bytes, task=task, **how
         )
-    return Prompt(_some(ids), n_dropped=n_dropped)
+    if not ids:
+        raise invalid("messages", "the template renders them as an empty text.")
+    return Prompt(ids, n_dropped=n_dropped)
 
 
 @contextmanager
-def _blaming(param: str) -> Iterator[None]:
-    """Turn a UserError in this context into a 400 error about the field `param` of the request."""
+def _blaming(param: str, advice: str = "") -> Iterator[None]:
+    """Turn a UserError in this context into a 400 error about the field `param` of the request; `advice` ends the
+    message about a conversation that is too long."""
     try:
         yield
+    except ContextExceeded as error:
+        raise invalid(param, f"{error}{advice}", "context_length_exceeded") from None
     except UserError as error:
-        code = "context_length_exceeded" if isinstance(error, ContextExceeded) else None
-        raise invalid(param, str(error), code) from None
-
-
-def _some(ids: list[int]) -> list[int]:
-    if not ids:
-        raise invalid("messages", "the template renders them as an empty text.")
-    return ids
+        raise invalid(param, str(error)) from None
 
 
 def _schema(wanted: openai.ResponseFormat | None) -> dict[str, Any] | None:

@@ -47,7 +47,13 @@ class Tokens:
             APIError: the text is too long or has no tokens.
             UserError: the tokenizer cannot encode the text.
         """
-        self.check_bytes(len(text.encode()), param)
+        if (n_bytes := len(text.encode())) > self.max_bytes:
+            raise invalid(
+                param,
+                f"{n_bytes} bytes of text; this model's context of {self.context} tokens and the server's limit allow "
+                f"{self.max_bytes}.",
+                code="context_length_exceeded",
+            )
         special, ids = special_tokens(self.tokenizer), prompt_ids(self.tokenizer, text)
         if text and len(ids) == len(special.before) + len(special.after):
             raise invalid(param, "it has no token that this model's tokenizer knows.")
@@ -55,27 +61,10 @@ class Tokens:
             raise invalid(param, "it is empty, and this model has no token that begins a text.")
         return self.check(ids, param)
 
-    def check_bytes(self, n_bytes: int, param: str, advice: str = "") -> None:
-        """Raises an APIError if a text of this many bytes is too long."""
-        if n_bytes > self.max_bytes:
-            raise invalid(
-                param,
-                f"{n_bytes} bytes of text; this model's context of {self.context} tokens and the server's limit allow "
-                f"{self.max_bytes}.{advice}",
-                code="context_length_exceeded",
-            )
-
-    def check(self, ids: list[int], param: str, advice: str = "") -> list[int]:
-        """Return the given ids if they are valid.
-
-        Args:
-            advice: ends the message about too many ids.
-
-        Raises:
-            APIError: `ids` is too long, or has an id outside the vocabulary.
-        """
+    def check(self, ids: list[int], param: str) -> list[int]:
+        """Return the given ids. Raises an APIError if they are too many, or one of them is not in the vocabulary."""
         if len(ids) > self.context:
-            message = f"{len(ids)} tokens; this model's context is {self.context}.{advice}"
+            message = f"{len(ids)} tokens; this model's context is {self.context}."
             raise invalid(param, message, code="context_length_exceeded")
         if wrong := [token for token in ids if not 0 <= token < self.n_ids]:
             raise invalid(param, f"token id {wrong[0]} is not in the vocabulary; ids go from 0 to {self.n_ids - 1}.")
