@@ -202,7 +202,7 @@ def sent(server: Running, body: dict[str, Any]) -> socket.socket:
 def test_others_are_served_while_schemas_are_compiled_which_end_with_their_clients(patient: Running) -> None:
     before = set(children_of(patient))  # idle ones, of this server and of other tests
     evil = [sent(patient, asking_for(all_by_reference(16, first=20 * i))) for i in range(4)]
-    until(lambda: patient.service.schemas.total() == 4)
+    until(lambda: patient.service.held("", lambda one: one.compiles)[1] == 4)
     with patient.http() as http:
         assert http.get("/health").json() == {"status": "ok"}
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
@@ -211,7 +211,7 @@ def test_others_are_served_while_schemas_are_compiled_which_end_with_their_clien
         assert (fifth.status_code, fifth.json()["error"]["code"]) == (429, "too_many_schemas"), "of the same client"
         for one in evil:
             one.close()
-        until(lambda: not patient.service.schemas)
+        until(lambda: patient.service.held("", lambda one: one.compiles)[1] == 0)
         if Path("/proc/self/stat").exists():
             until(lambda: not set(children_of(patient)) - before)
         assert http.post("/v1/chat/completions", json=asking_for({"type": "null"})).status_code == 200
@@ -220,7 +220,7 @@ def test_others_are_served_while_schemas_are_compiled_which_end_with_their_clien
 def test_the_end_waits_for_no_compilation(patient: Running) -> None:
     with ThreadPoolExecutor(1) as threads, patient.http() as http:
         answer = threads.submit(http.post, "/v1/chat/completions", json=asking_for(all_by_reference(16)))
-        until(lambda: patient.service.schemas.total() == 1)
+        until(lambda: patient.service.held("", lambda one: one.compiles)[1] == 1)
         began = time.monotonic()
         patient.server.handle_exit(signal.SIGTERM, None)
         assert answer.result().status_code == 503

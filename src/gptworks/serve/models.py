@@ -16,6 +16,7 @@ from gptworks.infer.engine import Engine
 from gptworks.infer.loop import EngineLoop
 from gptworks.serve import openai
 from gptworks.serve.errors import APIError, invalid
+from gptworks.serve.metrics import ModelMetrics
 from gptworks.serve.settings import ServerSettings
 from gptworks.special_tokens import special_tokens
 from gptworks.tokenizer import StreamDecoder, prompt_ids, token_bytes, vocabulary_size
@@ -92,6 +93,7 @@ class ServedModel:
     engine: Engine
     loop: EngineLoop
     tokens: Tokens
+    metrics: ModelMetrics
     created: int = field(default_factory=lambda: int(time.time()))
     _lent: dict[str, ChatTemplate] = field(default_factory=dict)
     """The last chat template that this model borrowed from another run, by the template's source; empty if none."""
