@@ -36,11 +36,7 @@ class Drafter:
         raise NotImplementedError
 
     def check(self, n_ids: int, model: GPT) -> None:
-        """Check the drafter against the tokenizer's number of ids and the model; the engine calls this once.
-
-        Raises:
-            UserError: the drafter does not fit the tokenizer or the model.
-        """
+        """Raise a UserError if the drafter does not fit the tokenizer's number of ids or the model; called once."""
         self._n_ids = n_ids
 
     def reset(self, backend: Backend) -> None:

@@ -31,11 +31,7 @@ _PASSED_ON = openai.SamplingFields.model_fields.keys() & {field.name for field i
 
 
 def sampling_settings(body: openai.SamplingFields, defaults: SamplingSettings, **more: Any) -> SamplingSettings:
-    """Return a request's sampling settings with `more` added, and with the model's `defaults` for missing ones.
-
-    Raises:
-        UserError: settings of the request contradict each other.
-    """
+    """Return a request's settings and `more`, else the model's `defaults`; raises a UserError if they contradict."""
     given = {name: value for name in _PASSED_ON if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:  # vLLM's value for no limit
         given["top_k"] = 0
