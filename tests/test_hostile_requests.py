@@ -23,8 +23,7 @@ from gptworks.chat_template import ChatTemplate, load_chat_template
 from gptworks.confined import Limits
 from gptworks.errors import UserError
 from gptworks.files import read_regular
-from gptworks.infer import constrain
-from gptworks.serve import models
+from gptworks.infer import admission, constrain
 from gptworks.tokenizer import load_tokenizer
 from serving import Running, byte_tokenizer, request, running, tiny_engine, until
 
@@ -307,13 +306,13 @@ def catastrophic_tokenizer() -> Tokenizer:
 
 def test_a_tokenizer_whose_pattern_gives_up_is_an_error_in_words(http: httpx.Client, server: Running) -> None:
     text = "a" * 60 + "!"
-    model = server.service.get("base")
-    kept, model.tokens.tokenizer = model.tokens.tokenizer, catastrophic_tokenizer()
+    inner = server.service.get("base").engine.admission
+    kept, inner._tokenizer = inner._tokenizer, catastrophic_tokenizer()
     try:
         response = http.post("/v1/completions", json={"model": "base", "prompt": text, "max_tokens": 1})
         assert response.status_code == 400 and "pattern cannot read" in response.json()["error"]["message"]
     finally:
-        model.tokens.tokenizer = kept
+        inner._tokenizer = kept
 
 
 class Panic(BaseException):
@@ -327,7 +326,7 @@ def test_an_error_that_is_not_an_exception_is_answered_in_json(
         raise Panic("/a/path/nobody/should/see")
 
     with monkeypatch.context() as patch:
-        patch.setattr(models, "prompt_ids", panics)
+        patch.setattr(admission, "prompt_ids", panics)
         response = http.post("/v1/completions", json={"model": "base", "prompt": "a", "max_tokens": 1})
     assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
     assert "path" not in response.text

@@ -4,8 +4,7 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator
 from dataclasses import fields
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -14,11 +13,10 @@ from pydantic import BaseModel
 from gptworks.chat_template import ChatTemplate
 from gptworks.choices import SAMPLING
 from gptworks.confined import Task
-from gptworks.errors import UserError
-from gptworks.infer.fitting import ContextExceeded, fit_conversation
+from gptworks.infer.fitting import fit_conversation
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.serve import openai
-from gptworks.serve.errors import invalid
+from gptworks.serve.errors import blaming, invalid
 from gptworks.serve.generate import Choice, Delta, Entry, Generation, Order, Prompt, begin
 from gptworks.serve.models import ServedModel
 from gptworks.serve.service import Caller, Service
@@ -221,7 +219,7 @@ class ChatAnswer(Answer[openai.ChatRequest]):
 async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller) -> ChatAnswer:
     """Submit a conversation to the engine and return the answer, before its texts are generated; see `begin`."""
     model, task = await service.model(body.model, caller), caller.task()
-    with _blaming("chat_template_kwargs"):
+    with blaming("chat_template_kwargs"):
         template = model.chat_template.using(body.chat_template_kwargs or {})
     wanted = body.max_completion_tokens or body.max_tokens
     settings = sampling_settings(
@@ -230,8 +228,7 @@ async def begin_chat(service: Service, body: openai.ChatRequest, caller: Caller)
         max_tokens=wanted or model.engine.context,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         json_schema=_schema(body.response_format),
-        stop_token_ids=() if body.ignore_eos else template.end_token_ids,
-    )
+    ).ending_at(template.end_token_ids)
     truncates, continues = body.truncation == "auto", bool(body.continue_final_message)
     answer_tokens = (wanted or SAMPLING.max_tokens) if truncates else None
     advice = "" if truncates else " `truncation: auto` drops the oldest turns."
@@ -263,25 +260,13 @@ def fitted_prompt(
         APIError: the conversation is too long, the template refuses it, or it renders an empty text.
     """
     turns = [message.turn() for message in messages]
-    with _blaming("messages", advice):
+    with blaming("messages", advice):
         ids, n_dropped = fit_conversation(
             template, turns, model.engine.context, answer_tokens, most_bytes=model.tokens.max_bytes, task=task, **how
         )
     if not ids:
         raise invalid("messages", "the template renders them as an empty text.")
     return Prompt(ids, n_dropped=n_dropped)
-
-
-@contextmanager
-def _blaming(param: str, advice: str = "") -> Iterator[None]:
-    """Turn a UserError in this context into a 400 error about the field `param` of the request; `advice` ends the
-    message about a conversation that is too long."""
-    try:
-        yield
-    except ContextExceeded as error:
-        raise invalid(param, f"{error}{advice}", "context_length_exceeded") from None
-    except UserError as error:
-        raise invalid(param, str(error)) from None
 
 
 def _schema(wanted: openai.ResponseFormat | None) -> dict[str, Any] | None:

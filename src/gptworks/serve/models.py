@@ -6,8 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tokenizers import Tokenizer
-
 from gptworks.chat_template import ChatTemplate
 from gptworks.data.spelling import Speller
 from gptworks.errors import UserError
@@ -15,11 +13,10 @@ from gptworks.infer.backends.backend import Backend
 from gptworks.infer.engine import Engine
 from gptworks.infer.loop import EngineLoop
 from gptworks.serve import openai
-from gptworks.serve.errors import APIError, invalid
+from gptworks.serve.errors import APIError, blaming, invalid
 from gptworks.serve.metrics import ModelMetrics
 from gptworks.serve.settings import ServerSettings
-from gptworks.special_tokens import special_tokens
-from gptworks.tokenizer import StreamDecoder, prompt_ids, token_bytes, vocabulary_size
+from gptworks.tokenizer import StreamDecoder, token_bytes
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
@@ -28,12 +25,10 @@ class Tokens:
     """Tokenizes prompts for one model, and checks their length. Routes call this in a thread, so that a long prompt
     delays no other request. `param` names the request's field in errors."""
 
-    def __init__(self, tokenizer: Tokenizer, context: int, settings: ServerSettings) -> None:
-        """context: maximum number of tokens that the model can read."""
-        self.tokenizer, self.context = tokenizer, context
-        self.n_ids = vocabulary_size(tokenizer)
-        sizes = token_bytes(tokenizer)
-        fitting = settings.max_prompt_bytes if sizes is None else context * max(1, *sizes)
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        self.tokenizer, self.context, self._admission = engine.tokenizer, engine.context, engine.admission
+        sizes = token_bytes(engine.tokenizer)
+        fitting = settings.max_prompt_bytes if sizes is None else engine.context * max(1, *sizes)
         self.max_bytes = min(settings.max_prompt_bytes, fitting)
         """Maximum bytes of a text; a longer text has too many tokens for the context, or exceeds the server's limit."""
 
@@ -42,12 +37,8 @@ class Tokens:
         return self.encode(prompt, param) if isinstance(prompt, str) else self.check(prompt, param)
 
     def encode(self, text: str, param: str) -> list[int]:
-        """Return a prompt's token ids, like `Engine.encode_prompt` but without warnings. Slow: call it in a thread.
-
-        Raises:
-            APIError: the text is too long or has no tokens.
-            UserError: the tokenizer cannot encode the text.
-        """
+        """Return a prompt's token ids. Raises an APIError if the text is too long, has no tokens or cannot be encoded.
+        Slow: call it in a thread."""
         if (n_bytes := len(text.encode())) > self.max_bytes:
             raise invalid(
                 param,
@@ -55,11 +46,8 @@ class Tokens:
                 f"{self.max_bytes}.",
                 code="context_length_exceeded",
             )
-        special, ids = special_tokens(self.tokenizer), prompt_ids(self.tokenizer, text)
-        if text and len(ids) == len(special.before) + len(special.after):
-            raise invalid(param, "it has no token that this model's tokenizer knows.")
-        if not ids:
-            raise invalid(param, "it is empty, and this model has no token that begins a text.")
+        with blaming(param):
+            ids = self._admission.encode_prompt(text, warns=False)
         return self.check(ids, param)
 
     def check(self, ids: list[int], param: str) -> list[int]:
@@ -67,8 +55,8 @@ class Tokens:
         if len(ids) > self.context:
             message = f"{len(ids)} tokens; this model's context is {self.context}."
             raise invalid(param, message, code="context_length_exceeded")
-        if wrong := [token for token in ids if not 0 <= token < self.n_ids]:
-            raise invalid(param, f"token id {wrong[0]} is not in the vocabulary; ids go from 0 to {self.n_ids - 1}.")
+        with blaming(param):
+            self._admission.check_ids("it", ids)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

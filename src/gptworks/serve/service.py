@@ -93,8 +93,7 @@ class Service:
     def add(self, name: str, engine: Engine) -> ServedModel:
         """Serve one more model; return it."""
         engine.max_waiting = self.settings.max_waiting
-        tokens = Tokens(engine.tokenizer, engine.context, self.settings)
-        metrics = self.metrics.add(name, engine.statistics)
+        tokens, metrics = Tokens(engine, self.settings), self.metrics.add(name, engine.statistics)
         model = self._models[name] = ServedModel(name, engine, EngineLoop(engine), tokens, metrics)
         if self.runs:
             model.loop.start()
