@@ -243,3 +243,14 @@ def test_python_reads_a_conversation_that_is_too_long_without_its_oldest_turns(t
     assert answer == talk.generate(ids, seed=5, max_tokens=6, stop_token_ids=talk.chat_template.end_token_ids)
     with pytest.raises(ContextExceeded, match="the conversation has"):
         talk.chat("a" * 200)
+
+
+def test_a_chat_ends_with_its_turn_unless_a_keyword_says_otherwise(talk: Engine) -> None:
+    *_, end = talk.chat_template.end_token_ids
+
+    def n_generated(**settings: Any) -> int:
+        before = talk.statistics().generated_tokens
+        talk.chat("a", max_tokens=4, logit_bias={end: 1000}, **settings)
+        return talk.statistics().generated_tokens - before
+
+    assert (n_generated(), n_generated(stop_token_ids=(1,)), n_generated(ignore_eos=True)) == (0, 0, 4)

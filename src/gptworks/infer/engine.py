@@ -141,14 +141,14 @@ class Engine:
         """Yield the answer of `chat` in parts, as it is generated."""
         template = self.require_chat_template("Let it continue a text, with generate, stream or complete.")
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        settings = SamplingSettings.of(settings or self.defaults).ending_at(template.end_token_ids)
-        answer_tokens = arguments.get("max_tokens", settings.max_tokens)
-        prompt, n_dropped = fit_conversation(template, said, self.context, answer_tokens)
+        options = {name: arguments.pop(name) for name in ("n_samples", "overflow") if name in arguments}
+        settings = SamplingSettings.of(settings or self.defaults, **arguments).ending_at(template.end_token_ids)
+        prompt, n_dropped = fit_conversation(template, said, self.context, settings.max_tokens)
         if n_dropped:
             what = counted(n_dropped, "message")
             rule = f"its context has {self.context} tokens"
             warnings.warn(f"the model does not read the first {what}: {rule}.", stacklevel=3)
-        return self.stream(prompt, settings, **arguments)
+        return self.stream(prompt, settings, **options)
 
     def pieces(
         self,
