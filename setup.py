@@ -13,7 +13,7 @@ from setuptools.command.build_py import build_py
 sys.path.insert(0, str(Path(__file__).parent / "src"))
 
 from gptworks.kernels import build as kernels
-from gptworks.kernels import levels, library
+from gptworks.kernels import library
 
 BUILDS = os.environ.get("GPTWORKS_BUILD_NATIVE") == "1"
 
@@ -48,7 +48,7 @@ class Wheel(bdist_wheel):
 
 def build(folder: Path, compiler: str, machine: str) -> None:
     """Write the library for each level of a kind of processor."""
-    for level in levels.LEVELS[machine]:
+    for level in kernels.LEVELS[machine]:
         content = kernels.build(compiler, ((*level.options, "-fopenmp"),))
         (folder / f"kernels-{level.name}-{hashlib.sha256(content).hexdigest()}.so").write_bytes(content)
 

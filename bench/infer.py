@@ -32,8 +32,8 @@ from torch import Tensor
 
 from gptworks.device import choose_precision, device_name
 from gptworks.infer.backends.backend import Backend, Chunk, TorchBackend
-from gptworks.infer.backends.large_pages import rooms_in_large_pages
 from gptworks.infer.backends.native import choose_backend
+from gptworks.infer.backends.placement import rooms_in_large_pages
 from gptworks.interop.gguf import export_gguf
 from gptworks.model.gpt import GPT
 from gptworks.planning.flops import forward_flops

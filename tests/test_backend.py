@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from gptworks.infer.backends import native
-from gptworks.infer.backends.backend import Chunk, TorchBackend
+from gptworks.infer.backends.backend import Chunk, DecodingGraphs, TorchBackend
 from gptworks.infer.backends.cache import SlotCache
-from gptworks.infer.backends.graphs import DecodingGraphs
 from gptworks.model.gpt import GPT
 from tiny import plain_model
 

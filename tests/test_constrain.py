@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from gptworks.config import GPT2Tokenizer, WordTokenizer
 from gptworks.errors import UserError
 from gptworks.infer import Engine, SamplingSettings, constrain
-from gptworks.infer.constrain import Constraints
+from gptworks.infer.constrain import Constraint, Constraints
 from gptworks.infer.scheduler import QueueFull
 from gptworks.infer.speculate import PromptLookup
 from gptworks.tokenizer import train_tokenizer
@@ -85,7 +85,7 @@ def test_tokens_of_several_characters_and_bytes(shared_data: Path) -> None:
     for made in one.complete("x", json_schema=PERSON, n_samples=3, seed=1, max_tokens=100):
         assert set(json.loads(made.text)) == {"name", "age", "tags"}
     for text in ('{"a": [1, 2.5e3, "é漢\\n"], "b": {}}', "[]", '"x"'):
-        constraint = Constraints(tokenizer).grammar(SamplingSettings(json_schema={})).begin()
+        constraint = Constraint(Constraints(tokenizer).grammar(SamplingSettings(json_schema={})))
         for token in tokenizer.encode(text).ids:
             assert constraint.allowed()[token], (text, tokenizer.decode([token]))
             constraint.push(token)
@@ -101,7 +101,7 @@ def test_a_token_is_drawn_from_what_the_grammar_allows() -> None:
 
 def test_exactly_the_allowed_tokens_may_be_pushed() -> None:
     """Compares the mask of allowed tokens with the matcher's answer for each single token."""
-    constraint = Constraints(CHARACTERS).grammar(SamplingSettings(regex=r"a(b|c)*d")).begin()
+    constraint = Constraint(Constraints(CHARACTERS).grammar(SamplingSettings(regex=r"a(b|c)*d")))
     for character, following in (("a", "bcd"), ("b", "bcd"), ("c", "bcd")):
         constraint.push(CHARACTERS.encode(character).ids[0])
         allowed = torch.nonzero(constraint.allowed())[:, 0].tolist()
@@ -127,7 +127,7 @@ def test_what_llguidance_gives_up_on_is_said_with_a_fix() -> None:
     patterns = [{"pattern": f"^(.*{character}){{2}}.*$"} for character in "abcdefghi"]
     with pytest.raises(UserError, match=r"too many patterns must hold at once\. Write fewer of them"):
         engine(CHARACTERS).pieces("x", json_schema={"type": "string", "allOf": patterns})
-    constraint = Constraints(CHARACTERS).grammar(SamplingSettings(regex="(.*a.{0,9000}b){0,9000}")).begin()
+    constraint = Constraint(Constraints(CHARACTERS).grammar(SamplingSettings(regex="(.*a.{0,9000}b){0,9000}")))
     with pytest.raises(UserError, match=r"^the constraint failed: lexer error: [a-z ]*\. Use a simpler one\.$"):
         for character in "ab" * 2000:
             constraint.allowed()

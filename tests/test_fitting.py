@@ -157,7 +157,7 @@ def test_the_server_refuses_unless_it_may_truncate(http: httpx.Client) -> None:
     for given in ({}, {"truncation": None}, {"truncation": "disabled"}):
         error = posted(http, "/v1/chat/completions", 400, **asked, **given)["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
-        assert "context of 128 tokens" in error["message"] and "`truncation: auto` drops the oldest" in error["message"]
+        assert "context is 128 tokens" in error["message"] and "`truncation: auto` drops the oldest" in error["message"]
     whole = posted(http, "/v1/chat/completions", 200, **asked, truncation="auto")
     assert whole["dropped_messages"] > 0 and whole["usage"]["prompt_tokens"] <= CONTEXT
     chunks = events(http.post("/v1/chat/completions", json=asked | {"truncation": "auto", "stream": True}))
@@ -243,3 +243,14 @@ def test_python_reads_a_conversation_that_is_too_long_without_its_oldest_turns(t
     assert answer == talk.generate(ids, seed=5, max_tokens=6, stop_token_ids=talk.chat_template.end_token_ids)
     with pytest.raises(ContextExceeded, match="the conversation has"):
         talk.chat("a" * 200)
+
+
+def test_a_chat_ends_with_its_turn_unless_a_keyword_says_otherwise(talk: Engine) -> None:
+    *_, end = talk.chat_template.end_token_ids
+
+    def n_generated(**settings: Any) -> int:
+        before = talk.statistics().generated_tokens
+        talk.chat("a", max_tokens=4, logit_bias={end: 1000}, **settings)
+        return talk.statistics().generated_tokens - before
+
+    assert (n_generated(), n_generated(stop_token_ids=(1,)), n_generated(ignore_eos=True)) == (0, 0, 4)

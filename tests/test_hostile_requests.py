@@ -23,8 +23,7 @@ from gptworks.chat_template import ChatTemplate, load_chat_template
 from gptworks.confined import Limits
 from gptworks.errors import UserError
 from gptworks.files import read_regular
-from gptworks.infer import constrain
-from gptworks.serve import tokens
+from gptworks.infer import admission, constrain
 from gptworks.tokenizer import load_tokenizer
 from serving import Running, byte_tokenizer, request, running, tiny_engine, until
 
@@ -202,7 +201,7 @@ def sent(server: Running, body: dict[str, Any]) -> socket.socket:
 def test_others_are_served_while_schemas_are_compiled_which_end_with_their_clients(patient: Running) -> None:
     before = set(children_of(patient))  # idle ones, of this server and of other tests
     evil = [sent(patient, asking_for(all_by_reference(16, first=20 * i))) for i in range(4)]
-    until(lambda: patient.service.schemas.total() == 4)
+    until(lambda: patient.service.held("", lambda one: one.compiles)[1] == 4)
     with patient.http() as http:
         assert http.get("/health").json() == {"status": "ok"}
         assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
@@ -211,7 +210,7 @@ def test_others_are_served_while_schemas_are_compiled_which_end_with_their_clien
         assert (fifth.status_code, fifth.json()["error"]["code"]) == (429, "too_many_schemas"), "of the same client"
         for one in evil:
             one.close()
-        until(lambda: not patient.service.schemas)
+        until(lambda: patient.service.held("", lambda one: one.compiles)[1] == 0)
         if Path("/proc/self/stat").exists():
             until(lambda: not set(children_of(patient)) - before)
         assert http.post("/v1/chat/completions", json=asking_for({"type": "null"})).status_code == 200
@@ -220,7 +219,7 @@ def test_others_are_served_while_schemas_are_compiled_which_end_with_their_clien
 def test_the_end_waits_for_no_compilation(patient: Running) -> None:
     with ThreadPoolExecutor(1) as threads, patient.http() as http:
         answer = threads.submit(http.post, "/v1/chat/completions", json=asking_for(all_by_reference(16)))
-        until(lambda: patient.service.schemas.total() == 1)
+        until(lambda: patient.service.held("", lambda one: one.compiles)[1] == 1)
         began = time.monotonic()
         patient.server.handle_exit(signal.SIGTERM, None)
         assert answer.result().status_code == 503
@@ -307,13 +306,13 @@ def catastrophic_tokenizer() -> Tokenizer:
 
 def test_a_tokenizer_whose_pattern_gives_up_is_an_error_in_words(http: httpx.Client, server: Running) -> None:
     text = "a" * 60 + "!"
-    model = server.service.get("base")
-    kept, model.tokens.tokenizer = model.tokens.tokenizer, catastrophic_tokenizer()
+    inner = server.service.get("base").engine.admission
+    kept, inner._tokenizer = inner._tokenizer, catastrophic_tokenizer()
     try:
         response = http.post("/v1/completions", json={"model": "base", "prompt": text, "max_tokens": 1})
         assert response.status_code == 400 and "pattern cannot read" in response.json()["error"]["message"]
     finally:
-        model.tokens.tokenizer = kept
+        inner._tokenizer = kept
 
 
 class Panic(BaseException):
@@ -327,7 +326,7 @@ def test_an_error_that_is_not_an_exception_is_answered_in_json(
         raise Panic("/a/path/nobody/should/see")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokens, "prompt_ids", panics)
+        patch.setattr(admission, "prompt_ids", panics)
         response = http.post("/v1/completions", json={"model": "base", "prompt": "a", "max_tokens": 1})
     assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
     assert "path" not in response.text

@@ -34,8 +34,7 @@ from gptworks.kernels import build as kernel_build
 from gptworks.kernels import cache as kernel_cache
 from gptworks.kernels import dispatch
 from gptworks.kernels import library as native_library
-from gptworks.kernels.build import Unavailable
-from gptworks.kernels.levels import LEVELS, Level
+from gptworks.kernels.build import LEVELS, Level, Unavailable
 from gptworks.kernels.library import library
 from gptworks.model.gpt import GPT
 from gptworks.quantize.convert import quantize_model

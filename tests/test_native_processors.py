@@ -20,9 +20,8 @@ import torch
 from gptworks.infer.backends import native
 from gptworks.infer.backends.backend import Chunk, TorchBackend
 from gptworks.kernels import entries
-from gptworks.kernels.build import FLAGS, SOURCES, Unavailable
+from gptworks.kernels.build import FLAGS, LEVELS, SOURCES, Level, Unavailable
 from gptworks.kernels.call import NUMBERS
-from gptworks.kernels.levels import LEVELS, Level
 from gptworks.kernels.library import library
 from gptworks.machine import cpu_flags
 from gptworks.model.gpt import GPT

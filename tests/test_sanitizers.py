@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 from gptworks.kernels import build as kernel_build
-from gptworks.kernels.build import SOURCES
-from gptworks.kernels.levels import LEVELS, Level
+from gptworks.kernels.build import LEVELS, SOURCES, Level
 from gptworks.machine import cpu_flags
 
 pytestmark = [pytest.mark.sanitizers, pytest.mark.timeout(900)]

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from gptworks.cli import app
 from gptworks.errors import UserError
-from gptworks.serve import documents, errors
+from gptworks.serve import errors
+from gptworks.serve.app import ERRORS
 from gptworks.serve.settings import ServerSettings
 from serving import CONTEXT, KEY, Running, running, tiny_engine
 
@@ -315,7 +316,7 @@ def test_every_status_that_the_server_answers_with_is_in_its_description() -> No
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "APIError":
                 sent |= {part.value for part in ast.walk(node.args[0]) if isinstance(part, ast.Constant)}
     assert {400, 429, 431, 501, 503, 504} < sent
-    assert sent <= documents.ERRORS.keys()
+    assert sent <= ERRORS.keys()
 
 
 def test_the_description_of_health_has_its_own_body_also_if_it_fails(server: Running) -> None:

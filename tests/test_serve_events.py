@@ -8,9 +8,7 @@ import pytest
 
 from gptworks.infer.text import Piece
 from gptworks.serve import openai
-from gptworks.serve.answer import Answer
-from gptworks.serve.chat import ChatAnswer
-from gptworks.serve.completions import CompletionAnswer
+from gptworks.serve.completions import Answer, ChatAnswer, CompletionAnswer
 from gptworks.serve.events import EventStream
 from gptworks.serve.generate import Delta, Entry
 

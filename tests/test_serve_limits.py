@@ -426,7 +426,7 @@ def test_one_client_leaves_places_for_others_however_it_asks() -> None:
             one.close()
             assert len(served.result().json()["choices"]) == 8
         until(lambda: is_idle(server))
-        assert not server.service._texts and not server.service._numbers
+        assert not server.service.callers
 
 
 def test_texts_whose_prompt_is_not_read_yet_wait_too() -> None:
@@ -458,7 +458,7 @@ def test_log_probabilities_of_all_answers_together_are_bounded() -> None:
 
         with ThreadPoolExecutor(2) as threads:
             begun = [threads.submit(ask, key, **asked) for key in ("one", "two")]
-            until(lambda: server.service._numbers.total() == 20_000)
+            until(lambda: server.service.held("", lambda one: one.n_numbers)[1] == 20_000)
             assert ask("one", **asked) == (429, "too_many_logprobs"), "its own share"
             assert ask("three", **asked) == (429, "too_many_logprobs"), "all that there is"
             assert ask("three") == (200, None), "without them"

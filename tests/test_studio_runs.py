@@ -140,7 +140,7 @@ def test_pages_that_are_open_are_no_work_and_have_a_bound_of_their_own(studio: R
         assert {opened() for _ in range(MAX_WATCHING_EACH - 20)} == {200}
         assert opened() == 429
     until(lambda: service.in_flight == 0)
-    assert not service._watching and service.n_working == 0
+    assert service.n_working == 0
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def check_overflowed_logits(device: str) -> None:
 
 
 def check_all(device: str) -> None:
-    for dtype in fused_loss.DTYPES:
+    for dtype in dispatch.GPU_DTYPES:
         for n_columns in COLUMNS:
             check_rows(device, dtype, n_columns)
     check_unknown_targets(device)
@@ -87,7 +87,7 @@ def test_rows_in_tritons_interpreter() -> None:
     interpret(__file__)
 
 
-@pytest.mark.parametrize("dtype", fused_loss.DTYPES)
+@pytest.mark.parametrize("dtype", dispatch.GPU_DTYPES)
 def test_fake_logits_need_no_triton(dtype: torch.dtype) -> None:
     logits = torch.empty(3, 5, device="meta", dtype=dtype)
     targets = torch.empty(3, device="meta", dtype=torch.int64)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import setup
 
-from gptworks.kernels.levels import LEVELS
+from gptworks.kernels.build import LEVELS
 from gptworks.machine import cpu_flags
 
 pytestmark = pytest.mark.wheel
@@ -27,13 +27,13 @@ import json, platform
 from gptworks import GPT, ModelConfig
 from gptworks.infer.backends.backend import Chunk, TorchBackend
 from gptworks.infer.backends import native as backend
-from gptworks.kernels import levels, library
+from gptworks.kernels import build, library
 
 model = GPT(ModelConfig(vocab_size=64, context_length=32, n_layers=1, d_model=64, n_heads=4)).eval()
 chunk = Chunk(0, 0, list(range(9)), 9)
 expected = TorchBackend(model, 1, 32).compute([chunk])[0]
 found = {"file": library.__file__}
-for level in levels.LEVELS[platform.machine()]:
+for level in build.LEVELS[platform.machine()]:
     if level.flags <= (flags := library.cpu_flags()):
         library.forget()
         library.cpu_flags = lambda: level.flags

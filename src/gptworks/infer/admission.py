@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from gptworks.errors import UserError
+from gptworks.errors import UserError, shortened
 from gptworks.infer.constrain import Constraint, Constraints
 from gptworks.infer.defaults import stated_sampling
 from gptworks.infer.healing import Healing, Spellings
@@ -88,8 +88,8 @@ class Admission:
             )
         if not 1 <= score_from <= max(1, len(ids) - 1):
             raise UserError(f"score_from={score_from}: it must be a token from 1 to {len(ids) - 1} of the prompt.")
-        self._check_ids("logit_bias", settings.logit_bias)
-        self._check_ids("stop_token_ids", settings.stop_token_ids)
+        self.check_ids("logit_bias", settings.logit_bias)
+        self.check_ids("stop_token_ids", settings.stop_token_ids)
         if sum(bias == -math.inf for bias in settings.logit_bias.values()) == self.n_ids:
             raise UserError("logit_bias forbids every token of the vocabulary: leave one.")
         constrained = settings.json_schema is not None or settings.regex is not None
@@ -99,7 +99,7 @@ class Admission:
 
         def constraint() -> Constraint | Healing | None:
             if grammar is not None:
-                return grammar.begin()
+                return Constraint(grammar)
             return Healing(self.spellings, ending) if ending else None
 
         samples = [
@@ -109,28 +109,29 @@ class Admission:
         scores = PromptScores(ids, score_from, prompt_logprobs)
         return Request(ids, samples, overflow, scores, listener)
 
-    def encode_prompt(self, prompt: Prompt) -> list[int]:
+    def encode_prompt(self, prompt: Prompt, *, warns: bool = True) -> list[int]:
         """Return a prompt's token ids.
 
         A text's ids include the special tokens that the tokenizer puts around a prompt, such as bos. An empty text
         gives the tokens that begin a document.
 
-        Warns (UserWarning) of characters or words that the tokenizer does not know.
+        Warns (UserWarning) of characters or words that the tokenizer does not know, unless `warns` is false.
 
         Raises:
             UserError: the prompt has no tokens, or ids outside the vocabulary.
         """
         if not isinstance(prompt, str):
-            self._check_ids("the prompt", prompt)
+            self.check_ids("the prompt", prompt)
             if not prompt:
                 raise UserError("the prompt has no tokens: give at least one.")
             return list(prompt)
         ids = prompt_ids(self._tokenizer, prompt)
         if prompt and len(ids) == len(self._special.before) + len(self._special.after):
-            raise UserError(f"the prompt {prompt!r} has no token this tokenizer knows: give other text.")
+            raise UserError(f"the prompt {shortened(prompt)!r} has no token this tokenizer knows: give other text.")
         if not ids:
             raise UserError("the prompt is empty and this tokenizer has no token to begin a document: give some text.")
-        self._warn_of_unknown(prompt, ids)
+        if warns:
+            self._warn_of_unknown(prompt, ids)
         return ids
 
     @cached_property
@@ -149,7 +150,8 @@ class Admission:
                 self._constraints = Constraints(self._tokenizer)
             return self._constraints
 
-    def _check_ids(self, what: str, ids: Iterable[int]) -> None:
+    def check_ids(self, what: str, ids: Iterable[int]) -> None:
+        """Raise a UserError about `what` if it has an id that is not in the vocabulary."""
         for token in ids:
             if not 0 <= token < self.n_ids:
                 raise UserError(

@@ -29,13 +29,10 @@ class ChatSession:
     """
 
     system = ""
+    _unit = "token"
 
     def __init__(self, engine: Engine, settings: SamplingSettings | None = None, **changes: Any) -> None:
-        """settings, changes: see `Engine.pieces`.
-
-        Raises:
-            UserError: a setting is unknown or impossible.
-        """
+        """settings, changes, errors: see `Engine.pieces`."""
         self.engine = engine
         self.settings = SamplingSettings.of(settings or engine.defaults, **changes)
         self.reset()
@@ -75,7 +72,13 @@ class ChatSession:
     def forgotten(self) -> str:
         """Size of the oldest part of the conversation, which the model no longer reads: text such as "40 tokens", or "4
         messages" in a `TurnSession`. Empty if the model reads everything."""
-        return counted(self.n_forgotten, "token") if self.n_forgotten else ""
+        return counted(self.n_forgotten, self._unit) if self.n_forgotten else ""
+
+    @property
+    def messages(self) -> list[Message]:
+        """The system message, if any, and all messages of user and assistant."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, *self.said]
 
     @property
     def last_text(self) -> str:
@@ -118,8 +121,7 @@ class ChatSession:
         if not self.said:
             raise UserError("there is nothing to save yet.")
         _check_name(path)
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        line = json.dumps({"messages": [*system, *self.said]}, ensure_ascii=False) + "\n"
+        line = json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n"
         try:
             with open_to_append(path) as file:
                 if file.seek(0, 2):
@@ -128,7 +130,7 @@ class ChatSession:
                 file.write(line.encode("utf-8", "replace"))
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror}.") from None
-        return len(system) + len(self.said)
+        return len(self.messages)
 
     def load(self, path: Path) -> int:
         """Continue the last conversation of a .jsonl file, in any known format; return its number of messages.
@@ -214,28 +216,17 @@ class TurnSession(ChatSession):
     When the conversation outgrows the context, the model no longer reads its oldest turns; see `fit_conversation`.
     """
 
+    _unit = "message"
+
     def __init__(
         self, engine: Engine, settings: SamplingSettings | None = None, *, system: str = "", **changes: Any
     ) -> None:
-        """settings, changes: see `Engine.pieces`. system: the system message, before the first turn.
-
-        Raises:
-            UserError: the run has no chat template, or a setting is unknown or impossible.
-        """
+        """settings, changes, errors: see `Engine.pieces`. system: the system message, before the first turn. Raises a
+        UserError if the run has no chat template."""
         self._template = engine.require_chat_template("Chat with it without a system message.")
         self.system = system
         super().__init__(engine, settings, **changes)
         self.settings = self.settings.ending_at(self._template.end_token_ids)
-
-    @property
-    def messages(self) -> list[Message]:
-        """The system message, if any, and all turns."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *self.said]
-
-    @property
-    def forgotten(self) -> str:
-        return counted(self.n_forgotten, "message") if self.n_forgotten else ""
 
     def set_system(self, text: str) -> None:
         """Replace the system message from the next turn on; an empty text removes it."""

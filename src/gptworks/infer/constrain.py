@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from gptworks.confined import Confined, Exceeded, Limits, Refused, Task
 from gptworks.confined.grammar import compile_grammar, read_tokenizer, reason_of
-from gptworks.errors import UserError, not_installed
+from gptworks.errors import UserError, not_installed, shortened
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.scheduler import QueueFull
 from gptworks.special_tokens import special_tokens
@@ -45,24 +46,21 @@ _MASK_SECONDS_PER_TOKEN = 0.02
 """CPU seconds allowed for a text's masks: at its start, and added per token. All texts wait for each mask."""
 
 
+@dataclass(frozen=True, eq=False)
 class Grammar:
-    """A compiled grammar; `begin` returns the constraint for a new text."""
+    """A compiled grammar, for any number of texts."""
 
-    def __init__(self, matcher: Any, n_tokens: int, n_bytes: int) -> None:
-        self._matcher, self._n_tokens = matcher, n_tokens
-        self.n_bytes = n_bytes
-
-    def begin(self) -> "Constraint":
-        return Constraint(self, self._matcher.deep_copy(), self._n_tokens)
+    matcher: Any
+    n_tokens: int
+    n_bytes: int
 
 
 class Constraint:
     """Follows one text and finds the tokens that may continue it. V: size of the tokenizer's vocabulary."""
 
-    def __init__(self, grammar: Grammar, matcher: Any, n_tokens: int) -> None:
-        """grammar: kept alive, so that `Constraints` counts its memory while the text uses it."""
-        self._grammar, self._matcher, self._n_tokens = grammar, matcher, n_tokens
-        self._seconds_left = _MASK_SECONDS
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar  # kept alive, so that `Constraints` counts its memory while the text uses it
+        self._matcher, self._seconds_left = grammar.matcher.deep_copy(), _MASK_SECONDS
 
     def allowed(self) -> Tensor:
         """Return a mask of the tokens that may come next, bool [V], with end-of-text if the text may end here.
@@ -72,7 +70,7 @@ class Constraint:
         """
         began = time.thread_time()
         bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
-        mask = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()[: self._n_tokens].bool()
+        mask = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten()[: self._grammar.n_tokens].bool()
         if self._matcher.is_error() or not mask.any():
             reason = reason_of(self._matcher.get_error()) or "no token of this tokenizer may come next"
             raise UserError(f"the constraint failed: {reason.removesuffix('.')}. Use a simpler one.")
@@ -83,11 +81,7 @@ class Constraint:
         return mask
 
     def push(self, token: int) -> bool:
-        """Add a token; return whether the text is complete, so that no token may follow.
-
-        Raises:
-            UserError: the constraint does not allow the token.
-        """
+        """Add a token; return whether the text is complete. Raises a UserError if the token is not allowed."""
         if not self._matcher.consume_token(token):
             raise UserError(f"the constraint failed: {reason_of(self._matcher.get_error())}")
         return bool(self._matcher.is_stopped())
@@ -146,11 +140,7 @@ class Constraints:
         raise _unfollowable(settings, refusal)
 
     def find(self, settings: SamplingSettings, source: str | None = None) -> Grammar | None:
-        """Return the grammar of the settings if it is already compiled; None if not.
-
-        Raises:
-            UserError: the schema or expression is invalid, or was refused before.
-        """
+        """Return the settings' grammar if it is compiled already, else None; raises a UserError if it was refused."""
         key = _key(self._source(settings) if source is None else source)
         with self._lock:
             grammar, refusal = self._live.get(key), self._refusals.get(key)
@@ -187,9 +177,9 @@ class Constraints:
                 raise ValueError("a schema is an object")
             source = matcher.grammar_from_json_schema(json.dumps(tree), defaults=_SPACING)
         except RecursionError:
-            raise UserError(f"json_schema={_shown(schema)} is nested too deeply.") from None
+            raise UserError(f"json_schema={shortened(repr(schema), 200)} is nested too deeply.") from None
         except (ValueError, TypeError) as error:
-            raise UserError(f"json_schema={_shown(schema)} is not a JSON schema: {error}.") from None
+            raise UserError(f"json_schema={shortened(repr(schema), 200)} is not a JSON schema: {error}.") from None
         return source
 
 
@@ -224,9 +214,4 @@ def _key(source: str) -> str:
 
 def _unfollowable(settings: SamplingSettings, reason: str) -> UserError:
     name = "json_schema" if settings.regex is None else "regex"
-    return UserError(f"{name}={_shown(getattr(settings, name))} cannot be followed: {reason}")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:100]} … {text[-80:]}"
+    return UserError(f"{name}={shortened(repr(getattr(settings, name)), 200)} cannot be followed: {reason}")

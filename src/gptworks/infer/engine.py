@@ -141,14 +141,14 @@ class Engine:
         """Yield the answer of `chat` in parts, as it is generated."""
         template = self.require_chat_template("Let it continue a text, with generate, stream or complete.")
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        settings = SamplingSettings.of(settings or self.defaults).ending_at(template.end_token_ids)
-        answer_tokens = arguments.get("max_tokens", settings.max_tokens)
-        prompt, n_dropped = fit_conversation(template, said, self.context, answer_tokens)
+        options = {name: arguments.pop(name) for name in ("n_samples", "overflow") if name in arguments}
+        settings = SamplingSettings.of(settings or self.defaults, **arguments).ending_at(template.end_token_ids)
+        prompt, n_dropped = fit_conversation(template, said, self.context, settings.max_tokens)
         if n_dropped:
             what = counted(n_dropped, "message")
             rule = f"its context has {self.context} tokens"
             warnings.warn(f"the model does not read the first {what}: {rule}.", stacklevel=3)
-        return self.stream(prompt, settings, **arguments)
+        return self.stream(prompt, settings, **options)
 
     def pieces(
         self,
@@ -184,10 +184,7 @@ class Engine:
 
     def score(self, prompt: Prompt, *, top: int = 0) -> list[TokenLogprob | None]:
         """Return each token's log-probability, in nats, and the `top` most likely tokens; None for the first token.
-
-        Raises:
-            UserError: for the reasons of `pieces`.
-        """
+        Errors: see `pieces`."""
         request = self.admission.request(prompt, prompt_logprobs=top, generates=False)
         for _ in self._run(request):
             pass
@@ -228,11 +225,8 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- many requests
 
     def submit(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Request:
-        """Check and queue a request, with the arguments of `Admission.request`; `step` computes it. Thread-safe.
-
-        Raises:
-            UserError, QueueFull, EngineFailed: for the reasons of `pieces`.
-        """
+        """Check and queue a request, which `step` computes. Arguments: see `Admission.request`; errors: see `pieces`.
+        Thread-safe."""
         request = self.admission.request(prompt, settings, **arguments)
         self.enqueue(request)
         return request
@@ -295,7 +289,6 @@ class Engine:
         self._requests.abandon_all(self.failure)
         for request in waiting:
             request.fail(self.failure)
-            request.close()
 
     @contextlib.contextmanager
     def _failing(self, on_failure: Callable[[BaseException], None]) -> Iterator[None]:
@@ -311,14 +304,12 @@ class Engine:
             try:
                 on_failure(error)
             finally:
-                if isinstance(error, KeyboardInterrupt):
-                    self._requests.fail_all(RunError("the engine was interrupted."))
-                    self._room.forget()
-                elif isinstance(error, Exception) and not isinstance(error, MemoryError):
-                    self._requests.fail_all(error)
-                    self._room.forget()
-                else:
+                if isinstance(error, MemoryError) or not isinstance(error, Exception | KeyboardInterrupt):
                     self.fail(error)
+                else:
+                    interrupted = RunError("the engine was interrupted.")
+                    self._requests.fail_all(error if isinstance(error, Exception) else interrupted)
+                    self._room.forget()
             if self.failure is not None and not isinstance(error, SystemExit | GeneratorExit):
                 raise EngineFailed(self.failure.error) from error
             raise

@@ -27,8 +27,9 @@ def fit_conversation(
     template: ChatTemplate,
     messages: Sequence[Message],
     context: int,
-    answer_tokens: int,
+    answer_tokens: int | None,
     *,
+    add_generation_prompt: bool = True,
     continues: bool = False,
     most_bytes: int | None = None,
     task: Task | None = None,
@@ -41,25 +42,28 @@ def fit_conversation(
     Args:
         context: the model's context in tokens.
         answer_tokens: tokens to reserve for the answer, at most half the context. The newest question may leave fewer.
-        continues: the answer continues the final message, an assistant's, instead of following it.
+            None: omit no turn, and reserve none.
+        add_generation_prompt, continues: see `ChatTemplate.encode`.
         most_bytes: messages with more bytes of text count as too long and are not encoded. None: no limit.
         task: allows another thread to abandon the rendering.
 
     Raises:
-        ContextExceeded: the system messages and the newest question together exceed the context.
+        ContextExceeded: the system messages and the newest question together, or without `answer_tokens` all messages,
+            exceed the context.
         UserError: the template refuses these turns.
         Abandoned: the task was abandoned.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] != "system"]
     starts = turns[:1] + [i for i in turns[1:] if messages[i]["role"] == "user"] or [0]
-    room = context - min(answer_tokens, context // 2)
+    starts = starts[:1] if answer_tokens is None else starts
+    room = context - min(answer_tokens or 0, context // 2)
 
     def kept(start: int) -> list[Message]:
         return [message for i, message in enumerate(messages) if i >= start or message["role"] == "system"]
 
     @cache
     def encoded(start: int) -> list[int]:
-        return template.encode(kept(start), add_generation_prompt=not continues, continues=continues, task=task)
+        return template.encode(kept(start), add_generation_prompt=add_generation_prompt, continues=continues, task=task)
 
     def n_bytes(start: int) -> int:
         return sum(len(message["content"].encode()) for message in kept(start))
@@ -71,7 +75,7 @@ def fit_conversation(
     start = starts[min(first, len(starts) - 1)]
     size = ""
     if most_bytes is not None and n_bytes(start) > most_bytes:
-        size = f"{n_bytes(start):,} bytes of text"
+        size = f"{n_bytes(start):,} bytes of text, of at most {most_bytes:,}"
     elif len(encoded(start)) > context:
         size = f"{len(encoded(start)):,} tokens"
     if size:

@@ -114,12 +114,8 @@ class EngineLoop:
         return Stream(self, max_unread, patience)
 
     def enqueue(self, request: Request) -> None:
-        """Queue a request, as `Engine.enqueue`, and wake the engine's thread, which ends every request. Thread-safe.
-
-        Raises:
-            EngineStopped: the loop is closed.
-            QueueFull, EngineFailed: as `Engine.enqueue`.
-        """
+        """Queue a request, as `Engine.enqueue`, and wake the engine's thread. Raises EngineStopped if the loop is
+        closed. Thread-safe."""
         with self._accepting:
             self._check_accepting()
             self.engine.enqueue(request)
@@ -204,12 +200,8 @@ class Stream:
         loop._streams.add(self)
 
     def submit(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Request:
-        """Submit a request, with the arguments of `Engine.submit`. Any thread may call this, but only one at a time.
-
-        Raises:
-            EngineStopped: the loop is closed.
-            UserError, QueueFull, EngineFailed: as `Engine.submit`.
-        """
+        """Submit a request: arguments and errors of `Engine.submit`, and EngineStopped if the loop is closed. Any
+        thread may call this, but only one at a time."""
         listener = partial(self.hand, len(self.requests))
         request = self._loop.engine.admission.request(prompt, settings, listener=listener, **arguments)
         self._loop.enqueue(request)

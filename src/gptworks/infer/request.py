@@ -70,8 +70,6 @@ class Statistics:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     steps: int = 0
-    prefix_hits: int = 0
-    """Number of prompts whose first tokens were reused from a slot."""
     reused_tokens: int = 0
     """Number of prompt tokens reused from slots instead of computed."""
     draft_tokens: int = 0
@@ -155,13 +153,14 @@ class Request:
         (self._pieces.append if self._listener is None else self._listener)(piece)
 
     def fail(self, error: Exception) -> None:
-        """For the engine: store an error and give it to the listener. An error that the listener raises is logged."""
+        """For the engine: end the request with an error, and give it to the listener, whose own errors are logged."""
         self.error = error
         if self._listener is not None:
             try:
                 self._listener(error)
             except BaseException as raised:
                 _LOG.error("the reader of a request that failed raised an error itself", exc_info=raised)
+        self.close()
 
     def close(self) -> None:
         """For the engine: mark the request as ended, and release its logits and constraints."""
@@ -269,7 +268,6 @@ class OpenRequests:
             request.admitted_at = request.admitted_at or time.monotonic()
             if job.n_reused and not job.knows_logits:
                 request.n_reused_tokens += job.n_reused
-                self.statistics.prefix_hits += 1
                 self.statistics.reused_tokens += job.n_reused
         return [Draw(job, job.request.first_logits) for job in admitted if job.n_computed == len(job.tokens)]
 
@@ -337,7 +335,6 @@ class OpenRequests:
         for request in list(self._open):
             self.statistics.failed += 1
             request.fail(error)
-            request.close()
         self._open.clear()
 
     def _close(self, request: Request) -> None:

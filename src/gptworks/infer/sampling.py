@@ -292,8 +292,10 @@ def pick(
         weights = weigh(filter_whole(scores, settings[row]))
         chosen[row] = int(draw(weights, share[row : row + 1]))
         pools[row] = torch.arange(weights.size(-1), device=device), weights[0]
-    for row in pools if processed is not None else ():
-        _report(processed, row, settings[row].processed_logprobs, chosen[row], *pools[row])
+    if processed is not None:
+        for row, pool in pools.items():
+            if (n_top := settings[row].processed_logprobs) is not None:
+                processed[row] = _processed(chosen[row], *pool, n_top)
     return chosen
 
 
@@ -346,16 +348,12 @@ def _pick_of_candidates(logits: Tensor, settings: Sequence[SamplingSettings], sh
     return _Picked(tokens, certain, lambda row: (ids[row], weights[row]))
 
 
-def _report(
-    processed: dict[int, TokenLogprob] | None, row: int, n_top: int | None, token: int, ids: Tensor, weights: Tensor
-) -> None:
-    """Add to `processed` the log-probabilities of a row's token, drawn from `ids` [K] by `weights` [K], and of the
-    `n_top` most likely tokens. Do nothing if `processed` or `n_top` is None."""
-    if processed is not None and n_top is not None:
-        logprobs = (weights.double() / weights.sum(dtype=torch.float64)).log()
-        best = logprobs.topk(min(n_top, int((weights > 0).sum())))
-        top = tuple(zip(ids[best.indices].tolist(), best.values.tolist(), strict=True))
-        processed[row] = TokenLogprob(token, float(logprobs[ids == token]), top)
+def _processed(token: int, ids: Tensor, weights: Tensor, n_top: int) -> TokenLogprob:
+    """Return the log-probability of a token drawn from `ids` [K] by `weights` [K], and of the `n_top` most likely."""
+    logprobs = (weights.double() / weights.sum(dtype=torch.float64)).log()
+    best = logprobs.topk(min(n_top, int((weights > 0).sum())))
+    top = tuple(zip(ids[best.indices].tolist(), best.values.tolist(), strict=True))
+    return TokenLogprob(token, float(logprobs[ids == token]), top)
 
 
 def _filter(scores: Tensor, values: Tensor, settings: Sequence[SamplingSettings]) -> tuple[Tensor, Tensor]:

@@ -23,22 +23,21 @@ from gptworks.planning.setting import PREFILL_TOKENS
 class Drafter:
     """Proposes up to `n_tokens` draft tokens for a text."""
 
-    def __init__(self, n_tokens: int) -> None:
+    def __init__(self, n_tokens: int = 4) -> None:
         """Raises a UserError if n_tokens is below 1."""
         if n_tokens < 1:
             raise UserError(f"n_tokens={n_tokens}: it must be 1 or more.")
         self.n_tokens = n_tokens
+        self._n_ids = 0
+        self._backend: Backend | None = None
 
     def draft(self, texts: Sequence[Job]) -> list[list[int]]:
         """Return up to `n_wanted` draft tokens to follow each job's text, whose last token is not computed yet."""
         raise NotImplementedError
 
     def check(self, n_ids: int, model: GPT) -> None:
-        """Check the drafter against the tokenizer's number of ids and the model; the engine calls this once.
-
-        Raises:
-            UserError: the drafter does not fit the tokenizer or the model.
-        """
+        """Raise a UserError if the drafter does not fit the tokenizer's number of ids or the model; called once."""
+        self._n_ids = n_ids
 
     def reset(self, backend: Backend) -> None:
         """Prepare for the engine's new backend, whose slots are empty; the engine calls this."""
@@ -52,14 +51,8 @@ class PromptLookup(Drafter):
     repeat themselves."""
 
     def __init__(self, n_tokens: int = 8, ngram: int = 3) -> None:
-        """
-        Args:
-            n_tokens: see `Drafter`.
-            ngram: number of last tokens that must have occurred before; one token fewer is also tried.
-
-        Raises:
-            UserError: a number is below its minimum.
-        """
+        """n_tokens, errors: see `Drafter`. ngram: number of last tokens that must have occurred before, at least 2; one
+        token fewer is also tried."""
         super().__init__(n_tokens)
         if ngram < 2:
             raise UserError(f"ngram={ngram}: it must be 2 or more.")
@@ -103,16 +96,10 @@ class DraftModel(Drafter):
     """Drafts with a smaller model of the same tokenizer. Draws each token with the random number that will check it."""
 
     def __init__(self, model: GPT, n_tokens: int = 4, *, backend: BackendName = "auto") -> None:
-        """
-        Args:
-            n_tokens, errors: see `Drafter`.
-            backend: see `choose_backend`.
-        """
+        """n_tokens, errors: see `Drafter`. backend: see `choose_backend`."""
         super().__init__(n_tokens)
         self.model, self._backend_name = model, backend
-        self._backend: Backend | None = None
         self._held: list[list[int]] = []  # tokens in each slot; slots are numbered as in the engine
-        self._n_ids = 0
 
     def check(self, n_ids: int, model: GPT) -> None:
         if n_ids > self.model.config.vocab_size:
@@ -120,27 +107,26 @@ class DraftModel(Drafter):
                 f"the draft model's vocabulary is {self.model.config.vocab_size} and the tokenizer has {n_ids} tokens: "
                 f"give a draft model of the same tokenizer."
             )
-        self._n_ids = n_ids
+        super().check(n_ids, model)
 
     def reset(self, backend: Backend) -> None:
         self._backend = None  # frees the old backend's memory before the new one is allocated
-        room = min(backend.capacity, self.model.config.context_length)
-        self._backend = choose_backend(self.model, backend.n_slots, room, name=self._backend_name)
+        self._backend = choose_backend(self.model, backend.n_slots, backend.capacity, name=self._backend_name)
         self._held = [[] for _ in range(backend.n_slots)]
 
     def grow(self, n_slots: int, capacity: int) -> None:
         assert self._backend is not None
-        room = min(capacity, self.model.config.context_length)
-        self._backend.grow(n_slots, room, [len(tokens) for tokens in self._held])
+        self._backend.grow(n_slots, capacity, [len(tokens) for tokens in self._held])
         self._held += [[] for _ in range(n_slots - len(self._held))]
 
     def draft(self, texts: Sequence[Job]) -> list[list[int]]:
+        assert self._backend is not None
         drafts: list[list[int]] = [[] for _ in texts]
         for ahead in range(self.n_tokens):
             live = [
                 (text, draft)
                 for text, draft in zip(texts, drafts, strict=True)
-                if ahead < text.n_wanted and len(text.tokens) + ahead <= self.capacity
+                if ahead < text.n_wanted and len(text.tokens) + ahead <= self._backend.capacity
             ]
             if not live:
                 break
@@ -148,11 +134,6 @@ class DraftModel(Drafter):
             for (_, draft), token in zip(live, _drawn(logits, [text for text, _ in live], ahead), strict=True):
                 draft.append(token)
         return drafts
-
-    @property
-    def capacity(self) -> int:
-        """Maximum number of a text's tokens that the draft model can read."""
-        return 0 if self._backend is None else self._backend.capacity
 
     def _read(self, texts: list[tuple[int, list[int]]]) -> Tensor:
         """Return the logits [n, V] after each of the texts (slot, tokens); compute the tokens that the slots lack."""
@@ -173,13 +154,8 @@ class DraftModel(Drafter):
 
 class HeadsDraft(Drafter):
     """Drafts with the model's own heads for tokens beyond the next (model.n_future_tokens; Gloeckle et al., 2024). Each
-    head draws a token from the features that the text's last token was drawn from. No other model is run."""
-
-    def __init__(self, n_tokens: int = 4) -> None:
-        """n_tokens and errors: see `Drafter`. The model's number of heads also limits the number of draft tokens."""
-        super().__init__(n_tokens)
-        self._n_ids = 0
-        self._backend: Backend | None = None
+    head draws a token from the features that the text's last token was drawn from. No other model is run. The number of
+    heads also limits the number of draft tokens."""
 
     def check(self, n_ids: int, model: GPT) -> None:
         if model.config.n_future_tokens < 2:
@@ -187,7 +163,7 @@ class HeadsDraft(Drafter):
                 "the model has no heads of tokens beyond the next (model.n_future_tokens=1): draft by prompt lookup, "
                 "or with a smaller model."
             )
-        self._n_ids = n_ids
+        super().check(n_ids, model)
 
     def reset(self, backend: Backend) -> None:
         self._backend, backend.features = backend, {}

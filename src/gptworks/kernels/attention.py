@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from gptworks.kernels.call import call
+from gptworks.kernels import passes
 from gptworks.kernels.library import training_library
+
+_call = torch.compiler.disable(passes.call)  # type: ignore[no-untyped-call]
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -52,40 +53,20 @@ class Attention(torch.autograd.Function):
             seed.random_()
         if bias is not None:
             bias = _in_rows(bias).expand(batch, length, n_keys)[:, None]
-        ctx.save_for_backward(q, k, v, out, sums, bias, seed)
+        tensors = q, k, v, out, bias, sums, seed
+        ctx.save_for_backward(*tensors)
         ctx.settings = (max(n_keys, 1) if window is None else window, scale, softcap or 0.0, dropout)
-        _call("attention", ctx.settings, q, k, v, out, sums, bias, seed)
+        _call("attention", tensors, *ctx.settings)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, sums, bias, seed = ctx.saved_tensors
-        d_q, d_k, d_v = map(torch.empty_like, (q, k, v))
-        d_out = _in_rows(gradients[0])
-        _call("attention_backward", ctx.settings, q, k, v, out, sums, bias, seed, d_out, d_q, d_k, d_v)
+        tensors = ctx.saved_tensors
+        d_q, d_k, d_v = map(torch.empty_like, tensors[:3])
+        _call("attention_backward", (*tensors, _in_rows(gradients[0]), d_q, d_k, d_v), *ctx.settings)
         return d_q, d_k, d_v, None, None, None, None, None
 
 
 def _in_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _call(
-    name: str,
-    settings: tuple[int, float, float, float],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    bias: Tensor | None,
-    seed: Tensor,
-    *gradients: Tensor,
-) -> None:
-    if isinstance(q, FakeTensor):  # tracing needs only the outputs' shapes
-        return
-    library = training_library()
-    assert library is not None
-    call(library, name, (q, k, v, out, bias, sums, seed, *gradients), *settings)

@@ -1,7 +1,7 @@
-"""Compile this folder's C++ to a library, for this machine's processor or the one in GPTWORKS_NATIVE_MARCH."""
+"""Compile this folder's C++ to a library: for this machine's processor, the one in GPTWORKS_NATIVE_MARCH, or each
+instruction level of a wheel."""
 
 import hashlib
-import logging
 import os
 import platform
 import shutil
@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from gptworks.kernels.cache import make_private
@@ -36,7 +37,35 @@ MARCH = "GPTWORKS_NATIVE_MARCH"
 _OLDER_NAMES = {"znver4": ("cooperlake",), "sapphirerapids": ("cooperlake",)}
 """Older processors to build for if the compiler does not know a processor. The kernels use the same instructions."""
 
-_LOG = logging.getLogger(__name__)
+
+@dataclass(frozen=True)
+class Level:
+    """An instruction level for which a library is built."""
+
+    name: str
+    options: tuple[str, ...]
+    """Compiler options that produce code for this level."""
+    flags: frozenset[str]
+    """Features that a processor must have, by their names in Linux."""
+
+
+_V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_VNNI = ("-march=x86-64-v4", "-mavx512vnni")
+
+LEVELS = {
+    "x86_64": (
+        Level("avx512bf16", (*_VNNI, "-mavx512bf16"), _V4 | {"avx512_vnni", "avx512_bf16"}),
+        Level("avx512vnni", _VNNI, _V4 | {"avx512_vnni"}),
+        Level("avx512", ("-march=x86-64-v4",), _V4),
+        Level("avx2", ("-march=x86-64-v3",), _V3),
+    ),
+    "aarch64": (
+        Level("neondot", ("-march=armv8.2-a+dotprod",), frozenset({"asimd", "asimddp"})),
+        Level("neon", ("-march=armv8-a",), frozenset({"asimd"})),
+    ),
+}
+"""Instruction levels by `platform.machine()`, the best first. x86 has none below AVX2, since torch is faster there."""
 
 
 class Unavailable(Exception):
@@ -68,11 +97,7 @@ def _version(compiler: str) -> bytes:
 
 
 def _run(command: Sequence[str | Path], seconds: float) -> subprocess.CompletedProcess[bytes]:
-    """Run a compiler with empty standard input.
-
-    Raises:
-        Unavailable: the compiler exceeds the time limit.
-    """
+    """Run a compiler with empty standard input; raises Unavailable if it exceeds the time limit."""
     try:
         return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -85,12 +110,6 @@ def key(compiler: str, sources: Sequence[Path] = SOURCES, flags: Sequence[str] =
     texts = (file.read_bytes() for source in sources for file in (source, *sorted(source.parent.glob("*.h"))))
     parts = (*texts, _version(compiler), machine.encode(), repr((tuple(flags), attempts(compiler))).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def compiled(compiler: str) -> bytes:
-    """Log that the library is being compiled, build it for this processor, and return its bytes."""
-    _LOG.info("compiling the C++ kernels for this processor: this happens once and takes some ten seconds")
-    return build(compiler)
 
 
 def build(
@@ -122,12 +141,10 @@ def build(
         sources = SOURCES if sources is None else sources
         objects = [folder / f"{source.name}.o" for source in sources]
         for attempt in attempts(compiler) if options is None else options:
-
-            def run(*arguments: str | Path, options: tuple[str, ...] = attempt) -> str | None:
-                return _error_of([compiler, *flags, *options, *arguments])
-
-            errors = at_once.map(lambda source, to: run("-c", source, "-o", to), sources, objects)
-            error = next(filter(None, list(errors)), None) or run("-shared", *objects, *libraries, "-o", made)
+            command = [compiler, *flags, *attempt]
+            compilations = [[*command, "-c", source, "-o", to] for source, to in zip(sources, objects, strict=True)]
+            errors = [*filter(None, at_once.map(_error_of, compilations))]
+            error = errors[0] if errors else _error_of([*command, "-shared", *objects, *libraries, "-o", made])
             if error is None:
                 return made.read_bytes()
             failed = error

@@ -43,11 +43,7 @@ def keep(folder: Path, key: str, make: Callable[[], bytes]) -> Path:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock in the `with` block, so that other processes wait.
-
-    Raises:
-        OSError: the folder cannot be written to.
-    """
+    """Hold the folder's lock in this context; raises an OSError if the folder cannot be written to."""
     import filelock  # imported here, because filelock is not installed when a wheel is built
 
     lock = filelock.FileLock(folder / "lock", mode=0o600)
@@ -77,21 +73,18 @@ def cache_folder() -> Path | None:
 
 
 def folders() -> Iterator[Path]:
+    """Yield the folders to try, in the order of this module's docstring. Systems without user ids have none that a
+    user's processes share until a reboot."""
     if (folder := cache_folder()) is not None:
         yield folder
-    yield from _runtime_folders()
-    temporary = Path(tempfile.mkdtemp(prefix="gptworks-kernels-"))
-    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
-    yield temporary
-
-
-def _runtime_folders() -> Iterator[Path]:
-    """Yield folders in which this user's processes share kernels until a reboot; none on systems without user ids."""
     if hasattr(os, "geteuid"):
         base = os.environ.get("XDG_RUNTIME_DIR", "")
         if Path(base).is_absolute():
             yield Path(base) / "gptworks"
         yield Path(tempfile.gettempdir(), f"gptworks-{os.geteuid()}")
+    temporary = Path(tempfile.mkdtemp(prefix="gptworks-kernels-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    yield temporary
 
 
 def make_private(folder: Path) -> Path:

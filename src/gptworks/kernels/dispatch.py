@@ -22,6 +22,8 @@ from gptworks.kernels.library import trains_in_cpp
 CPP, TRITON, BLOCKS, TORCH = "C++", "Triton", "torch, a block of queries at a time", "torch"
 """Names of the implementations, as plans show them."""
 
+GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that the Triton kernels accept."""
 _F32 = (torch.float32,)
 
 
@@ -262,13 +264,13 @@ TABLE: dict[str, tuple[Kernel, ...]] = {
             TRITON,
             lambda *operands, gradient: _fused_loss().cross_entropy(*operands, gradient=gradient),
             "cuda",
-            (torch.float32, torch.bfloat16, torch.float16),
+            GPU_DTYPES,
             takes=_fused_loss_taken,
         ),
         Kernel(TORCH, _by_caller),  # computed in `gptworks.model.loss`
     ),
     "cached_attention": (
-        Kernel(TRITON, _attend_cached, "cuda", (torch.float32, torch.bfloat16, torch.float16), takes=_takes_cached),
+        Kernel(TRITON, _attend_cached, "cuda", GPU_DTYPES, takes=_takes_cached),
         Kernel(TORCH, _by_caller),  # computed in `gptworks.model.scores`
     ),
     "attention": (

@@ -6,6 +6,7 @@ writes tensors, and returns a code. This module does not import torch.
 """
 
 import ctypes
+from ctypes import Structure
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -31,10 +32,6 @@ FUNCTION_OF_MLP = {
 """Number of the activation for each value of `model.mlp`; a gated MLP applies the activation to its gates."""
 
 MOST_DIMENSIONS = 5
-
-
-class Structure(ctypes.Structure):
-    """Base class of structures that mirror the C++ structures of the same name."""
 
 
 class Tensor(Structure):

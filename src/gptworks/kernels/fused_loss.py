@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 @torch.library.custom_op("gptworks::cross_entropy", mutates_args=("logits",))
 def _operation(logits: Tensor, targets: Tensor, factors: Tensor | None, gradient: bool) -> Tensor:
@@ -27,14 +25,8 @@ def _(logits: Tensor, targets: Tensor, factors: Tensor | None, gradient: bool) -
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None = None, *, gradient: bool) -> Tensor:
-    """Return −log softmax(logits)[target] of each row, float32 [n], 0 where the target is −100.
-
-    Args:
-        logits: [n, V] in a dtype of `DTYPES`, each row contiguous. With `gradient`, they are overwritten by
-            (softmax − one-hot) · the row's factor, or by 0 where the target is −100.
-        targets: int64 [n]. A target that is not a column gives NaN: an error would make the host wait for the GPU.
-        factors: each row's factor of the gradient, [n]; None: 1.
-    """
+    """Compute `passes.cross_entropy` of logits whose rows are contiguous. A target that is not a column gives NaN: an
+    error would make the host wait for the GPU."""
     nats: Tensor = _operation(logits, targets, factors, gradient)
     return nats
 

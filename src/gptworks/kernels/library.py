@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gptworks.kernels import build, cache
-from gptworks.kernels.build import MARCH, Unavailable
+from gptworks.kernels.build import LEVELS, MARCH, Level, Unavailable
 from gptworks.kernels.entries import Mismatch, declare
-from gptworks.kernels.levels import LEVELS
 from gptworks.machine import cpu_flags
 
 BUILT = Path(__file__).with_name("built")
@@ -118,7 +117,12 @@ def _library() -> Library | str:
         compiler = build.find_compiler()
         if compiler is None:
             return missing
-        return _load(build.key(compiler), lambda: build.compiled(compiler), "compiled here")
+
+        def compiled() -> bytes:
+            _LOG.info("compiling the C++ kernels for this processor: this happens once and takes some ten seconds")
+            return build.build(compiler)
+
+        return _load(build.key(compiler), compiled, "compiled here")
     except Unavailable as error:
         return str(error)
     except Mismatch as error:
@@ -151,7 +155,7 @@ def trains_in_cpp() -> bool:
     if os.environ.get("GPTWORKS_NATIVE", "") not in ("", "1"):
         return False
     if (march := os.environ.get(MARCH)) is None:
-        level = next((level for level in LEVELS.get(platform.machine(), ()) if level.flags <= cpu_flags()), None)
+        level = _level()
         is_built = level is not None and any(BUILT.glob(f"kernels-{level.name}-*.so"))
         is_wide = level is not None and "avx2" in level.flags
     else:
@@ -178,14 +182,18 @@ def _from_package() -> bytes | None:
     """Return the package's library for this processor, or None if it is missing or damaged, or `MARCH` is set."""
     if os.environ.get(MARCH):
         return None
-    known, flags = LEVELS.get(platform.machine(), ()), cpu_flags()
-    level = next((level for level in known if level.flags <= flags), None)
+    level = _level()
     for file in BUILT.glob(f"kernels-{level.name}-*.so") if level else ():
         content = file.read_bytes()
         if hashlib.sha256(content).hexdigest() == cache.digest_in(file):
             return content
         _LOG.warning("%s is damaged: its checksum differs. Install gptworks again.", file)
     return None
+
+
+def _level() -> Level | None:
+    """Return the best instruction level of this processor for which a wheel has a library; None: there is none."""
+    return next((level for level in LEVELS.get(platform.machine(), ()) if level.flags <= cpu_flags()), None)
 
 
 def _load(key: str, make: Callable[[], bytes], origin: str) -> Library:

@@ -34,10 +34,7 @@ def _part_kernel(  # type: ignore[no-untyped-def]
     weights,
     q_text,
     q_head,
-    slot_stride,
-    head_stride,
-    scale_slot,
-    scale_head,
+    capacity,
     factor,
     softcap,
     window,
@@ -59,22 +56,21 @@ def _part_kernel(  # type: ignore[no-untyped-def]
     column = tl.arange(0, padded)
     within = column < width
     query = tl.load(q + text * q_text + head * q_head + column, mask=within, other=0.0).to(tl.float32) * factor
-    base = slot * slot_stride + (head // group) * head_stride
-    scale_base = slot * scale_slot + (head // group) * scale_head
+    vectors = (slot * (n_heads // group) + head // group) * capacity  # index of the text's first vector in the cache
     largest = tl.full((), -1e30, tl.float32)
     total = tl.full((), 0.0, tl.float32)
     out = tl.zeros((padded,), tl.float32)
     for start in range(begin, end, block):
         place = start + tl.arange(0, block)
         there = place < end
-        cells = base + place[:, None] * width + column[None, :]
+        cells = (vectors + place)[:, None] * width + column[None, :]
         read = there[:, None] & within[None, :]
         key = tl.load(keys + cells, mask=read, other=0.0).to(tl.float32)
         value = tl.load(values + cells, mask=read, other=0.0).to(tl.float32)
         score = tl.sum(key * query[None, :], axis=1)
         if scaled:
-            score *= tl.load(key_scales + scale_base + place, mask=there, other=0.0)
-            value *= tl.load(value_scales + scale_base + place, mask=there, other=0.0)[:, None]
+            score *= tl.load(key_scales + vectors + place, mask=there, other=0.0)
+            value *= tl.load(value_scales + vectors + place, mask=there, other=0.0)[:, None]
         if capped:
             score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))  # tanh
         score = tl.where(there, score, -1e30)
@@ -140,10 +136,7 @@ def attend(
             weights,
             q.stride(0),
             q.stride(1),
-            data.stride(0),
-            data.stride(1),
-            scale.stride(0),
-            scale.stride(1),
+            data.size(2),
             factor,
             1.0 if softcap is None else softcap,
             0 if window is None else window,

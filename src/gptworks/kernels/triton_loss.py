@@ -70,7 +70,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None, gradient: bool) -> Tensor:
-    """Return the rows' losses; see `gptworks.kernels.fused_loss.cross_entropy` for arguments and result."""
+    """Return the rows' losses; see `gptworks.kernels.passes.cross_entropy` for arguments and result."""
     nats = logits.new_empty(len(logits), dtype=torch.float32)
     if not len(logits):
         return nats

@@ -6,8 +6,8 @@ connection ─► protocol ─► guard ─► app ─► generate ─► engine
                peers)     deadlines)
 
 settings    access and limits                errors      errors in OpenAI's format
-openai      requests and responses           tokens      text to ids and back
-models      the served models                embeddings  /v1/embeddings
+openai      requests and responses           completions /v1/completions and chat
+models      the models and their tokenizers  embeddings  /v1/embeddings
 metrics     /metrics                         server      start, signals, drain
 service     the state that routes share      log         a line for each request
 """

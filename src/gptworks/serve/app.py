@@ -1,24 +1,24 @@
-"""The HTTP routes, and the ASGI app that serves them."""
+"""The HTTP routes, their description in /openapi.json, and the ASGI app that serves them."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
 
 from gptworks import __version__
 from gptworks.infer.engine import Engine
-from gptworks.serve import documents, errors, openai
-from gptworks.serve.answer import Answer
-from gptworks.serve.chat import begin_chat, conversation_ids
-from gptworks.serve.completions import begin_completions
-from gptworks.serve.documents import takes
+from gptworks.serve import errors, openai
+from gptworks.serve.completions import Answer, begin_chat, begin_completions, fitted_prompt
 from gptworks.serve.embeddings import embeddings
-from gptworks.serve.errors import APIError
+from gptworks.serve.errors import APIError, ErrorResponse
 from gptworks.serve.events import EventStream
 from gptworks.serve.guard import Guard
 from gptworks.serve.service import Caller, Service
@@ -28,7 +28,51 @@ from gptworks.serve.wire import Wire
 _Wire = TypeVar("_Wire", bound=Wire)
 _Result = TypeVar("_Result")
 
-router = APIRouter(responses=documents.ERRORS)
+_STATUSES = {
+    400: "The request is invalid; `param` names the field.",
+    401: "No valid API key.",
+    403: "The Host or the Origin is not allowed.",
+    404: "No such model or path.",
+    405: "The path does not accept this method.",
+    408: "The body came, or the answer was read, too slowly.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    429: "The server is busy; retry after `retry-after` seconds.",
+    431: "The headers are too long.",
+    500: "The server failed.",
+    501: "The request's transfer coding is not supported.",
+    503: "The server is about to stop, a model's engine failed, or there are too many connections.",
+    504: "The request took too long.",
+}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": text} for status, text in _STATUSES.items()
+}
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
+"""The `responses` of a route that answers with server-sent events, one for each chunk, if `stream` is true."""
+
+_bodies: list[type[BaseModel]] = []
+"""Types of the request bodies; each call of `takes` adds one."""
+
+
+class Health(BaseModel):
+    status: Literal["ok", "draining", "failed"]
+    reason: str | None = None
+    """The model whose engine failed, and the type of the error; missing if no engine reported one."""
+
+
+class About(BaseModel):
+    name: str
+    version: str
+    about: str
+    base_url: str
+    """The base URL for OpenAI's clients."""
+    models: str
+    interface: str
+    health: str
+
+
+router = APIRouter(responses=ERRORS)
 
 
 def create_app(
@@ -61,15 +105,41 @@ def create_app(
     for one in routers:
         app.include_router(one, dependencies=[Depends(_for_a_page)])
     errors.install(app)
-    documents.install(app)
+    app.openapi = functools.cache(lambda: _description(app))  # type: ignore[method-assign]
     app.add_middleware(Guard, service=service)
     if origins := list(service.settings.cors_origins):
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     return app
 
 
+def _description(app: FastAPI) -> dict[str, Any]:
+    """Return /openapi.json: FastAPI's description of the routes, plus the schemas of request bodies, which the routes
+    parse themselves."""
+    tree = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    _, requests = models_json_schema(
+        [(kind, "validation") for kind in _bodies], ref_template="#/components/schemas/{model}"
+    )
+    components = tree["components"]
+    components["schemas"] |= requests["$defs"]
+    for name in ("HTTPValidationError", "ValidationError"):
+        components["schemas"].pop(name, None)
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    tree["security"] = [{}, {"key": []}]
+    for operations in tree["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+    return tree
+
+
 async def _for_a_page(request: Request) -> None:
     request.state.caller.is_page = True
+
+
+def takes(kind: type[BaseModel]) -> dict[str, Any]:
+    """Return the `openapi_extra` of a route whose JSON body has this type."""
+    _bodies.append(kind)
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def service_of(request: Request) -> Service:
@@ -79,11 +149,7 @@ def service_of(request: Request) -> Service:
 
 
 async def body_of(request: Request, kind: type[_Wire]) -> _Wire:
-    """Return a request's JSON body, validated as `kind`.
-
-    Raises:
-        APIError: the body is not JSON, or not of this kind.
-    """
+    """Return a request's JSON body, validated as `kind`; raises an APIError if it is invalid."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise APIError(415, "the body must be JSON: send `content-type: application/json`.", code="not_json")
@@ -115,7 +181,7 @@ async def _generated(
 @router.post(
     "/v1/completions",
     response_model=openai.Completion,
-    responses=documents.STREAMED,
+    responses=STREAMED,
     openapi_extra=takes(openai.CompletionRequest),
 )
 async def create_completion(request: Request) -> Response:
@@ -126,7 +192,7 @@ async def create_completion(request: Request) -> Response:
 @router.post(
     "/v1/chat/completions",
     response_model=openai.ChatCompletion,
-    responses=documents.STREAMED,
+    responses=STREAMED,
     openapi_extra=takes(openai.ChatRequest),
 )
 async def create_chat_completion(request: Request) -> Response:
@@ -162,8 +228,8 @@ async def tokenize(request: Request) -> Response:
 
     def read() -> list[int]:
         if body.messages is not None:
-            how = body.add_generation_prompt
-            return conversation_ids(model, body.messages, task, model.chat_template, add_generation_prompt=how)
+            asks, template = body.add_generation_prompt, model.chat_template
+            return fitted_prompt(model, body.messages, None, task, template, add_generation_prompt=asks).ids
         return model.tokens.encode(body.prompt or "", "prompt")
 
     ids = await in_thread(request, read)
@@ -180,7 +246,7 @@ async def detokenize(request: Request) -> Response:
     return _json(openai.DetokenizeResponse(prompt=text))
 
 
-@router.get("/", response_model=documents.About)
+@router.get("/", response_model=About)
 async def about(request: Request) -> Response:
     """Return the server's name and the addresses of its API; for browsers a page, if there is one."""
     home: Callable[[Request], Awaitable[Response]] | None = request.app.state.home
@@ -197,7 +263,7 @@ async def about(request: Request) -> Response:
     )  # fmt: skip
 
 
-@router.get("/health", response_model=documents.Health, responses={503: {"model": documents.Health}})
+@router.get("/health", response_model=Health, responses={503: {"model": Health}})
 async def health(request: Request) -> Response:
     """Answer 200 if the server accepts requests, and 503 if it is about to stop or an engine has stopped."""
     service = service_of(request)

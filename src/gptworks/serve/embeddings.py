@@ -13,11 +13,7 @@ from gptworks.serve.service import Caller, Service
 
 
 def embed(reader: Backend, ids: list[int]) -> list[float]:
-    """Return a text's embedding: the last norm's output, averaged over the tokens and scaled to length 1.
-
-    Raises:
-        RunError: the hidden states are not finite.
-    """
+    """Return a text's embedding, of length 1; raises a RunError if the model's hidden states are not finite."""
     mean = reader.read(ids).mean(0)
     if not mean.isfinite().all():
         raise RunError("the model's hidden states are not finite.")

@@ -3,7 +3,8 @@
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -15,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from gptworks.errors import RunError, UserError
 from gptworks.infer.engine import EngineFailed
+from gptworks.infer.fitting import ContextExceeded
 from gptworks.infer.loop import EngineStopped, SlowReader
 from gptworks.infer.scheduler import QueueFull
 
@@ -70,6 +72,18 @@ class APIError(Exception):
 def invalid(param: str, message: str, code: str | None = None) -> APIError:
     """Return a 400 error about the field `param` of a request."""
     return APIError(400, f"{param}: {message}", param=param, code=code)
+
+
+@contextmanager
+def blaming(param: str, advice: str = "") -> Iterator[None]:
+    """Turn a UserError in this context into a 400 error about the field `param` of the request; `advice` ends the
+    message about a conversation that is too long."""
+    try:
+        yield
+    except ContextExceeded as error:
+        raise invalid(param, f"{error}{advice}", "context_length_exceeded") from None
+    except UserError as error:
+        raise invalid(param, _shortened(str(error))) from None
 
 
 _FORESEEN: tuple[tuple[type[Exception], int, str | None], ...] = (

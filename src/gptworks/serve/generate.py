@@ -19,11 +19,10 @@ from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import DECODER_CONTEXT_TOKENS, Piece
 from gptworks.serve import openai
 from gptworks.serve.errors import APIError, invalid
-from gptworks.serve.metrics import ModelMetrics, RequestClock
-from gptworks.serve.models import ServedModel
+from gptworks.serve.metrics import RequestClock
+from gptworks.serve.models import ServedModel, Tokens
 from gptworks.serve.service import Caller, Service
 from gptworks.serve.settings import MAX_LOGPROB_NUMBERS, MAX_TEXTS
-from gptworks.serve.tokens import Tokens
 from gptworks.tokenizer import StreamDecoder
 
 PIECES_AT_ONCE = 32
@@ -167,7 +166,6 @@ class Generation:
     model: ServedModel
     order: Order
     stream: Stream
-    metrics: ModelMetrics
     caller: Caller
     choices: list[Choice] = field(default_factory=list)
     prompts: list[Prompt] = field(default_factory=list)
@@ -192,7 +190,7 @@ class Generation:
 
     async def deltas(self) -> AsyncGenerator[list[Delta]]:
         """Yield the deltas of all choices, in lists, as they come. Leaving the loop cancels the rest."""
-        clock = RequestClock(self.metrics, self.began)
+        clock = RequestClock(self.model.metrics, self.began)
         async with aclosing(self.stream.batches()) as batches:
             async for batch in batches:
                 found = []
@@ -223,11 +221,7 @@ class Generation:
 
 
 def check_size(service: Service, model: ServedModel, order: Order, n_prompts: int) -> tuple[int, int]:
-    """Return the number of a request's texts, and the maximum number of log-probabilities in its answer.
-
-    Raises:
-        APIError: the request's texts or log-probabilities exceed a limit.
-    """
+    """Return the numbers of a request's texts and, at most, log-probabilities; raises an APIError if too many."""
     n_choices, n_texts, settings = n_prompts * order.n, n_prompts * order.n_made, order.settings
     if n_choices > MAX_TEXTS:
         raise invalid("n", f"{n_prompts} prompts and {order.n} texts of each; one request may ask for {MAX_TEXTS}.")
@@ -256,14 +250,14 @@ async def compiled(service: Service, model: ServedModel, settings: SamplingSetti
     """
     if settings.json_schema is None and settings.regex is None:
         return None
-    loop, limits, schemas = asyncio.get_running_loop(), service.settings, service.schemas
+    loop, limits = asyncio.get_running_loop(), service.settings
     found = await loop.run_in_executor(service.threads, lambda: model.engine.admission.constraints().find(settings))
     if found is not None:
         return found
-    if schemas[caller.client] >= limits.max_schemas_each or schemas.total() >= limits.max_schemas:
+    n, n_all = service.held(caller.client, lambda one: one.compiles)
+    if n >= limits.max_schemas_each or n_all >= limits.max_schemas:
         raise APIError(429, "too many schemas wait to be compiled: try again later.", code="too_many_schemas")
-    schemas[caller.client] += 1
-    task = caller.task()
+    caller.compiles, task = True, caller.task()
     try:
         return await loop.run_in_executor(
             service.schema_threads, lambda: model.engine.admission.constraints().grammar(settings, task)
@@ -272,9 +266,7 @@ async def compiled(service: Service, model: ServedModel, settings: SamplingSetti
         raise APIError(503, "the server is about to stop.", code="stopped") from None
     finally:
         task.abandon()  # stops the compilation if the client left
-        schemas[caller.client] -= 1
-        if not schemas[caller.client]:
-            del schemas[caller.client]
+        caller.compiles = False
 
 
 async def begin(
@@ -296,7 +288,7 @@ async def begin(
         max_unread=service.settings.max_unread_pieces * len(prompts) * order.n,
         patience=1 if order.streams else PIECES_AT_ONCE,
     )
-    generation = Generation(model, order, stream, service.metrics.of[model.name], caller)
+    generation = Generation(model, order, stream, caller)
     loop = asyncio.get_running_loop()
     try:
         await loop.run_in_executor(service.threads, generation.submit, prompts, read)

@@ -49,8 +49,6 @@ class Guard:
             return
         service = self._service
         began = time.monotonic()
-        service.in_flight += 1
-        service.metrics.in_flight.inc()
         service.callers.add(caller)
         try:
             await self._serve(scope, receive, answer)
@@ -64,9 +62,7 @@ class Guard:
                 answer.status = 500
             raise  # an outer handler answers and logs the error
         finally:
-            service.in_flight -= 1
             service.n_answered += 1
-            service.metrics.in_flight.dec()
             service.leave(caller)
             log_request(scope, answer.status, time.monotonic() - began, caller.n_tokens)
 
@@ -91,11 +87,9 @@ class Guard:
             raise
         caller: Caller = scope["state"]["caller"]
         caller.works = True
-        self._service.n_working += 1
         try:
             await self._work(scope, receive, answer, body)
         finally:
-            self._service.n_working -= caller.works
             caller.works = False
 
     def _admit(self, scope: Scope, headers: Headers) -> None:
@@ -253,11 +247,7 @@ class _Body:
         self.begun = self.complete = False
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yield the parts of the body that were not read yet, as they arrive.
-
-        Raises:
-            _Gone: the client closed the connection before the end of the body.
-        """
+        """Yield the unread parts of the body as they arrive; raises _Gone if the client leaves before the end."""
         while not self.complete:
             self.begun = True
             message = await self._receive()

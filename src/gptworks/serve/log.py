@@ -20,11 +20,8 @@ _LAST_LINES_SECONDS = 2.0
 
 
 def log_request(scope: Scope, status: int | None, seconds: float, n_tokens: int) -> None:
-    """Log one line: address, method, path, status, milliseconds, tokens read and written.
-
-    Args:
-        status: None if the client left without an answer; logged as nginx's 499.
-    """
+    """Log one line: address, method, path, status (499, as in nginx, if the client left without an answer: None),
+    milliseconds, tokens read and written."""
     if not _REQUESTS.isEnabledFor(logging.INFO):
         return
     path = scope.get("raw_path", b"").decode("latin-1")[:200]

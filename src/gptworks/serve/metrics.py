@@ -73,19 +73,17 @@ class Metrics(Collector):
             self._histograms[name] = Histogram(
                 f"gptworks:{name}", help_text, ["model_name"], buckets=buckets, registry=self._registry
             )
-        self.of: dict[str, ModelMetrics] = {}
-        """The functions that record metrics, by model name."""
 
-    def add(self, model: str, statistics: Callable[[], Statistics]) -> None:
-        """Start reporting a model."""
-        self.of[model] = ModelMetrics(
+    def add(self, model: str, statistics: Callable[[], Statistics]) -> ModelMetrics:
+        """Start reporting a model; return the functions that record its metrics."""
+        self._statistics[model] = statistics
+        return ModelMetrics(
             {kind: histogram.labels(model).observe for kind, histogram in self._histograms.items()},
             {reason: self._finished.labels(model, reason).inc for reason in FINISHED},
         )
-        self._statistics[model] = statistics
 
     def remove(self, model: str) -> None:
-        del self.of[model], self._statistics[model]
+        del self._statistics[model]
         for histogram in self._histograms.values():
             histogram.remove(model)
         for reason in FINISHED:
@@ -115,10 +113,7 @@ class RequestClock:
     """Records the latencies of one request's texts in its model's metrics."""
 
     def __init__(self, metrics: ModelMetrics, began: float) -> None:
-        """
-        Args:
-            began: time of the request's arrival, by `time.monotonic`.
-        """
+        """began: time of the request's arrival, by `time.monotonic`."""
         self._observe, self._finished = metrics
         self._began = began
         self._last: dict[int, float] = {}

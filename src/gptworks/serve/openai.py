@@ -18,19 +18,12 @@ from pydantic import (
 )
 
 from gptworks.config.sampling import sampling
-from gptworks.serve.settings import (
-    MAX_BIASES,
-    MAX_LOGPROBS,
-    MAX_MESSAGES,
-    MAX_N,
-    MAX_PROMPTS,
-    MAX_STOP_CHARACTERS,
-    MAX_STOPS,
-)
 from gptworks.serve.wire import MAX_CHARACTERS, Wire
 
 MAX_TOKENS = 1 << 20
 """Maximum number of tokens in a request, and bound of token ids; a model's context ends a text much earlier."""
+MAX_MESSAGES = 1024
+MAX_STOPS = 16
 
 # ------------------------------------------------------------------------------------------------------- parts
 
@@ -38,7 +31,7 @@ MAX_TOKENS = 1 << 20
 Text = Annotated[str, Field(max_length=MAX_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKENS)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
-_SEVERAL = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
+_SEVERAL = Field(min_length=1, max_length=64, fail_fast=True)
 _Texts = Annotated[list[Text], _SEVERAL]
 _Lists = Annotated[list[TokenIds], _SEVERAL]
 
@@ -71,7 +64,7 @@ def _as_stops(value: Any) -> Any:
     return tuple(value or ()) if value is None or isinstance(value, list) else (value,)
 
 
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
 _Stops = Annotated[list[Stop], Field(max_length=MAX_STOPS)]
 Stops = Annotated[
     tuple[Stop, ...],
@@ -82,11 +75,9 @@ Stops = Annotated[
 
 TokenKey = Annotated[str, Field(pattern="^[0-9]{1,7}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Biases = Annotated[
-    dict[TokenKey, Bias], Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False})
-]
-Count = Annotated[int, Field(ge=1, le=MAX_N)]
-Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+Biases = Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra={"additionalProperties": False})]
+Count = Annotated[int, Field(ge=1, le=32)]
+Alternatives = Annotated[int, Field(ge=0, le=20)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 FinishReason = Literal["stop", "length"]
 

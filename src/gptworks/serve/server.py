@@ -46,11 +46,7 @@ class Server(uvicorn.Server):
         self._service.draining = True
 
     def run(self, sockets: list[socket] | None = None) -> None:
-        """Serve until a signal or a failed engine ends the server.
-
-        Raises:
-            RunError: the server ended because an engine failed.
-        """
+        """Serve until a signal or a failed engine ends the server; raises a RunError after a failed engine."""
         super().run(sockets)
         if (failure := self._service.failure) is not None:
             raise RunError(f"{failure}: the server has ended. The log above has the error.")

@@ -1,7 +1,6 @@
 """The state that routes share: the models, the settings, the metrics, the threads for slow work, and the callers."""
 
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -11,10 +10,9 @@ from gptworks.infer.engine import Engine
 from gptworks.infer.loop import EngineLoop
 from gptworks.serve.errors import APIError
 from gptworks.serve.metrics import Metrics
-from gptworks.serve.models import ServedModel
+from gptworks.serve.models import ServedModel, Tokens
 from gptworks.serve.settings import MAX_WATCHING, MAX_WATCHING_EACH, ServerSettings
 from gptworks.serve.sign_in import SignIn
-from gptworks.serve.tokens import Tokens
 
 _NEED_NO_SLOT = 16
 """Number of requests accepted beyond one per text, for work that needs no slot: tokenizing, embeddings, model lists."""
@@ -36,6 +34,8 @@ class Caller:
     """Whether the request is to a route for web pages. If its client closes the connection, the answer ends at once."""
     n_numbers: int = 0
     """Maximum number of log-probabilities in the request's answer."""
+    compiles: bool = False
+    """Whether the request's schema waits or is being compiled."""
     n_tokens: int = 0
     """Number of tokens read and written for the request."""
     tasks: set[Task] = field(default_factory=set)
@@ -73,22 +73,15 @@ class Service:
         the sign-in itself."""
         self.draining = False
         """Whether the server is about to end and accepts no new requests."""
-        self.in_flight = 0
-        """Number of unanswered requests, except those for /health."""
-        self.n_working = 0
-        """Number of requests that count as work; see `Caller.works`."""
         self.bodies_bytes = 0
         """Total bytes of the request bodies that are being read."""
         self.callers: set[Caller] = set()
-        self.schemas: Counter[str] = Counter()
-        """For each client, the number of its schemas that wait or are being compiled."""
+        """The senders of all unanswered requests, except those for /health."""
         self.n_answered = 0
         self._began = time.monotonic()
-        self._texts: Counter[str] = Counter()
-        self._numbers: Counter[str] = Counter()
-        self._watching: Counter[str] = Counter()
         self.runs = False
         """Whether the service is between `start` and `close`."""
+        self.metrics.in_flight.set_function(lambda: self.in_flight)
         for name, engine in engines.items():
             self.add(name, engine)
 
@@ -100,9 +93,8 @@ class Service:
     def add(self, name: str, engine: Engine) -> ServedModel:
         """Serve one more model; return it."""
         engine.max_waiting = self.settings.max_waiting
-        tokens = Tokens(engine.tokenizer, engine.context, self.settings)
-        model = self._models[name] = ServedModel(name, engine, EngineLoop(engine), tokens)
-        self.metrics.add(name, engine.statistics)
+        tokens, metrics = Tokens(engine, self.settings), self.metrics.add(name, engine.statistics)
+        model = self._models[name] = ServedModel(name, engine, EngineLoop(engine), tokens, metrics)
         if self.runs:
             model.loop.start()
         return model
@@ -118,11 +110,7 @@ class Service:
         return tuple(self._models.values())
 
     def get(self, name: str | None) -> ServedModel:
-        """Return the model with this name, or the first model if `name` is None.
-
-        Raises:
-            APIError: no model has that name, or none is served.
-        """
+        """Return the model with this name, or the first if `name` is None; raises an APIError if there is none."""
         model = next(iter(self.models), None) if name is None else self._models.get(name)
         if model is None:
             known = ", ".join(self._models) or "none yet"
@@ -162,57 +150,51 @@ class Service:
 
     def leave(self, caller: Caller) -> None:
         """Free a request's resources after its answer, or after its client has left."""
+        self.callers.discard(caller)
         caller.abandon()
         for call in caller.on_leave:
             call()
-        self.callers.discard(caller)
-        for held, n in (
-            (self._texts, caller.n_texts), (self._numbers, caller.n_numbers), (self._watching, caller.watches)
-        ):  # fmt: skip
-            held[caller.client] -= n
-            if held[caller.client] <= 0:
-                del held[caller.client]
-        caller.n_texts = caller.n_numbers = 0
-        caller.watches = False
+
+    @property
+    def in_flight(self) -> int:
+        """Number of unanswered requests, except those for /health."""
+        return len(self.callers)
+
+    @property
+    def n_working(self) -> int:
+        """Number of requests that count as work; see `Caller.works`."""
+        return self.held("", lambda one: one.works)[1]
+
+    def held(self, client: str, number: Callable[[Caller], int]) -> tuple[int, int]:
+        """Return the sums of a number of each caller: over one client's requests, and over all requests."""
+        counted = [(one.client, number(one)) for one in tuple(self.callers)]
+        return sum(n for name, n in counted if name == client), sum(n for _, n in counted)
 
     def watch(self, caller: Caller) -> None:
-        """Turn a request into a stream that watches for changes and no longer counts as work.
-
-        Raises:
-            APIError: this client, or all clients together, have too many such streams.
-        """
-        n, n_all = self._watching[caller.client], self._watching.total()
+        """Turn a request into a stream of changes, which is not work; raises an APIError if there are too many."""
+        n, n_all = self.held(caller.client, lambda one: one.watches)
         if n >= MAX_WATCHING_EACH or n_all >= MAX_WATCHING:
             raise APIError(
                 429, f"{n_all} pages are kept up to date, {n} of this client; at most {MAX_WATCHING} and "
                 f"{MAX_WATCHING_EACH} can be: close one.", code="too_many_pages",
             )  # fmt: skip
-        self._watching[caller.client] += 1
-        self.n_working -= caller.works
         caller.works, caller.watches = False, True
 
     def take_places(self, caller: Caller, n_texts: int, n_numbers: int = 0) -> None:
-        """Reserve a request's texts and log-probabilities from its client's share, until `leave`.
-
-        Raises:
-            APIError: the client or all clients together would have too many.
-        """
-        held, each = self._texts[caller.client], self.max_texts_each
+        """Reserve texts and log-probabilities of the client's share until `leave`; raises an APIError if too many."""
+        (held, _), each = self.held(caller.client, lambda one: one.n_texts), self.max_texts_each
         if held + n_texts > each:
             found = f"{n_texts} texts in one request" if n_texts > each else f"this client has {held} unfinished texts"
             raise APIError(400 if n_texts > each else 429, f"{found}; a client may have {each} at once.",
                            code="client_share")  # fmt: skip
         most = self.settings.max_logprob_numbers
-        for there, limit in (
-            (self._numbers[caller.client], int(self.settings.client_share * most)), (self._numbers.total(), most)
-        ):  # fmt: skip
+        mine, all_together = self.held(caller.client, lambda one: one.n_numbers)
+        for there, limit in ((mine, int(self.settings.client_share * most)), (all_together, most)):
             if there and there + n_numbers > limit:
                 raise APIError(
                     429, f"other answers hold {there} log-probabilities, of at most {limit}: try again later.",
                     code="too_many_logprobs",
                 )  # fmt: skip
-        self._texts[caller.client] += n_texts
-        self._numbers[caller.client] += n_numbers
         caller.n_texts += n_texts
         caller.n_numbers += n_numbers
 

@@ -4,10 +4,6 @@ from dataclasses import dataclass
 
 from gptworks.errors import UserError
 
-MAX_N = 32
-"""Maximum number of continuations of one prompt (`n`, `best_of`)."""
-MAX_PROMPTS = 64
-"""Maximum number of prompts in a request."""
 MAX_TEXTS = 128
 """Maximum number of texts of one request: prompts times continuations. Each text has its own copy of its prompt."""
 MAX_LOGPROB_NUMBERS = 1 << 20
@@ -15,11 +11,6 @@ MAX_LOGPROB_NUMBERS = 1 << 20
 Each takes about 220 bytes of memory."""
 MAX_WATCHING, MAX_WATCHING_EACH = 64, 32
 """Maximum number of streams that keep open pages up to date: of all clients, and of one client."""
-MAX_MESSAGES = 1024
-MAX_LOGPROBS = 20
-MAX_STOPS = 16
-MAX_STOP_CHARACTERS = 256
-MAX_BIASES = 1024
 MAX_SCHEMA_BYTES = 1 << 16
 
 

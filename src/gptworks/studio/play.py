@@ -18,7 +18,7 @@ from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.text import Pace
 from gptworks.serve import openai
 from gptworks.serve.app import body_of, caller_of, in_thread, service_of
-from gptworks.serve.chat import fitted_prompt
+from gptworks.serve.completions import fitted_prompt
 from gptworks.serve.errors import APIError
 from gptworks.serve.generate import LEAST_LOGPROB, Generation, Order, Prompt, begin
 from gptworks.serve.models import ServedModel

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from gptworks.config import ModelConfig
-from gptworks.infer.backends.large_pages import rooms_in_large_pages
+from gptworks.infer.backends.placement import rooms_in_large_pages
 from gptworks.model.cache import SlotRows, on_device
+from gptworks.planning.inference import kv_cache_bytes
 
 _MOST_SLOT_BYTES = 1 << 19
 """A slot's keys (or values) of one layer are in large pages of 2 MiB if they have at most this many bytes."""
@@ -125,11 +126,9 @@ class SlotCache:
 
     def bytes_of(self, n_slots: int, capacity: int) -> int:
         """Return the bytes that this cache would take with `n_slots` slots of `capacity` tokens."""
-        config, capacity = self.config, min(capacity, self.config.context_length)
-        vector_bytes = config.d_head * self.dtype.itemsize + (4 if self.dtype == torch.int8 else 0)
-        slot_bytes = config.n_kv_heads * self.keys[0].room(capacity) * vector_bytes
-        tokens_bytes = 4 * capacity if config.reads_previous_token else 0
-        return n_slots * (2 * len(config.layer_uses) * slot_bytes + tokens_bytes)
+        length = self.keys[0].room(min(capacity, self.config.context_length))
+        scale_bytes = 4 if self.dtype == torch.int8 else 0
+        return n_slots * kv_cache_bytes(self.config, length, self.dtype.itemsize, scale_bytes)
 
     def grow(self, n_slots: int, capacity: int, held: Sequence[int]) -> None:
         """Grow to `n_slots` slots of `capacity` tokens, and keep the first `held[i]` tokens of each old slot i.

@@ -1,5 +1,10 @@
-"""Move a model's matrices into one block of large memory pages, and into panels if the kernels multiply panels."""
+"""Allocate tensors in large memory pages, and move a model's matrices there: in panels if the kernels multiply panels.
 
+A step reads every weight once. Pages of 4 KiB instead of 2 MiB would need 512 times as many address translations.
+"""
+
+import contextlib
+import mmap
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptworks.infer.backends.large_pages import rooms_in_large_pages
 from gptworks.kernels.call import NUMBERS
 from gptworks.kernels.library import Library
 from gptworks.model.gpt import GPT
@@ -16,6 +20,30 @@ from gptworks.quantize.panels import panel_of, size_in_panels, to_panels, whole_
 
 _PLACING = threading.Lock()
 """A lock held while matrices move, because several threads may make backends of one model."""
+
+
+def rooms_in_large_pages(wanted: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:
+    """Return zeroed tensors [n] of these dtypes and sizes, consecutive in a `large_block`."""
+    sizes = [-(-size * dtype.itemsize // 64) * 64 for dtype, size in wanted]
+    parts = torch.split(large_block(sum(sizes)), sizes)
+    return [part[: size * dtype.itemsize].view(dtype) for part, (dtype, size) in zip(parts, wanted, strict=True)]
+
+
+def large_block(n_bytes: int) -> Tensor:
+    """Return zeroed memory, uint8 [n_bytes], with pages of 2 MiB if the system accepts requests for them.
+
+    The memory is private because a separate switch (`shmem_enabled`) nearly always turns large pages off for shared
+    memory. Linux uses large pages only for complete aligned ranges of 2 MiB, and does not report whether it did.
+    """
+    if not n_bytes or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(n_bytes, dtype=torch.uint8)
+    try:
+        block = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        return torch.zeros(n_bytes, dtype=torch.uint8)  # raises torch's usual error if memory is short
+    with contextlib.suppress(OSError):  # the system's kernel may lack huge pages
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(block, dtype=torch.uint8)
 
 
 def widest_panels(kernels: Library) -> dict[torch.dtype, int]:
@@ -37,10 +65,7 @@ def matrices(model: GPT) -> Iterator[Any]:
 
 
 def settle(modules: Sequence[Any], widest: Mapping[torch.dtype, int]) -> None:
-    """Move the modules' matrices into one block of large pages, packed matrices in panels of up to `widest` rows.
-
-    A step reads every weight once. Pages of 4 KiB instead of 2 MiB would need 512 times as many address translations.
-    """
+    """Move the modules' matrices into one block of large pages, packed matrices in panels of up to `widest` rows."""
     with _PLACING:
         panels = []
         for module in modules:

@@ -1,6 +1,7 @@
 """A model as the kernels read it: the structures of `entries`, with pointers that a subclass sets."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,30 +18,23 @@ AT_ONCE_BYTES = 64
 not padded."""
 
 
+@dataclass(eq=False)
 class ModelStructure:
     """Builds the structures through which the C++ kernels read a model. A subclass decides where the tensors lie: in
     this process, or in a memory image that is written to a file."""
 
-    types: Any = entries
+    types: ClassVar[Any] = entries
     """Has the classes `Matrix`, `Norm`, `Layer` and `Model` as attributes, with pointers of the kernels' size."""
 
-    def __init__(
-        self,
-        model: GPT,
-        n_slots: int,
-        capacity: int,
-        cache_dtype: torch.dtype,
-        widest: dict[torch.dtype, int],
-        n_threads: int,
-    ) -> None:
-        """
-        Args:
-            n_slots, capacity: number of slots, and of tokens in each.
-            widest: maximum number of rows in a panel, for each dtype that the kernels multiply in panels.
-            n_threads: number of threads among which panels are divided.
-        """
-        self.model, self.n_slots, self.capacity, self.cache_dtype = model, n_slots, capacity, cache_dtype
-        self.widest, self.n_threads = widest, n_threads
+    model: GPT
+    n_slots: int
+    capacity: int
+    """Number of tokens in each slot."""
+    cache_dtype: torch.dtype
+    widest: dict[torch.dtype, int]
+    """Maximum number of rows in a panel, for each dtype that the kernels multiply in panels."""
+    n_threads: int
+    """Number of threads among which panels are divided."""
 
     def place(self, tensor: Tensor) -> int:
         """Return the address of a contiguous tensor; the tensor must keep this address."""
@@ -63,7 +57,7 @@ class ModelStructure:
         """Return the `Model` structure, which refers to the placed tensors."""
         model, config, types = self.model, self.model.config, self.types
         width, vocabulary, half = config.d_model, config.vocab_size, config.d_rotary // 2
-        layers = (types.Layer * config.n_layers)(*(self._layer(model, i) for i in range(config.n_layers)))
+        layers = (types.Layer * config.n_layers)(*map(self._layer, range(config.n_layers)))
         tables = [
             rotary.at(slice(0, self.capacity), self.capacity, torch.float32) if rotary else (None, None)
             for rotary in (model.rotary, model.window_rotary)
@@ -89,9 +83,9 @@ class ModelStructure:
             self._norm(model.norm, width), self.place_layers(layers),
         )  # fmt: skip
 
-    def _layer(self, model: GPT, i: int) -> Any:
-        block: Any = model.blocks[i]
-        config, attention, mlp = model.config, block.attention, block.mlp
+    def _layer(self, i: int) -> Any:
+        block: Any = self.model.blocks[i]
+        config, attention, mlp = self.model.config, block.attention, block.mlp
         width, inner, d_head, groups = config.d_model, config.d_ff, config.d_head, config.n_kv_heads
         d_query, d_key = config.n_heads * d_head, groups * d_head
         norms = (
@@ -112,7 +106,7 @@ class ModelStructure:
             *(self._matrix(*matrix) for matrix in matrices),
             keys, key_scales, values, value_scales, cache_bytes, scale_bytes,
             window or self.capacity,
-            config.layer_rotates(i) * (2 if window is not None and model.window_rotary is not None else 1),
+            config.layer_rotates(i) * (2 if window is not None and self.model.window_rotary is not None else 1),
         )  # fmt: skip
 
     def _norm(self, norm: Any, width: int) -> Any:

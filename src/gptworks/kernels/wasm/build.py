@@ -49,11 +49,7 @@ def sum_of_sources() -> str:
 
 
 def build() -> bytes:
-    """Compile the module and return it.
-
-    Raises:
-        Unavailable: clang or wasm-ld is missing, or fails.
-    """
+    """Compile the module and return it; raises Unavailable if clang or wasm-ld is missing or fails."""
     for program in ("clang", "wasm-ld"):
         if shutil.which(program) is None:
             raise Unavailable(f"there is no {program} here: the packages clang and lld have it.")
