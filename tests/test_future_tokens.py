@@ -24,8 +24,7 @@ from gptworks.interop.gguf import export_gguf
 from gptworks.interop.huggingface import export_huggingface
 from gptworks.model.gpt import GPT
 from gptworks.planning.arrange import refusal
-from gptworks.planning.flops import forward_flops
-from gptworks.planning.work import training_work
+from gptworks.planning.flops import forward_flops, training_work
 from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe
 from gptworks.training.changes import check_changes

@@ -14,9 +14,8 @@ from gptworks.config.optimizers import OPTIMIZERS
 from gptworks.errors import UserError
 from gptworks.model.gpt import GPT
 from gptworks.planning.layout import divided
-from gptworks.planning.params import count_parameters
+from gptworks.planning.params import count_parameters, everything
 from gptworks.planning.state import trained_state_bytes
-from gptworks.planning.trained import everything
 from gptworks.tensors import read_tensors
 from gptworks.training.distributed.owners import Owners, divided_among_owners
 from gptworks.training.optim import adamw, adamw_int8, muon

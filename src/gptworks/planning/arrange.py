@@ -10,8 +10,8 @@ from gptworks.errors import UserError
 from gptworks.planning.devices import Device
 from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.planning.memory import training_peak
-from gptworks.planning.objectives import copies_start, other_models_bytes, teacher_config
 from gptworks.planning.setting import ANSWERS_AT_ONCE, Setting
+from gptworks.planning.state import copies_start, other_models_bytes, teacher_config
 
 
 @dataclass(frozen=True)
@@ -102,18 +102,14 @@ def _batch_refusal(recipe: Recipe, n_data: int) -> Refusal | None:
     tensor = train.parallel.tensor_parallel
     micro = train.rank_micro_batch_size(n_data)
     what = f"{n_data} ranks" if tensor == 1 else f"{n_data} groups of {tensor} ranks"
-    if train.batch_size % (n_data * micro):
-        return Refusal(
-            f"train.batch_size={train.batch_size} is not a multiple of {what} × micro_batch_size={micro}",
-            f"each has the same number of micro-batches. Change batch_size to a multiple of {n_data * micro}, or "
-            f"micro_batch_size.",
-        )
+    sizes = [(train.batch_size, f"train.batch_size={train.batch_size}", "batch_size")]
     for until, size in train.smaller_batches:
+        sizes.append((size, f"train.smaller_batches has {size} up to step {until}, which", "it"))
+    for size, given, name in sizes:
         if size % (n_data * micro):
             return Refusal(
-                f"train.smaller_batches has {size} up to step {until}, which is not a multiple of {what} × "
-                f"micro_batch_size={micro}",
-                f"each has the same number of micro-batches. Change it to a multiple of {n_data * micro}, or "
+                f"{given} is not a multiple of {what} × micro_batch_size={micro}",
+                f"each has the same number of micro-batches. Change {name} to a multiple of {n_data * micro}, or "
                 f"micro_batch_size.",
             )
     if micro % objective.micro_batch_multiple:
@@ -133,35 +129,21 @@ def _tensor_refusal(model: ModelConfig, tensor: int) -> Refusal | None:
                 f"model.{name}={getattr(model, name)} is not a multiple of train.parallel.tensor_parallel={tensor}",
                 "each rank has the same share. Choose a tensor_parallel that divides n_heads, n_kv_heads and d_ff.",
             )
-    if model.n_experts:
-        return Refusal(
-            f"train.parallel.tensor_parallel={tensor} does not divide experts (model.n_experts={model.n_experts})",
-            "use strategy=fsdp and tensor_parallel=1.",
-        )
-    if model.n_future_tokens > 1:
-        return Refusal(
-            f"train.parallel.tensor_parallel={tensor} does not divide the heads of model.n_future_tokens="
-            f"{model.n_future_tokens}",
-            "use strategy=fsdp and tensor_parallel=1.",
-        )
-    if model.laboratory:
-        return Refusal(
-            f"train.parallel.tensor_parallel={tensor} does not divide model.{model.laboratory[0]}",
-            "use strategy=fsdp and tensor_parallel=1.",
-        )
-    if model.qk_norm == "whole":
-        return Refusal(
-            f"train.parallel.tensor_parallel={tensor} divides the heads, and model.qk_norm=whole normalizes them "
-            f"together",
-            "use strategy=fsdp and tensor_parallel=1.",
-        )
-    if model.dropout_attention:
-        return Refusal(
-            f"train.parallel.tensor_parallel={tensor} would drop the same attention weights in each rank's heads "
-            f"(model.dropout_attention={model.dropout_attention:g})",
+    instead, future = "use strategy=fsdp and tensor_parallel=1.", model.n_future_tokens
+    dropped = f"(model.dropout_attention={model.dropout_attention:g})"
+    rules = (
+        (model.n_experts, f"does not divide experts (model.n_experts={model.n_experts})", instead),
+        (future > 1, f"does not divide the heads of model.n_future_tokens={future}", instead),
+        (model.laboratory, f"does not divide model.{''.join(model.laboratory[:1])}", instead),
+        (model.qk_norm == "whole", "divides the heads, and model.qk_norm=whole normalizes them together", instead),
+        (
+            model.dropout_attention,
+            f"would drop the same attention weights in each rank's heads {dropped}",
             "set dropout_attention to 0.",
-        )
-    return None
+        ),
+    )
+    found = ((why, fix) for broken, why, fix in rules if broken)
+    return next((Refusal(f"train.parallel.tensor_parallel={tensor} {why}", fix) for why, fix in found), None)
 
 
 def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | None:

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 from gptworks.model.cost import ADAPTER, COPIES, Shapes, Stage
-from gptworks.planning.trained import Trained
+from gptworks.planning.params import Trained
 
 
 def as_trained(stage: Stage, trained: Trained, shapes: Shapes, layer: int, no_copies: bool) -> Stage:

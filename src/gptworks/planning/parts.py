@@ -6,11 +6,10 @@ from typing import Self
 
 from gptworks.config import Recipe
 from gptworks.model.outline import stays_whole
+from gptworks.planning.flops import work_of_modules
 from gptworks.planning.inference import kept_ids_bytes, kv_cache_bytes, tensor_bytes
-from gptworks.planning.params import Shape, count_parameters
+from gptworks.planning.params import Shape, count_parameters, moments_in_8_bits, trains
 from gptworks.planning.state import matrix_state_bytes
-from gptworks.planning.trained import moments_in_8_bits, trains
-from gptworks.planning.work import work_of_modules
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from gptworks.errors import UserError
 from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
 from gptworks.model.gpt import GPT
 from gptworks.model.loss import distillation_loss
-from gptworks.planning.objectives import teacher_config
+from gptworks.planning.state import teacher_config
 from gptworks.recipe import load_recipe
 from gptworks.tokenizer import fingerprint, load_tokenizer
 from gptworks.training.distributed.agreed import agreed_checkpoint

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from itertools import product
 from math import ceil
 
-from gptworks.errors import UserError
-from gptworks.planning.advice import recipe_with
 from gptworks.planning.fit import divisors
 from gptworks.planning.layout import rank_config, shards_of
 from gptworks.planning.params import count_parameters
 from gptworks.planning.run import Plan
-from gptworks.planning.run import plan as plan_recipe
 from gptworks.units import duration, readable
 
 LEAST_GAIN = 1.05
@@ -135,7 +132,7 @@ def _faster(plan: Plan) -> Advice | None:
     recomputed = [(), *((f"train.activation_checkpointing={kind}",) for kind in kinds)]
     tried: list[tuple[tuple[str, ...], Plan]] = []
     for layout, again in product(several, recomputed):
-        changed = _changed(plan, (*layout, *again))
+        changed = plan.changed((*layout, *again))
         if changed is None:
             continue
         tried.append(((*layout, *again), changed))
@@ -144,7 +141,7 @@ def _faster(plan: Plan) -> Advice | None:
         size = next((n for n in divisors(per_rank) if n <= largest and n % group == 0), 0)
         if size and size != changed.setting.micro_batch_size:
             also = (*layout, *again, f"train.micro_batch_size={size}")
-            if (larger := _changed(plan, also)) is not None:
+            if (larger := plan.changed(also)) is not None:
                 tried.append((also, larger))
     fitting = [(settings, found) for settings, found in tried if found.fits and found.tokens_per_second]
     best = max((found.tokens_per_second or 0 for _, found in fitting), default=0)
@@ -157,16 +154,3 @@ def _faster(plan: Plan) -> Advice | None:
         f"{found.tokens_per_second:,.0f} tokens/s at {readable(found.peak.total_bytes, 'B')} of a device's memory.",
         settings,
     )
-
-
-def _changed(plan: Plan, overrides: tuple[str, ...]) -> Plan | None:
-    """Return the plan with overrides applied; None if the recipe cannot run with them."""
-    n_ranks = plan.setting.layout.world_size
-    try:
-        recipe = (plan.apply or recipe_with(plan.recipe))(overrides, n_ranks)
-        return plan_recipe(
-            recipe, plan.data, steps_reason=plan.steps_reason, device=plan.device, n_ranks=n_ranks,
-            utilization=plan.utilization,
-        )  # fmt: skip
-    except UserError:
-        return None
