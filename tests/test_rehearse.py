@@ -18,9 +18,8 @@ from gptworks.runs.rehearsal_sheet import sections
 from gptworks.training.rehearsal import fake_ranks
 from gptworks.training.rehearsal.advice import MOST_LOST_SECONDS, advice
 from gptworks.training.rehearsal.dress import Rehearsed
-from gptworks.training.rehearsal.fake_ranks import Placement, RankSteps
+from gptworks.training.rehearsal.fake_ranks import Placement, RankSteps, Sent
 from gptworks.training.rehearsal.new_process import ProcessFailed
-from gptworks.training.rehearsal.traffic import Sent
 
 
 def planned(name: str, n_ranks: int, *overrides: str, data: DataSize = UNKNOWN_SIZE) -> Plan:

@@ -12,9 +12,8 @@ from gptworks.planning.network import collectives
 from gptworks.planning.run import Plan
 from gptworks.training.rehearsal.advice import Advice, advice
 from gptworks.training.rehearsal.fake_cuda import FakeStep, step_on_fake_cuda
-from gptworks.training.rehearsal.fake_ranks import Placement, RankSteps, place_ranks
+from gptworks.training.rehearsal.fake_ranks import Placement, RankSteps, Sent, place_ranks
 from gptworks.training.rehearsal.trace import Rehearsal
-from gptworks.training.rehearsal.traffic import Sent
 from gptworks.training.setup import start_checks
 
 DISK_GB_PER_SECOND = 1.0

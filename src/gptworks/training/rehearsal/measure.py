@@ -3,21 +3,19 @@
 python -m gptworks.training.rehearsal.measure keep|return < rehearsal.json
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from statistics import median
 
 import torch
-from pydantic import TypeAdapter
 
 from gptworks.config import ModelConfig
 from gptworks.device import keep_freed_memory, peak_growth_bytes, reset_peak, return_freed_memory, synchronize
 from gptworks.errors import RunError
 from gptworks.planning.run import Measured
-from gptworks.training.rehearsal.new_process import ProcessFailed, output_of
+from gptworks.training.rehearsal.new_process import ProcessFailed, answer, ask
 from gptworks.training.rehearsal.trace import Rehearsal, take
 
 SPEED_SECONDS, SPEED_STEPS = 2.0, 9
@@ -69,12 +67,9 @@ def median_of_turns(turns: Iterable[tuple[float, ...]], least: int, most: int, s
     return [median(column) for column in zip(*taken, strict=True)]
 
 
-_JSON = TypeAdapter(Rehearsal)
-
-
 def _in_new_process(rehearsal: Rehearsal, freed_memory: str) -> Measured:
     try:
-        return Measured(**json.loads(output_of("measure", freed_memory, given=_JSON.dump_json(rehearsal))))
+        return ask("measure", freed_memory, given=rehearsal, returns=Measured)
     except ProcessFailed as failed:
         raise RunError(f"the measured step failed: {failed}. Perhaps memory did not suffice.") from None
 
@@ -122,8 +117,5 @@ def step_times(rehearsal: Rehearsal, clock: Callable[[], float] = time.perf_coun
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "keep":
-        keep_freed_memory()
-    else:
-        return_freed_memory()
-    json.dump(asdict(_measure(_JSON.validate_json(sys.stdin.read()))), sys.stdout)
+    (keep_freed_memory if sys.argv[1] == "keep" else return_freed_memory)()
+    answer(Rehearsal, _measure)

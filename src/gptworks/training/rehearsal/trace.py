@@ -26,7 +26,6 @@ from gptworks.model.gpt import GPT
 from gptworks.planning.run import Plan
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.objectives.base import objective_of
-from gptworks.training.objectives.next_token import count_targets
 from gptworks.training.optim.trainable import trainable_model
 from gptworks.training.step import TrainStep
 
@@ -142,9 +141,10 @@ def trace_step(rehearsal: Rehearsal) -> Trace:
 
 
 def accumulate(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
-    """Accumulate the gradients of a batch of `train.batch_size` rows, in micro-batches of `train.micro_batch_size`."""
+    """Accumulate the gradients of a batch of `train.batch_size` rows, in micro-batches of `train.micro_batch_size`. No
+    target is ignored."""
     micro_batches = list(zip(*(torch.split(tensor, train.micro_batch_size) for tensor in batch), strict=True))
-    step.accumulate(micro_batches, count_targets(batch))
+    step.accumulate(micro_batches, batch[1].numel())
 
 
 def take(step: TrainStep, train: TrainConfig, batch: Batch) -> None:

@@ -25,15 +25,15 @@ from torch._subclasses import FakeTensorMode, fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gptworks.config import TrainConfig
 from gptworks.data.samples import Batch
 from gptworks.errors import shortened
 from gptworks.kernels import dispatch
 from gptworks.model import moe
 from gptworks.training.distributed.parallel import compiles_blocks
 from gptworks.training.optim.optimizer import Optimizer
-from gptworks.training.rehearsal.fake_cuda import SETTINGS, STEP, FakeStep, Finding, Kind
-from gptworks.training.rehearsal.trace import Rehearsal
+from gptworks.training.rehearsal.fake_cuda import FakeStep, Finding, Kind
+from gptworks.training.rehearsal.new_process import answer
+from gptworks.training.rehearsal.trace import Rehearsal, accumulate
 from gptworks.training.step import TrainStep
 
 PACKAGE = str(Path(__file__).parents[2])
@@ -208,11 +208,13 @@ def watched_step(rehearsal: Rehearsal) -> FakeStep:
                 step = rehearsal.new_step()
             watch.forget_waits()  # a new model may wait
             watch.expected |= _expected_of(step.optimizer)
-            batch = _batch(rehearsal)
+            shape = rehearsal.train.batch_size, rehearsal.row_length
+            batch = rehearsal.batch(torch.zeros(*shape, dtype=torch.int64, device="cuda"))
             for _ in range(2):
                 watch.begin()
                 with watch:
-                    _take(step, rehearsal.train, batch)
+                    accumulate(step, rehearsal.train, batch)
+                    step.apply(step.gradient_norm())
             _check_places(step, watch)
             if compiles_blocks(step.model, rehearsal.train.compile, torch.device("cuda")):
                 n_graphs = _count_graphs(step, rehearsal, batch, watch)
@@ -250,18 +252,6 @@ def fake_cuda(watch: Watch) -> Iterator[None]:
         torch.autograd.set_detect_anomaly(True, check_nan=False),
     ):
         yield
-
-
-def _take(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
-    """Do a step on a batch of `train.batch_size` rows, with its update."""
-    micro_batches = list(zip(*(torch.split(tensor, train.micro_batch_size) for tensor in batch), strict=True))
-    step.accumulate(micro_batches, batch[1].numel())
-    step.apply(step.gradient_norm())
-
-
-def _batch(rehearsal: Rehearsal) -> Batch:
-    tokens = torch.zeros(rehearsal.train.batch_size, rehearsal.row_length, dtype=torch.int64, device="cuda")
-    return rehearsal.batch(tokens)
 
 
 def _check_places(step: TrainStep, watch: Watch) -> None:
@@ -393,4 +383,4 @@ def install(watch: Watch) -> None:
 
 
 if __name__ == "__main__":
-    print(STEP.dump_json(watched_step(SETTINGS.validate_json(sys.stdin.read()))).decode())
+    answer(Rehearsal, watched_step)
