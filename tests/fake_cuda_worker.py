@@ -113,8 +113,8 @@ FAULTS = {
         "model/rotary.py", "cos.to(there), sin.to(there)", 'cos.to("cpu"), sin', "wrong device"
     ),
     "a parameter on the CPU": Fault(
-        "model/layers.py", "nn.Parameter(torch.ones(width)), None",
-        'nn.Parameter(torch.ones(width, device="cpu")), None', "wrong device",
+        "model/layers.py", "nn.Parameter(torch.ones(width))",
+        'nn.Parameter(torch.ones(width, device="cpu"))', "wrong device",
     ),
     "optimizer state on the CPU": Fault(
         "training/optim/adamw_int8.py", "torch.zeros_like(parameter, dtype=dtype,",
