@@ -17,7 +17,7 @@ from gptworks.planning.layout import divided
 from gptworks.planning.params import count_parameters, everything
 from gptworks.planning.state import trained_state_bytes
 from gptworks.tensors import read_tensors
-from gptworks.training.distributed.owners import Owners, divided_among_owners
+from gptworks.training.distributed.shards import Owners, divided_among_owners
 from gptworks.training.optim import adamw, adamw_int8, muon
 from gptworks.training.optim.muon import TOGETHER, Muon, batches, orthogonalized
 from gptworks.training.optim.optimizer import Optimizer, parameter_groups

@@ -4,7 +4,7 @@ torch's Muon orthogonalizes one matrix at a time, which is up to twice as slow f
 model or in experts (bench/passes.py). The arithmetic is the same (tests/test_optim.py); on most CPUs it runs in C++
 (`gptworks.kernels.optimizer`).
 
-Several ranks divide the matrices: a matrix's owner (`gptworks.training.distributed.owners`) orthogonalizes its update.
+Several ranks divide the matrices: a matrix's owner (`gptworks.training.distributed.shards`) orthogonalizes its update.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +18,7 @@ from gptworks.config import TrainConfig
 from gptworks.config.optimizers import BY_MUON
 from gptworks.config.optimizers import MUON_TOGETHER as TOGETHER
 from gptworks.kernels.optimizer import muon_library, muon_updates
-from gptworks.training.distributed.owners import Matrices, Owners
-from gptworks.training.distributed.shards import local, shape_of
+from gptworks.training.distributed.shards import Matrices, Owners, local, shape_of
 from gptworks.training.optim.base import ByOwners, Group, Mesh, Update, decay, gradient_of
 from gptworks.training.optim.polynomials import Polynomial, polynomials
 
