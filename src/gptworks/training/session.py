@@ -24,7 +24,7 @@ from gptworks.training.progress import Length, Progress
 from gptworks.training.record.display import Display
 from gptworks.training.record.layer_norms import LayerNorms
 from gptworks.training.record.reporter import Reporter
-from gptworks.training.rehearsal.held import StepMemory
+from gptworks.training.rehearsal.measure import StepMemory
 from gptworks.training.saving import remove_newer
 from gptworks.training.setup import PreparedRun
 from gptworks.training.start import starting_weights
