@@ -77,11 +77,8 @@ def divisors(n: int) -> list[int]:
 
 def largest_micro_batch(setting: Setting, capacity_bytes: int, step_samples: int | None = None) -> int:
     """Return the largest micro-batch whose step fits into `capacity_bytes`; 0 if even one sample does not fit.
-
-    Args:
-        step_samples: samples per step on one device. With smaller micro-batches, gradients accumulate, so they are
-            in memory during the forward pass. None: `setting.accumulates` says whether gradients accumulate.
-    """
+    step_samples: samples per step on one device. With smaller micro-batches, gradients accumulate, so they are in
+    memory during the forward pass. None: `setting.accumulates` says whether gradients accumulate."""
 
     def fits(size: int) -> bool:
         several = setting.accumulates if step_samples is None else size < step_samples

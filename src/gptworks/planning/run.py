@@ -219,10 +219,7 @@ class Plan:
 
     def changed(self, overrides: Sequence[str], largest_micro_batch: bool = False) -> "Plan | None":
         """Return the plan of the recipe with overrides applied, on the same devices; None if it cannot run there.
-
-        Args:
-            largest_micro_batch: also set the largest micro-batch that fits.
-        """
+        largest_micro_batch: also set the largest micro-batch that fits."""
         n_ranks = self.setting.layout.world_size
         try:
             recipe = (self.apply or recipe_with(self.recipe))(overrides, n_ranks)

@@ -50,7 +50,7 @@ class Serving:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the keys and values of full slots."""
-        length = -(-self.context // BLOCK) * BLOCK if self._in_cpp else self.context
+        length = -(-self.context // BLOCK) * BLOCK if _in_cpp(self.model, self.device) else self.context
         scale_bytes = 4 if self.cache == "int8" else 0
         return self.requests * kv_cache_bytes(self.model, length, CACHE_BYTES[self.cache], scale_bytes)
 
@@ -62,7 +62,7 @@ class Serving:
     @property
     def workspace_bytes(self) -> int:
         """Bytes of a step's tensors and scratch memory; on a CPU an upper bound, as threads share rows differently."""
-        if not self._in_cpp:
+        if not _in_cpp(self.model, self.device):
             on_cpu, cache_bytes = self.device.on_cpu, CACHE_BYTES[self.cache]
             in_place = on_cpu or self.device.has_flash
             step = step_bytes(self.model, self.requests, self.context, 4, cache_bytes, in_place, on_cpu)
@@ -103,12 +103,8 @@ class Serving:
     def alternatives(self) -> Iterator["Serving"]:
         """The same requests with the weights in each format, and last with weights in int4 and a cache in int8."""
         for weights in PRECISIONS:
-            yield replace(self, weights=weights, cache=_cache("auto", weights, self._in_cpp))
+            yield replace(self, weights=weights, cache=_cache("auto", weights, _in_cpp(self.model, self.device)))
         yield replace(self, weights=PRECISIONS[-1], cache="int8")
-
-    @property
-    def _in_cpp(self) -> bool:
-        return _in_cpp(self.model, self.device)
 
 
 CACHE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
