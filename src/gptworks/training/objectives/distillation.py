@@ -28,11 +28,8 @@ _MOST_NOTE_BYTES = 1 << 16
 
 
 def _teacher_of_the_start(folder: Path, kept: Path) -> Checkpoint:
-    """Return the teacher's checkpoint in `folder` that the file `kept` records.
-
-    Raises:
-        UserError: `kept` is missing or damaged, or the checkpoint is missing or has changed.
-    """
+    """Return the teacher's checkpoint in `folder` that the file `kept` records; UserError if one of them is missing,
+    damaged or changed."""
     try:
         note = unsealed_json(read_regular(kept, _MOST_NOTE_BYTES, inside=kept.parent))
         checkpoint, sha256 = checkpoint_of_step(folder, note["step"]), note["manifest_sha256"]
