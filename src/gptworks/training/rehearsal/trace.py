@@ -203,9 +203,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (storage := tensor.untyped_storage()) not in self._held:
                 self._held[storage] = [storage.nbytes()]
                 self.found_bytes += storage.nbytes()
-        if function in _ANSWERS and any(isinstance(argument, torch._subclasses.FakeTensor) for argument in args):
-            return _ANSWERS[function](*args, **(kwargs or {}))
-        out = _run(function, args, kwargs or {})
+        is_fake = any(isinstance(argument, torch._subclasses.FakeTensor) for argument in args)
+        out = answered(function, args, kwargs or {}) if is_fake else function(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and (self._counts_meta or not tensor.is_meta):
                 self._count(tensor.untyped_storage())
@@ -223,18 +222,32 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
 
-def _run(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation; an index that is a fake boolean mask, which has no contents, selects every element."""
-    masks = function in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
-    if masks and isinstance(args[0], torch._subclasses.FakeTensor):
-        x, indices, *rest = args
-        if [index.dtype for index in indices] == [torch.bool]:
-            args = (x, [torch.arange(len(x), device=x.device)], *rest)
+_aten = torch.ops.aten
+INDEXING = (_aten.index, _aten.index_put_, _aten.index_put)
+
+
+def answered(function: Any, args: Sequence[Any], kwargs: dict[str, Any], selected: int = 1) -> Any:
+    """Run an operation on fake tensors, or return substitutes for values that they lack: a scalar is 1 or true, and a
+    mask selects one in `selected` elements."""
+    packet = function.overloadpacket
+    if packet is _aten._local_scalar_dense:
+        return True if args[0].dtype == torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
+    if packet is _aten.equal:
+        return True
+    if packet is _aten.bincount:
+        return args[0].new_zeros(max(1, kwargs.get("minlength", args[2] if len(args) > 2 else 0)))
+    if packet is _aten.nonzero:
+        return args[0].new_zeros(max(1, args[0].numel() // selected), args[0].ndim, dtype=torch.int64)
+    if packet is _aten.masked_select:
+        return args[0].new_empty(max(1, args[0].numel() // selected))
+    if packet in INDEXING:
+        x, given, *rest = args
+        indices: list[Tensor | None] = []
+        for index in given:
+            if index is not None and index.dtype == torch.bool:
+                n = max(1, index.numel() // selected)
+                indices += [torch.zeros(n, dtype=torch.int64, device=x.device)] * index.ndim
+            else:
+                indices.append(index)
+        args = (x, indices, *rest)
     return function(*args, **kwargs)
-
-
-_ANSWERS: dict[Any, Any] = {
-    torch.ops.aten._local_scalar_dense.default: lambda tensor: 1,
-    torch.ops.aten.bincount.default: lambda tensor, weights=None, minlength=0: tensor.new_zeros(minlength),
-}
-"""Substitutes for operations that need values, which fake tensors lack: `.item()`, and counting experts' tokens."""
