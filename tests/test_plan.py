@@ -142,10 +142,10 @@ def test_the_sheet_prints_within_100_columns() -> None:
 def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
     setting = Setting(preset("gpt2"), 1, "bf16", on_cpu=False)
     for capacity in (5e9, 12e9, 80e9):
-        largest = largest_micro_batch(setting, int(capacity))
+        largest = largest_micro_batch(setting, int(capacity), 1)
         assert training_peak(replace(setting, micro_batch_size=largest)).total_bytes <= capacity
         assert training_peak(replace(setting, micro_batch_size=largest + 1)).total_bytes > capacity
-    assert largest_micro_batch(setting, 10**9) == 0
+    assert largest_micro_batch(setting, 10**9, 1) == 0
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def training_work(recipe: Recipe) -> Work:
         UserError: the vocabulary size is unknown, or a teacher's recipe cannot be read.
     """
     length, model = recipe.row_length, recipe.model
-    products = _products(recipe, by_expert=False)
+    products = training_products(recipe, by_expert=False)
     forward = {part: n / (length * products.parts) for part, n in products.forward.items()}
     backward = {part: n / (length * products.parts) for part, n in products.backward.items()}
     plain = forward_flops(model, length).per_token_dense + forward.get("adapter", 0.0)
@@ -229,16 +229,7 @@ def _computed_again(recipe: Recipe, products: Products, n_still: int) -> float:
     return sum(once[layer] for use, layer in uses if computes_again(train.activation_checkpointing, use))
 
 
-def work_of_modules(recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """Return the (forward, backward) FLOPs per token of each module with matrix products, by its name in the model.
-
-    An adapter counts with its layer. `blocks.0.attention` has only the scores and weighted sums.
-    """
-    products = _products(recipe, by_expert=True)
-    n = recipe.row_length * products.parts
-    return {name: (forward / n, backward / n) for name, (forward, backward) in products.modules.items()}
-
-
-def _products(recipe: Recipe, by_expert: bool) -> Products:
+def training_products(recipe: Recipe, by_expert: bool) -> Products:
+    """Return the products of a text in training; an adapter's count with its layer."""
     model, n_future = recipe.model, len(recipe.train.future_weights)
     return Products(model, recipe.row_length, n_future, recipe.adapter, recipe.freeze, by_expert)

@@ -28,7 +28,6 @@ CLOSE, CLOSE_BYTES = 0.01, 4096
 """Relative tolerance, and tolerance in bytes, of counted against planned bytes: plans leave out the flags by which each
 DDP rank shows which tensors have gradients."""
 
-
 LEAST_GAIN = 1.05
 """Smallest ratio of speeds for which another layout is recommended: smaller ones are within the plan's errors."""
 

@@ -151,7 +151,6 @@ def _why_not_built(plan: Plan) -> str | None:
 
 # --------------------------------------------------------------------------------------------- in the new process
 
-
 KINDS = {
     "allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce", "broadcast": "broadcast",
     "alltoall": "all_to_all",
