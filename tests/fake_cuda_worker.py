@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,8 +113,8 @@ FAULTS = {
         "model/rotary.py", "cos.to(there), sin.to(there)", 'cos.to("cpu"), sin', "wrong device"
     ),
     "a parameter on the CPU": Fault(
-        "model/layers.py", "nn.Parameter(torch.ones(width)), None",
-        'nn.Parameter(torch.ones(width, device="cpu")), None', "wrong device",
+        "model/layers.py", "nn.Parameter(torch.ones(width))",
+        'nn.Parameter(torch.ones(width, device="cpu"))', "wrong device",
     ),
     "optimizer state on the CPU": Fault(
         "training/optim/adamw_int8.py", "torch.zeros_like(parameter, dtype=dtype,",
@@ -287,7 +287,6 @@ def memory() -> Iterator[tuple[str, Any]]:
 
 
 def main(what: str, folder: Path) -> None:
-    from gptworks.training.rehearsal.fake_cuda import STEP as FOUND
     from gptworks.training.rehearsal.watched import watched_step
 
     if what in ("generation", "memory"):
@@ -295,7 +294,7 @@ def main(what: str, folder: Path) -> None:
             print(json.dumps([name, found]), flush=True)
         return
     for name, rehearsal in steps(folder):
-        print(json.dumps([name, FOUND.dump_python(watched_step(rehearsal), mode="json")]), flush=True)
+        print(json.dumps([name, asdict(watched_step(rehearsal))]), flush=True)
 
 
 def planted(package: Path, folder: Path) -> None:
@@ -303,11 +302,10 @@ def planted(package: Path, folder: Path) -> None:
         if not (child := os.fork()):
             try:
                 sys.meta_path.insert(0, Planting(fault, package))
-                from gptworks.training.rehearsal.fake_cuda import STEP as FOUND
                 from gptworks.training.rehearsal.watched import watched_step
 
                 found = watched_step(dict(steps(folder))[fault.step])
-                print(json.dumps([name, FOUND.dump_python(found, mode="json")]), flush=True)
+                print(json.dumps([name, asdict(found)]), flush=True)
             except BaseException:
                 print(json.dumps([name, {"not_checked": traceback.format_exc()}]), flush=True)
             os._exit(0)

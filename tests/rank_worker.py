@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -43,7 +44,7 @@ from gptworks.training.optim.muon import Muon
 from gptworks.training.optim.optimizer import Optimizer
 from gptworks.training.optim.soap import SOAP
 from gptworks.training.optim.trainable import trainable_model
-from gptworks.training.rehearsal.traffic import Traffic
+from gptworks.training.rehearsal.fake_ranks import Traffic
 from gptworks.training.step import TrainStep
 
 CPU = torch.device("cpu")
@@ -232,7 +233,10 @@ def traffic(cases: list[dict], ranks: Ranks) -> list[dict[str, int]]:
                 batches = [batch(config, parallel.micro_batch_size) for _ in parallel.micro_steps(settings.batch_size)]
                 step.accumulate(batches, settings.batch_size * config.context_length)
                 step.apply(step.gradient_norm())
-        n_bytes = sent.n_bytes
+        n_bytes: Counter[str] = Counter()
+        for one in sent.sent:
+            if one.n_bytes:
+                n_bytes[one.kind] += one.n_bytes
         if "all_to_all" in n_bytes:  # a rank sends more where it owns more
             n_bytes["all_to_all"] = int(ranks.all_reduce([n_bytes["all_to_all"]])[0]) // ranks.size
         found.append(n_bytes)

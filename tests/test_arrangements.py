@@ -71,7 +71,7 @@ def check(seed: int, teacher: Path) -> tuple[bool, list[Change]]:
     layout = arrange(recipe, n_ranks, device)
     assert isinstance(layout, Layout) == accepted(recipe, n_ranks, device), (seed, layout)
     if isinstance(layout, Refusal):
-        assert layout.rule and layout.fix.endswith(".")
+        assert ": " in layout and layout.endswith(".")
         return False, []
     assert layout.world_size == n_ranks
     assert layout.tensor_parallel == recipe.train.parallel.tensor_parallel

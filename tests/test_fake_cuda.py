@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 import tiny
 from gptworks.kernels import build
 from gptworks.kernels.build import Unavailable
-from gptworks.training.rehearsal.fake_cuda import STEP, FakeStep, guard_library, preloading, step_on_fake_cuda
+from gptworks.training.rehearsal.fake_cuda import FakeStep, guard_library, preloading, step_on_fake_cuda
 from gptworks.training.rehearsal.trace import Rehearsal
 
+STEP = TypeAdapter(FakeStep)
 MODEL = tiny.plain_model(vocab_size=16, context_length=8, n_layers=1, d_model=16, n_heads=2)
 WORKER = Path(__file__).with_name("fake_cuda_worker.py")
 

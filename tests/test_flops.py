@@ -12,8 +12,7 @@ from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.model.gpt import GPT
 from gptworks.model.shapes import ShapesOnly
-from gptworks.planning.flops import forward_flops, visible_pairs
-from gptworks.planning.work import training_work
+from gptworks.planning.flops import forward_flops, training_work, visible_pairs
 from gptworks.presets import preset
 from gptworks.recipe import parse_recipe
 from gptworks.training.optim.trainable import trainable_model

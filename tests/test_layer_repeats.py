@@ -94,7 +94,7 @@ def test_what_takes_blocks_for_one_run_refuses_them_by_name() -> None:
         "train": {"max_steps": 1, "optimizer": "adamw", "parallel": {"strategy": "fsdp"}},
     })  # fmt: skip
     found = refusal(recipe, 2)
-    assert found is not None and "model.layer_repeats" in found.rule
+    assert found is not None and "model.layer_repeats" in found
     assert ModelConfig(**settings(layer_repeats=1)).laboratory == ()
 
 

@@ -15,7 +15,7 @@ from gptworks.describe.plan_tables import tables
 from gptworks.errors import UserError
 from gptworks.infer.engine import load
 from gptworks.model.gpt import GPT
-from gptworks.model.lora import LoRALinear, add_lora, is_adapter, merge_lora
+from gptworks.model.lora import LoRALinear, add_lora, is_adapter, remove_lora
 from gptworks.model.loss import linear_cross_entropy
 from gptworks.planning.memory import training_peak
 from gptworks.planning.run import plan
@@ -74,7 +74,7 @@ def test_merged_logits_equal_unmerged_and_the_definition(settings: dict[str, Any
             by_hand[f"{module}.weight"] = plain[f"{module}.weight"] + lora.alpha / lora.rank * b @ tensor
     defined = GPT(config).eval()
     defined.load_state_dict(by_hand)
-    merged = merge_lora(model)
+    merged = remove_lora(model, merge=True)
     assert not any(isinstance(module, LoRALinear) for module in merged.modules())
     assert (merged(tokens()) - after).abs().max() <= 1e-5
     assert (defined(tokens()) - after).abs().max() <= 1e-5

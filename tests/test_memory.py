@@ -29,11 +29,10 @@ from gptworks.planning.arrange import rank_setting
 from gptworks.planning.inference import BATCHES, inference_memory
 from gptworks.planning.layout import Layout, rank_config
 from gptworks.planning.memory import training_peak
-from gptworks.planning.params import count_parameters
+from gptworks.planning.params import count_parameters, everything
 from gptworks.planning.setting import Setting
 from gptworks.planning.state import optimizer_scratch_bytes, trained_state_bytes
 from gptworks.planning.timeline import GRADIENTS, OPTIMIZER, WEIGHTS
-from gptworks.planning.trained import everything
 from gptworks.presets import PRESETS, preset
 from gptworks.quantize.convert import quantize_model
 from gptworks.recipe import parse_recipe

@@ -14,11 +14,10 @@ from gptworks.config.optimizers import LEAST_IN_8_BITS, MUON_TOGETHER, OPTIMIZER
 from gptworks.errors import UserError
 from gptworks.model.gpt import GPT
 from gptworks.planning.layout import divided
-from gptworks.planning.params import count_parameters
+from gptworks.planning.params import count_parameters, everything
 from gptworks.planning.state import trained_state_bytes
-from gptworks.planning.trained import everything
 from gptworks.tensors import read_tensors
-from gptworks.training.distributed.owners import Owners, divided_among_owners
+from gptworks.training.distributed.shards import Owners, divided_among_owners
 from gptworks.training.optim import adamw_int8, base, muon
 from gptworks.training.optim.muon import POLAR_EXPRESS, Muon, orthogonalized, polynomials
 from gptworks.training.optim.optimizer import Optimizer, parameter_groups

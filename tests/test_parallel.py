@@ -37,8 +37,8 @@ from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.distributed import agreed
 from gptworks.training.distributed.agreed import agreed_checkpoint
 from gptworks.training.distributed.deferred import Deferred
-from gptworks.training.distributed.owners import Owners
 from gptworks.training.distributed.ranks import ALONE, Ranks
+from gptworks.training.distributed.shards import Owners
 from gptworks.training.loop import train
 from gptworks.training.optim.muon import Muon
 from gptworks.training.record.metrics import read_metrics

@@ -8,13 +8,12 @@ import pytest
 from gptworks.config import ModelConfig, Recipe
 from gptworks.describe.parts import parts
 from gptworks.describe.sheet import describe
+from gptworks.planning.flops import training_work
 from gptworks.planning.inference import kv_cache_bytes
-from gptworks.planning.params import count_parameters
+from gptworks.planning.params import count_parameters, everything, trained
 from gptworks.planning.parts import Figures, module_figures
 from gptworks.planning.run import plan
 from gptworks.planning.state import held_weights_bytes, trained_state_bytes
-from gptworks.planning.trained import everything, trained
-from gptworks.planning.work import training_work
 from gptworks.presets import PRESETS, preset
 from gptworks.recipe import parse_recipe
 from test_flops import TRAINED

@@ -16,11 +16,9 @@ from gptworks.planning.run import Plan, plan
 from gptworks.planning.steps import UNKNOWN_SIZE, DataSize
 from gptworks.runs.rehearsal_sheet import sections
 from gptworks.training.rehearsal import fake_ranks
-from gptworks.training.rehearsal.advice import MOST_LOST_SECONDS, advice
-from gptworks.training.rehearsal.dress import Rehearsed
-from gptworks.training.rehearsal.fake_ranks import Placement, RankSteps
+from gptworks.training.rehearsal.dress import MOST_LOST_SECONDS, Rehearsed, advice
+from gptworks.training.rehearsal.fake_ranks import Placement, RankSteps, Sent
 from gptworks.training.rehearsal.new_process import ProcessFailed
-from gptworks.training.rehearsal.traffic import Sent
 
 
 def planned(name: str, n_ranks: int, *overrides: str, data: DataSize = UNKNOWN_SIZE) -> Plan:
@@ -60,7 +58,7 @@ def test_ranks_whose_process_fails_keep_the_reason_why_nothing_is_built(monkeypa
     def fail(*_: Any, **__: Any) -> bytes:
         raise ProcessFailed("ended by signal 9")
 
-    monkeypatch.setattr(fake_ranks, "output_of", fail)
+    monkeypatch.setattr(fake_ranks, "ask", fail)
     monkeypatch.setattr(fake_ranks, "MOST_DRAWN", 1)
     asked = planned("gpt2-tiny", 2)
     placement = fake_ranks.place_ranks(asked)

@@ -16,7 +16,7 @@ from gptworks.data.shards import TokenShards
 from gptworks.data.snippets import MOST_CHARACTERS, MOST_DEPTH, MOST_LINES, snippets
 from gptworks.data.sources.code import stdlib_files
 from gptworks.errors import UserError
-from gptworks.planning.tokens import data_size
+from gptworks.training.rehearsal.estimate import data_size
 from tiny import plain_model
 
 TEXTS = [file.read_text(encoding="utf-8") for file in stdlib_files()[:120:2]]

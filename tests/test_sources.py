@@ -50,8 +50,8 @@ from gptworks.data.sources.choose import (
 from gptworks.data.sources.code import stdlib_files
 from gptworks.draft.texts import look_at
 from gptworks.errors import RunError, UserError
-from gptworks.planning.tokens import data_size
 from gptworks.recipe import parse_recipe
+from gptworks.training.rehearsal.estimate import data_size
 from web import website
 
 

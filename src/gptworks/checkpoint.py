@@ -41,7 +41,7 @@ from gptworks.files import (
 )
 from gptworks.json_files import mapping_of
 from gptworks.model.gpt import GPT
-from gptworks.model.lora import add_lora, has_adapter, merge_lora
+from gptworks.model.lora import add_lora, has_adapter, remove_lora
 from gptworks.model.shapes import ShapesOnly
 from gptworks.quantize.convert import packed_kinds, unpack_all
 from gptworks.quantize.linear import QuantizedGPT
@@ -407,7 +407,7 @@ def load_model(
             model, tensors = plain, unpack_all(tensors, kinds)
     model.assign(tensors)
     if merge:
-        merge_lora(model)
+        remove_lora(model, merge=True)
     for parameter in model.parameters():
         parameter.requires_grad_()
     return model.to(device).eval()

@@ -50,7 +50,7 @@ from gptworks.interop.tensors import (
     Place,
     tensor_places,
 )
-from gptworks.model.lora import is_adapter, merge_lora
+from gptworks.model.lora import is_adapter, remove_lora
 from gptworks.recipe import parse_section, run_name
 from gptworks.tensors import read_tensors
 from gptworks.tokenizer import load_tokenizer
@@ -237,7 +237,7 @@ def _verify(folder: Path, base: Path, loaded: LoadedRun, tokenizer: Tokenizer) -
     with quiet():
         theirs = require("peft").PeftModel.from_pretrained(load_theirs(base), folder, local_files_only=True).eval()
         sequences = sequences_for(loaded.model, tokenizer, loaded.recipe.train.sample_prompts)
-        return compare_logits(merge_lora(loaded.model), theirs, sequences)[0]
+        return compare_logits(remove_lora(loaded.model, merge=True), theirs, sequences)[0]
 
 
 # ------------------------------------------------------------------------------------------------------- import

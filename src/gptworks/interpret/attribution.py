@@ -18,7 +18,7 @@ from gptworks.errors import UserError
 from gptworks.interpret.record import Recording, blocks_of
 from gptworks.model.gpt import GPT
 from gptworks.model.lab.embeddings import previous_tokens
-from gptworks.model.layers import LayerNorm, RMSNorm
+from gptworks.model.layers import Norm
 
 Kind = Literal["embedding", "bigram", "position", "head", "attention bias", "mlp", "norm bias"]
 
@@ -131,8 +131,8 @@ def _heads(out: nn.Module, mixed: Tensor, n_heads: int) -> tuple[Tensor, Tensor]
 
 def _linear(norm: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the norm as a linear map: without bias, and with a fixed divisor, which the norm computes for x [C]."""
-    assert isinstance(norm, LayerNorm | RMSNorm)
-    weight, eps, centred = _wide(norm.weight), norm.eps, isinstance(norm, LayerNorm)
+    assert isinstance(norm, Norm)
+    weight, eps, centred = _wide(norm.weight), norm.eps, norm.centers
     wide = _wide(x)
     wide = wide - wide.mean() if centred else wide
     divisor = (wide.square().mean() + eps).sqrt()
@@ -140,7 +140,7 @@ def _linear(norm: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _shift(norm: nn.Module) -> Tensor | None:
-    return _wide(norm.bias) if isinstance(norm, LayerNorm) and norm.bias is not None else None
+    return _wide(norm.bias) if isinstance(norm, Norm) and norm.bias is not None else None
 
 
 def _plus(x: Tensor, shift: Tensor | None) -> Tensor:

@@ -76,7 +76,8 @@ class Block(LabParts):
     @staticmethod
     def cost(s: Shapes, layer: int) -> list[Stage]:
         """Return the memory of each of the block's operations, in order."""
-        c, arrives = s.config, result_gradient(s)
+        c = s.config
+        arrives = s.products(c.d_model) if c.norms_behind else _branch(s).leaves  # of attention's result, and the MLP's
         before1, before2 = Norm.cost(s, "norm1", reads_entry=True), Norm.cost(s, "norm2", not c.parallel_residual)
         if c.norm_placement == "after":
             before1 = before2 = _entry(s)
@@ -154,8 +155,3 @@ def _held_meanwhile(s: Shapes, layer: int) -> int:
     begun = [*LabParts.exit_cost(s, layer), *([] if c.dropout_residual else [_branch(s)])]
     grown = sum(stage.leaves - stage.arrives for stage in begun)
     return s.products(c.d_model) + (s.floats(c.d_model) if c.parallel_residual or rounded else 0) + grown
-
-
-def result_gradient(s: Shapes) -> int:
-    """Bytes of the gradient of attention's result; the gradient of the MLP's result has the same size."""
-    return s.products(s.config.d_model) if s.config.norms_behind else _branch(s).leaves

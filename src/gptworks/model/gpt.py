@@ -28,16 +28,7 @@ from gptworks.model.lab.embeddings import BigramEmbedding, Smear, previous_token
 from gptworks.model.lab.future import build_future_heads, future_cost
 from gptworks.model.lab.induction import begin_with_induction
 from gptworks.model.lab.stream import Carried, build_tables
-from gptworks.model.layers import (
-    MLP,
-    Dropout,
-    Linear,
-    Norm,
-    build_norm,
-    build_scale,
-    cap,
-    product_dtype,
-)
+from gptworks.model.layers import MLP, Dropout, Linear, Norm, build_norm, build_scale, cap, product_dtype
 from gptworks.model.rotary import Rotary
 from gptworks.model.scores import TOKENS_PER_START, takes_bounds, text_bounds, texts_bias
 

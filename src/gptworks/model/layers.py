@@ -45,19 +45,21 @@ class Linear(nn.Linear):
 
 
 class Norm(nn.Module):
-    """Base class of norms over the last dimension."""
+    """Norm over the last dimension: LayerNorm (Ba et al., 2016), or RMSNorm (Zhang & Sennrich, 2019)."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    eps: float
+    def __init__(self, width: int, eps: float, centers: bool = False, bias: bool = False) -> None:
+        """centers: whether it subtracts the mean, as LayerNorm does and RMSNorm does not."""
+        super().__init__()
+        self.eps, self.centers = eps, centers
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
     def of_sum(self, x: Tensor, branch: Tensor | None = None, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return x + alpha · branch (x without a branch), and the norm of that sum.
 
         In training, one C++ kernel computes both results, and another one their gradients. torch needs several kernels.
         """
-        layer, dtype = isinstance(self, LayerNorm), product_dtype(x)
-        return dispatch.norm(x, self.weight, self.bias, self.eps, dtype, layer, branch, alpha)
+        return dispatch.norm(x, self.weight, self.bias, self.eps, product_dtype(x), self.centers, branch, alpha)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x [..., C]; the result has the dtype of the matrix products that follow."""
@@ -101,26 +103,7 @@ def _statistics(s: Shapes) -> int:
     return s.floats(1) * (2 if s.config.norm == "layernorm" else 1)
 
 
-class LayerNorm(Norm):
-    """LayerNorm (Ba et al., 2016) with an optional bias."""
-
-    def __init__(self, width: int, eps: float, bias: bool) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
-
-
-class RMSNorm(Norm):
-    """RMSNorm (Zhang & Sennrich, 2019)."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight, self.bias = nn.Parameter(torch.ones(width)), None
-
-
-class HeadsNorm(RMSNorm):
+class HeadsNorm(Norm):
     """RMSNorm over all of a token's heads together."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -133,14 +116,12 @@ def build_head_norm(config: ModelConfig, n_heads: int) -> nn.Module:
     """Build the norm of queries or keys [B, n_heads, T, D] that `config.qk_norm` names; the identity if it is None."""
     if config.qk_norm == "whole":
         return HeadsNorm(n_heads * config.d_head, config.norm_eps)
-    return RMSNorm(config.d_head, config.norm_eps) if config.qk_norm else nn.Identity()
+    return Norm(config.d_head, config.norm_eps) if config.qk_norm else nn.Identity()
 
 
 def build_norm(config: ModelConfig) -> Norm:
     """Build a norm of the residual stream, of the kind that `config.norm` names."""
-    if config.norm == "rmsnorm":
-        return RMSNorm(config.d_model, config.norm_eps)
-    return LayerNorm(config.d_model, config.norm_eps, config.norm_bias)
+    return Norm(config.d_model, config.norm_eps, config.norm == "layernorm", config.norm_bias)
 
 
 class Dropout(nn.Module):

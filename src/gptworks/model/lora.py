@@ -90,11 +90,6 @@ def merged_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, factor: float)
     return (weight.double() + factor * (lora_b.double() @ lora_a.double())).to(weight.dtype)
 
 
-def merge_lora(model: GPT) -> GPT:
-    """Merge each adapter of an unquantized layer into the layer's matrix. Change the model and return it."""
-    return remove_lora(model, merge=True)
-
-
 def remove_lora(model: GPT, merge: bool = False) -> GPT:
     """Remove the adapters of unquantized layers; with `merge`, first add each one's product to its layer's matrix.
     Change the model and return it."""

@@ -86,9 +86,7 @@ def frequencies(config: ModelConfig, length: int, device: torch.device | None = 
         return plain * growth ** -(exponent * config.d_rotary / (config.d_rotary - 2)), 1.0
     if scaling.short_factors is not None and scaling.long_factors is not None:
         factors = torch.tensor(
-            scaling.long_factors if length > original else scaling.short_factors,
-            dtype=torch.float64,
-            device="cpu",
+            scaling.long_factors if length > original else scaling.short_factors, dtype=torch.float64, device="cpu"
         )
         factors = factors.to(exponent.device, non_blocking=True)
         return plain / factors, scaling.attention_factor or math.sqrt(1 + math.log(scaling.factor) / math.log(original))

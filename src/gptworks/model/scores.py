@@ -109,9 +109,8 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scores: Scores, 
         mask = causal_mask(q.size(2), k.size(2), None, q.device) if is_causal else mask
         v = _for_each_head(v, q.size(1))  # [B, H, S, D]
         return F.dropout(attention_weights(q, k, mask, scores).to(q.dtype), scores.dropout) @ v
-    n_per_group = q.size(1) // k.size(1)
-    if n_per_group > 1 and not (scores.fuses_groups and takes_groups(q.device, mask is not None)):
-        k, v = k.repeat_interleave(n_per_group, dim=1), v.repeat_interleave(n_per_group, dim=1)  # [B, H, S, D]
+    if not (scores.fuses_groups and takes_groups(q.device, mask is not None)):
+        k, v = _for_each_head(k, q.size(1)), _for_each_head(v, q.size(1))  # [B, H, S, D]
     return F.scaled_dot_product_attention(
         q, k, v, mask, dropout_p=scores.dropout, is_causal=is_causal, scale=scores.scale,
         enable_gqa=q.size(1) != k.size(1),
@@ -234,11 +233,8 @@ def texts_bias(positions: Tensor, window: int | None, dtype: torch.dtype) -> Ten
 
 def text_bounds(starts: Tensor, length: int) -> Tensor:
     """Return the index of each text's first token in the flat batch [B·T], then B·T itself: int32 [B·K + 1], ascending.
-
-    Args:
-        starts: where each text begins in its row, int32 [B, K]. Rows with fewer texts have `length` in the remaining
-            places, which means empty texts.
-    """
+    starts: where each text begins in its row, int32 [B, K]. Rows with fewer texts have `length` in the remaining
+    places, which means empty texts."""
     rows = torch.arange(len(starts), dtype=torch.int32, device=starts.device)[:, None]
     return F.pad((starts + rows * length).flatten(), (0, 1), value=len(starts) * length)
 

@@ -74,9 +74,7 @@ def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply 
 
     If a run fits the devices but not the hosts, changes to fewer ranks per host come first. If no change suffices,
     return only the last one that was tried and can start; if none can start, return an empty list.
-
-    Args:
-        apply: returns the recipe with overrides applied; None: applies them to `recipe`.
+    apply: returns the recipe with overrides applied; None: applies them to `recipe`.
     """
     search = _Search(n_ranks, device, apply or recipe_with(recipe))
     found: list[tuple[frozenset[_Remedy], Change]] = []
@@ -229,18 +227,16 @@ def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list
     train, tensor = recipe.train, recipe.train.parallel.tensor_parallel
     if device.kind != "cuda" or device.is_laptop:
         return
-    strategy = ["train.parallel.strategy=fsdp"]
-    if not train.parallel.reshard_after_forward:
-        strategy.append("train.parallel.reshard_after_forward=true")
-    if train.optimizer != "adamw":
-        strategy.append("train.optimizer=adamw")
-    if train.optimizer_state == "int8":
-        strategy.append("train.optimizer_state=fp32")
-    if recipe.adapter is not None and recipe.adapter.base != "full":
-        strategy.append("adapter.base=full")
-    if planned_precision(train.precision, device) == "fp16":
-        strategy.append("train.precision=fp32")
-    shares = _Remedy(tuple(strategy), "weights and state in shares, over a network")
+    strategy = {
+        "train.parallel.strategy=fsdp": True,
+        "train.parallel.reshard_after_forward=true": not train.parallel.reshard_after_forward,
+        "train.optimizer=adamw": train.optimizer != "adamw",
+        "train.optimizer_state=fp32": train.optimizer_state == "int8",
+        "adapter.base=full": recipe.adapter is not None and recipe.adapter.base != "full",
+        "train.precision=fp32": planned_precision(train.precision, device) == "fp16",
+    }
+    needed = tuple(override for override, is_needed in strategy.items() if is_needed)
+    shares = _Remedy(needed, "weights and state in shares, over a network")
     same = _Remedy(("train.activation_checkpointing=block",), "a quarter to a third more work")
     now = arrange(recipe, n_ranks, device)
     in_shares = isinstance(now, Layout) and now.sharding == "fsdp"

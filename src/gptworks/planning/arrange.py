@@ -3,28 +3,20 @@
 `plan`, its advice, the check before training and `launch` all use these functions, so they accept the same recipes.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
 from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.planning.devices import Device
 from gptworks.planning.layout import ONE_DEVICE, Layout
 from gptworks.planning.memory import training_peak
-from gptworks.planning.objectives import copies_start, other_models_bytes, teacher_config
 from gptworks.planning.setting import ANSWERS_AT_ONCE, Setting
+from gptworks.planning.state import copies_start, other_models_bytes, teacher_config
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """The reason why a recipe cannot run on this many devices."""
-
-    rule: str
-    """The setting's value and the rule that it breaks, as a clause."""
-    fix: str
-    """Advice on what to change, as a sentence."""
-
-    def __str__(self) -> str:
-        return f"{self.rule}: {self.fix}"
+class Refusal(str):
+    """Why a recipe cannot run on this many devices: a setting's value, the rule that it breaks, and what to change."""
 
 
 def arrange(recipe: Recipe, n_ranks: int, device: Device) -> Layout | Refusal:
@@ -38,7 +30,7 @@ def arrange(recipe: Recipe, n_ranks: int, device: Device) -> Layout | Refusal:
         UserError: the recipe of a teacher cannot be read.
     """
     if recipe.train.precision == "fp16" and device.kind != "cuda":
-        return Refusal(f"precision fp16 needs a CUDA device and this is {device.kind}", "use auto, bf16 or fp32.")
+        return Refusal(f"precision fp16 needs a CUDA device and this is {device.kind}: use auto, bf16 or fp32.")
     precision = planned_precision(recipe.train.precision, device)
     if (refused := refusal(recipe, n_ranks, precision)) is not None:
         return refused
@@ -64,142 +56,128 @@ def layout_of(recipe: Recipe, n_ranks: int, device: Device) -> Layout:
     """
     arranged = arrange(recipe, n_ranks, device)
     if isinstance(arranged, Refusal):
-        raise UserError(str(arranged))
+        raise UserError(arranged)
     return arranged
 
 
 def refusal(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Refusal | None:
     """Return the first rule that the recipe breaks on `n_ranks` devices of any size; None if it breaks no rule.
-
-    Args:
-        precision: fp32, bf16 or fp16; auto: unknown, so rules about precision are not checked.
-    """
-    model, train, tensor = recipe.model, recipe.train, recipe.train.parallel.tensor_parallel
+    precision: fp32, bf16 or fp16; auto: unknown, so rules about precision are not checked."""
+    tensor = recipe.train.parallel.tensor_parallel
     if n_ranks % tensor:
         return Refusal(
-            f"{n_ranks} ranks are not a multiple of train.parallel.tensor_parallel={tensor}",
-            f"start a multiple of {tensor} processes with `gptworks launch`, or set tensor_parallel to a divisor of "
-            f"{n_ranks}.",
+            f"{n_ranks} ranks are not a multiple of train.parallel.tensor_parallel={tensor}: start a multiple of "
+            f"{tensor} processes with `gptworks launch`, or set tensor_parallel to a divisor of {n_ranks}."
         )
-    n_data = n_ranks // tensor
-    if (refused := _batch_refusal(recipe, n_data)) is not None:
+    if (refused := _batch_refusal(recipe, n_ranks // tensor)) is not None:
         return refused
     if tensor > 1:
-        refused = _tensor_refusal(model, tensor) or _not_in_shares(recipe, precision, f"tensor_parallel={tensor}")
+        refused = _tensor_refusal(recipe.model, tensor) or _not_in_shares(
+            recipe, precision, f"tensor_parallel={tensor}"
+        )
         if refused is None and recipe.adapter is not None:
             rule = f"train.parallel.tensor_parallel={tensor} with an adapter, whose A and B are not divided"
-            return Refusal(rule, "set tensor_parallel=1.")
+            return Refusal(f"{rule}: set tensor_parallel=1.")
         return refused
-    if n_ranks > 1 and train.parallel.strategy == "fsdp":
+    if n_ranks > 1 and recipe.train.parallel.strategy == "fsdp":
         return _not_in_shares(recipe, precision, "strategy=fsdp")
     return None
+
+
+def _first(rules: Iterable[tuple[object, str]]) -> Refusal | None:
+    """Return the first of the rules, given as (whether it is broken, text), that is broken; None if none is."""
+    return next((Refusal(text) for is_broken, text in rules if is_broken), None)
 
 
 def _batch_refusal(recipe: Recipe, n_data: int) -> Refusal | None:
     """Return why a batch cannot be divided into equally many whole micro-batches for each of `n_data` data-parallel
     ranks; None if it can. If the objective generates answers, a micro-batch must consist of whole groups of answers."""
-    train, objective = recipe.train, recipe.objective
-    tensor = train.parallel.tensor_parallel
-    micro = train.rank_micro_batch_size(n_data)
+    train, group = recipe.train, recipe.objective.micro_batch_multiple
+    tensor, micro = train.parallel.tensor_parallel, train.rank_micro_batch_size(n_data)
     what = f"{n_data} ranks" if tensor == 1 else f"{n_data} groups of {tensor} ranks"
-    if train.batch_size % (n_data * micro):
-        return Refusal(
-            f"train.batch_size={train.batch_size} is not a multiple of {what} × micro_batch_size={micro}",
-            f"each has the same number of micro-batches. Change batch_size to a multiple of {n_data * micro}, or "
-            f"micro_batch_size.",
-        )
+    sizes = [(train.batch_size, f"train.batch_size={train.batch_size}", "batch_size")]
     for until, size in train.smaller_batches:
-        if size % (n_data * micro):
-            return Refusal(
-                f"train.smaller_batches has {size} up to step {until}, which is not a multiple of {what} × "
-                f"micro_batch_size={micro}",
-                f"each has the same number of micro-batches. Change it to a multiple of {n_data * micro}, or "
-                f"micro_batch_size.",
-            )
-    if micro % objective.micro_batch_multiple:
-        least = n_data * objective.micro_batch_multiple
-        return Refusal(
-            f"train.batch_size={train.batch_size} gives each of {what} micro-batches of {micro} answers, and the "
-            f"objective.group_size={objective.micro_batch_multiple} answers to a prompt are judged together",
-            f"change batch_size to a multiple of {least}, or take fewer ranks.",
+        sizes.append((size, f"train.smaller_batches has {size} up to step {until}, which", "it"))
+    rules = [
+        (
+            size % (n_data * micro),
+            f"{given} is not a multiple of {what} × micro_batch_size={micro}: each has the same number of "
+            f"micro-batches. Change {name} to a multiple of {n_data * micro}, or micro_batch_size.",
         )
-    return None
+        for size, given, name in sizes
+    ]
+    answers = (
+        f"train.batch_size={train.batch_size} gives each of {what} micro-batches of {micro} answers, and the "
+        f"objective.group_size={group} answers to a prompt are judged together: change batch_size to a multiple of "
+        f"{n_data * group}, or take fewer ranks."
+    )
+    return _first((*rules, (micro % group, answers)))
 
 
 def _tensor_refusal(model: ModelConfig, tensor: int) -> Refusal | None:
-    for name in ("n_heads", "n_kv_heads", "d_ff"):
-        if getattr(model, name) % tensor:
-            return Refusal(
-                f"model.{name}={getattr(model, name)} is not a multiple of train.parallel.tensor_parallel={tensor}",
-                "each rank has the same share. Choose a tensor_parallel that divides n_heads, n_kv_heads and d_ff.",
-            )
-    if model.n_experts:
-        return Refusal(
-            f"train.parallel.tensor_parallel={tensor} does not divide experts (model.n_experts={model.n_experts})",
-            "use strategy=fsdp and tensor_parallel=1.",
+    setting, one = f"train.parallel.tensor_parallel={tensor}", "use strategy=fsdp and tensor_parallel=1."
+    shares = [
+        (
+            getattr(model, name) % tensor,
+            f"model.{name}={getattr(model, name)} is not a multiple of {setting}: each rank has the same share. Choose "
+            f"a tensor_parallel that divides n_heads, n_kv_heads and d_ff.",
         )
-    if model.n_future_tokens > 1:
-        return Refusal(
-            f"train.parallel.tensor_parallel={tensor} does not divide the heads of model.n_future_tokens="
-            f"{model.n_future_tokens}",
-            "use strategy=fsdp and tensor_parallel=1.",
-        )
-    if model.laboratory:
-        return Refusal(
-            f"train.parallel.tensor_parallel={tensor} does not divide model.{model.laboratory[0]}",
-            "use strategy=fsdp and tensor_parallel=1.",
-        )
-    if model.qk_norm == "whole":
-        return Refusal(
-            f"train.parallel.tensor_parallel={tensor} divides the heads, and model.qk_norm=whole normalizes them "
-            f"together",
-            "use strategy=fsdp and tensor_parallel=1.",
-        )
-    if model.dropout_attention:
-        return Refusal(
-            f"train.parallel.tensor_parallel={tensor} would drop the same attention weights in each rank's heads "
-            f"(model.dropout_attention={model.dropout_attention:g})",
-            "set dropout_attention to 0.",
-        )
-    return None
+        for name in ("n_heads", "n_kv_heads", "d_ff")
+    ]
+    future, dropped = f"model.n_future_tokens={model.n_future_tokens}", f"{model.dropout_attention:g}"
+    return _first((
+        *shares,
+        (model.n_experts, f"{setting} does not divide experts (model.n_experts={model.n_experts}): {one}"),
+        (model.n_future_tokens > 1, f"{setting} does not divide the heads of {future}: {one}"),
+        (model.laboratory, f"{setting} does not divide model.{''.join(model.laboratory[:1])}: {one}"),
+        (
+            model.qk_norm == "whole",
+            f"{setting} divides the heads, and model.qk_norm=whole normalizes them together: {one}",
+        ),
+        (
+            model.dropout_attention,
+            f"{setting} would drop the same attention weights in each rank's heads "
+            f"(model.dropout_attention={dropped}): set dropout_attention to 0.",
+        ),
+    ))  # fmt: skip
 
 
 def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | None:
     """Return why the run cannot shard its tensors, as this `setting` of `train.parallel` demands; None if it can."""
-    if recipe.model.repeats_layers:
-        return Refusal(
-            f"model.layer_repeats runs blocks several times and train.parallel.{setting} gathers each for one run",
-            "use strategy=ddp and tensor_parallel=1.",
-        )
-    if precision == "fp16":
-        return Refusal(
-            f"precision fp16 scales the loss by what each rank sees of the gradients, and train.parallel.{setting} "
-            f"divides them",
-            "use bf16 or fp32.",
-        )
-    for name, value, kept, fix in (
-        ("adapter.base", recipe.adapter.base if recipe.adapter else "full", "packed matrices", "full"),
-        ("train.optimizer_state", recipe.train.optimizer_state, "moments in blocks of 256", "fp32"),
-    ):
-        if value != fix:
-            return Refusal(
-                f"{name}={value} keeps {kept} whole on each device and train.parallel.{setting} divides them",
-                f"use strategy=ddp and tensor_parallel=1, or {name}={fix}.",
-            )
-    if recipe.objective.rollouts and recipe.train.parallel.tensor_parallel > 1:
-        return Refusal(
-            f"objective.type={recipe.objective.type} samples with whole weights and train.parallel.{setting} divides "
-            f"them",
-            "set tensor_parallel=1.",
-        )
-    if recipe.objective.rollouts and copies_start(recipe):
-        return Refusal(
-            f"objective.type={recipe.objective.type} with beta above 0 keeps a whole copy of the starting model and "
-            f"train.parallel.{setting} divides models",
-            "use strategy=ddp, or set objective.beta=0, or train an adapter, without which the model is the starting "
-            "model.",
-        )
-    return None
+    where, alone, objective = f"train.parallel.{setting}", "use strategy=ddp and tensor_parallel=1", recipe.objective
+    base, moments = recipe.adapter.base if recipe.adapter else "full", recipe.train.optimizer_state
+    return _first((
+        (
+            recipe.model.repeats_layers,
+            f"model.layer_repeats runs blocks several times and {where} gathers each for one run: {alone}.",
+        ),
+        (
+            precision == "fp16",
+            f"precision fp16 scales the loss by what each rank sees of the gradients, and {where} divides them: use "
+            f"bf16 or fp32.",
+        ),
+        (
+            base != "full",
+            f"adapter.base={base} keeps packed matrices whole on each device and {where} divides them: {alone}, or "
+            f"adapter.base=full.",
+        ),
+        (
+            moments != "fp32",
+            f"train.optimizer_state={moments} keeps moments in blocks of 256 whole on each device and {where} divides "
+            f"them: {alone}, or train.optimizer_state=fp32.",
+        ),
+        (
+            objective.rollouts and recipe.train.parallel.tensor_parallel > 1,
+            f"objective.type={objective.type} samples with whole weights and {where} divides them: set "
+            f"tensor_parallel=1.",
+        ),
+        (
+            objective.rollouts and copies_start(recipe),
+            f"objective.type={objective.type} with beta above 0 keeps a whole copy of the starting model and {where} "
+            f"divides models: use strategy=ddp, or set objective.beta=0, or train an adapter, without which the model "
+            f"is the starting model.",
+        ),
+    ))  # fmt: skip
 
 
 def planned_precision(name: str, device: Device) -> str:
@@ -211,15 +189,10 @@ def planned_precision(name: str, device: Device) -> str:
 
 def device_setting(recipe: Recipe, device: Device, layout: Layout, precision: str | None = None) -> Setting:
     """Return `rank_setting` with the attention kernels that torch has for the device.
-
-    Args:
-        precision: precision of the matrix products; None: the one that `train.precision` selects on the device.
-    """
+    precision: precision of the matrix products; None: the one that `train.precision` selects on the device."""
     precision = precision or planned_precision(recipe.train.precision, device)
     setting = rank_setting(recipe, precision, device.on_cpu, layout)
-    return replace(
-        setting, has_flash=device.has_flash, has_fused=device.has_fused, fuses_groups=device.fuses_groups
-    )  # fmt: skip
+    return replace(setting, has_flash=device.has_flash, has_fused=device.has_fused, fuses_groups=device.fuses_groups)
 
 
 def rank_setting(recipe: Recipe, precision: str, on_cpu: bool, layout: Layout = ONE_DEVICE) -> Setting:

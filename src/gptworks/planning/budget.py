@@ -5,11 +5,9 @@ from math import ceil
 
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
-from gptworks.planning.advice import recipe_with
-from gptworks.planning.arrange import Refusal, arrange
-from gptworks.planning.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER, with_largest_micro_batch
+from gptworks.planning.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
+from gptworks.planning.devices import largest_that_fits
 from gptworks.planning.run import Plan
-from gptworks.planning.run import plan as plan_recipe
 
 MOST_GROUPS = 512
 """Largest number of key/value heads of a model to try (query heads, if it has only one key/value head)."""
@@ -91,15 +89,10 @@ def _largest(plan: Plan, seconds: float) -> tuple[Largest | None, str]:
         planned = found[groups]
         return planned is not None and planned[0].fits and _optimal_seconds(planned[0]) <= seconds
 
-    low, high = 0, 1
-    while high <= MOST_GROUPS and suffices(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if suffices(middle) else (low, middle)
-    if not low or (best := found[low]) is None:
+    groups = largest_that_fits(suffices, 0, MOST_GROUPS + 1)
+    if not groups or (best := found[groups]) is None:
         return None, "not even the smallest of this shape has enough time and memory"
-    next_larger = found.get(high)
+    next_larger = found.get(groups + 1)
     by_memory = next_larger is not None and not next_larger[0].fits and _optimal_seconds(next_larger[0]) <= seconds
     chosen, overrides = best
     tokens, took = COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER * chosen.parameters.total, _optimal_seconds(chosen)
@@ -117,14 +110,9 @@ def _optimal_seconds(plan: Plan) -> float:
 def _of_size(plan: Plan, groups: int) -> tuple[Plan, tuple[str, ...]] | None:
     """Return the plan of the model with `groups` key/value heads and the overrides that make it; None if it cannot be
     built or divided among the devices."""
-    overrides, ranks = size_overrides(plan.recipe.model, groups), plan.setting.layout.world_size
-    try:
-        recipe = (plan.apply or recipe_with(plan.recipe))(overrides, ranks)
-        recipe = with_largest_micro_batch(recipe, plan.device, ranks)
-        if isinstance(arrange(recipe, ranks, plan.device), Refusal):
-            return None
-        sized = plan_recipe(recipe, plan.data, device=plan.device, n_ranks=ranks, utilization=plan.utilization)
-    except UserError:
+    overrides = size_overrides(plan.recipe.model, groups)
+    sized = plan.changed(overrides, largest_micro_batch=True)
+    if sized is None:
         return None
     if plan.measured is not None and plan.tokens_per_second is not None:  # assume the measured FLOP/s for every size
         rate = plan.tokens_per_second * plan.flops_per_token / sized.flops_per_token

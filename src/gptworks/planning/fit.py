@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from gptworks.config import Recipe
 from gptworks.planning.arrange import Refusal, arrange, device_setting, planned_precision
-from gptworks.planning.devices import Device
+from gptworks.planning.devices import Device, largest_that_fits
 from gptworks.planning.host import HostMemory, host_memory
 from gptworks.planning.layout import Layout
 from gptworks.planning.memory import generation_peak, training_peak
@@ -75,33 +75,18 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // size for size in small)}, reverse=True)
 
 
-def largest_micro_batch(setting: Setting, capacity_bytes: int, step_samples: int | None = None) -> int:
+def largest_micro_batch(setting: Setting, capacity_bytes: int, step_samples: int) -> int:
     """Return the largest micro-batch whose step fits into `capacity_bytes`; 0 if even one sample does not fit.
-
-    Args:
-        step_samples: samples per step on one device. With smaller micro-batches, gradients accumulate, so they are
-            in memory during the forward pass. None: `setting.accumulates` says whether gradients accumulate.
-    """
+    step_samples: samples per step on one device. With smaller micro-batches, gradients accumulate, so they are in
+    memory during the forward pass."""
 
     def fits(size: int) -> bool:
-        several = setting.accumulates if step_samples is None else size < step_samples
-        tried = replace(setting, micro_batch_size=size, accumulates=several)
+        tried = replace(setting, micro_batch_size=size, accumulates=size < step_samples)
         return training_peak(tried).total_bytes <= capacity_bytes
 
-    def last(low: int, high: int) -> int:
-        """Return the largest size below `high` that fits; `low` if no size above it fits."""
-        step = 1
-        while low + step < high and fits(low + step):
-            low, step = low + step, 2 * step
-        top = min(low + step, high)
-        while top - low > 1:
-            middle = (low + top) // 2
-            low, top = (middle, top) if fits(middle) else (low, middle)
-        return low
-
-    if step_samples is not None and fits(step_samples):  # one micro-batch per step: no gradients are accumulated
-        return last(step_samples, max(LARGEST_BATCH, step_samples) + 1)
-    return last(0, LARGEST_BATCH + 1 if step_samples is None else step_samples)
+    if fits(step_samples):  # one micro-batch per step: no gradients are accumulated
+        return largest_that_fits(fits, step_samples, max(LARGEST_BATCH, step_samples) + 1)
+    return largest_that_fits(fits, 0, step_samples)
 
 
 def alternatives(recipe: Recipe, n_ranks: int, device: Device) -> list[Alternative]:

@@ -1,18 +1,18 @@
-"""FLOPs of a model's forward and backward pass, computed from its configuration.
+"""FLOPs of a model's forward and backward pass, and of training with its objective's further passes.
 
 A multiply-add is two operations. Only matrix products are counted. Norms, activations, softmax, rotation and the
 embedding lookup are together a few thousandths of the work.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from math import prod
 
-from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig
+from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, Recipe, computes_again
 from gptworks.errors import UserError
 from gptworks.model.outline import Outline, Sizes, formed_pairs
-from gptworks.planning.params import require_vocab_size
-from gptworks.planning.trained import trains
+from gptworks.planning.params import require_vocab_size, trained, trains
+from gptworks.planning.state import teacher_config
 
 BACKWARD_PER_FORWARD = 2
 """The backward pass of a matrix product has two products of the same size (Kaplan et al., 2020, section 2.1)."""
@@ -165,3 +165,71 @@ class Products(Outline):
         self.backward[part] += backward
         before = self.modules.get(module, (0, 0))
         self.modules[module] = (before[0] + forward, before[1] + backward)
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs per token of a training step, with rows of full length and dense attention."""
+
+    forward: dict[str, float]
+    """Forward FLOPs per token by part, such as `mlp` or `teacher`."""
+    backward: dict[str, float]
+    again_per_token: float
+    """FLOPs per token that activation checkpointing recomputes. `per_token` excludes them, as PaLM's MFU does."""
+    before_first_step_per_token: float = 0.0
+    """FLOPs per token of the pass that scores each sample once before training; 0 if the objective needs none."""
+
+    @property
+    def per_token(self) -> float:
+        return sum(self.forward.values()) + sum(self.backward.values())
+
+
+def training_work(recipe: Recipe) -> Work:
+    """Count the FLOPs per token of training with this recipe.
+
+    Raises:
+        UserError: the vocabulary size is unknown, or a teacher's recipe cannot be read.
+    """
+    length, model = recipe.row_length, recipe.model
+    products = training_products(recipe, by_expert=False)
+    forward = {part: n / (length * products.parts) for part, n in products.forward.items()}
+    backward = {part: n / (length * products.parts) for part, n in products.backward.items()}
+    plain = forward_flops(model, length).per_token_dense + forward.get("adapter", 0.0)
+    again = _computed_again(recipe, products, trained(model, recipe.adapter, recipe.freeze).n_still)
+    if (teacher := teacher_config(recipe)) is not None:
+        forward["teacher"] = forward_flops(teacher, length).per_token_dense
+    if rollouts := recipe.objective.rollouts:
+        answered = min(1.0, rollouts.max_tokens / length)
+        prompts = (1 - answered) / rollouts.group_size  # a group's answers share the prefill of the prompt
+        forward["sampling"] = plain * (answered + prompts) / rollouts.steps
+        forward["sampling_policy"] = plain / rollouts.steps
+        if recipe.objective.keeps_start:
+            forward["reference"] = (plain - forward.get("adapter", 0.0)) / rollouts.steps
+    return Work(
+        forward=forward,
+        backward={name: backward.get(name, 0.0) for name in forward},
+        again_per_token=again / length,
+        before_first_step_per_token=plain if recipe.objective.scores_start else 0.0,
+    )
+
+
+def _computed_again(recipe: Recipe, products: Products, n_still: int) -> float:
+    """Return the FLOPs that activation checkpointing recomputes for a text. Recomputation of a block stops at the last
+    tensor to be saved, so it leaves out the MLP's last product if no later tensor is saved."""
+    model, train = recipe.model, recipe.train
+    saves_behind = model.norm_placement != "before" or model.n_experts or model.dropout_residual or recipe.adapter
+    whole = saves_behind or train.parallel.tensor_parallel > 1
+    once: defaultdict[int, float] = defaultdict(float)
+    n_runs = Counter(model.layer_uses)
+    for name, (forward, _) in products.modules.items():
+        if name.startswith("blocks.") and (whole or not name.endswith(".mlp.down")):
+            layer = int(name.split(".")[1])
+            once[layer] += forward / (products.parts * n_runs[layer])
+    uses = list(enumerate(model.layer_uses))[n_still:]
+    return sum(once[layer] for use, layer in uses if computes_again(train.activation_checkpointing, use))
+
+
+def training_products(recipe: Recipe, by_expert: bool) -> Products:
+    """Return the products of a text in training; an adapter's count with its layer."""
+    model, n_future = recipe.model, len(recipe.train.future_weights)
+    return Products(model, recipe.row_length, n_future, recipe.adapter, recipe.freeze, by_expert)

@@ -11,15 +11,9 @@ from math import prod
 
 from gptworks.planning.devices import Device
 from gptworks.planning.layout import shards_of
-from gptworks.planning.params import ParameterCount
+from gptworks.planning.params import ParameterCount, Trained
 from gptworks.planning.setting import Setting
-from gptworks.planning.state import (
-    held_weights_bytes,
-    owned_state_bytes,
-    state_in_parts_bytes,
-    trained_state_bytes,
-)
-from gptworks.planning.trained import Trained
+from gptworks.planning.state import held_weights_bytes, owned_state_bytes, state_in_parts_bytes, trained_state_bytes
 from gptworks.units import readable
 
 PROCESS_BYTES, CUDA_PROCESS_BYTES = 400 * 10**6, 10**9

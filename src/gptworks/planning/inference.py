@@ -70,10 +70,9 @@ def weights_bytes(parameters: ParameterCount, precision: str, outside: bool = Tr
     total = 4 * parameters.total
     if precision == "fp32":
         return total
-    for group in parameters.groups.values():
-        for name, shape in group.tensors.items():
-            if len(shape) == 2 and not stays_whole(name) and (outside or group.in_block):
-                total += group.repeats * (tensor_bytes(shape, precision, group.in_block) - 4 * prod(shape))
+    for group, name, shape in parameters.tensors():
+        if len(shape) == 2 and not stays_whole(name) and (outside or group.in_block):
+            total += group.repeats * (tensor_bytes(shape, precision, group.in_block) - 4 * prod(shape))
     return total
 
 

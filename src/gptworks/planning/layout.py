@@ -7,8 +7,7 @@ from math import prod
 
 from gptworks.choices import Sharding
 from gptworks.config import ModelConfig
-from gptworks.planning.params import ParameterCount, Shape
-from gptworks.planning.trained import Trained
+from gptworks.planning.params import ParameterCount, Shape, Trained
 
 BUCKET_BYTES = 32 * 2**20
 """Approximate bytes of gradients in one all-reduce, a compromise between few messages and little memory."""
@@ -107,38 +106,21 @@ def padded(shape: Shape, n_shards: int) -> int:
 
 def shards_of(parameters: ParameterCount, model: ModelConfig, trained: Trained, n_shards: int) -> Shards:
     """Return the sizes of the groups that `gptworks.training.distributed.parallel.ManyDevices.place` makes.
-
-    Args:
-        n_shards: number of ranks that shard each tensor; 1: not sharded.
-    """
-    groups = parameters.groups.values()
-    in_blocks = sum(group.total for group in groups if group.in_block)
-    whole = sum(
-        group.repeats * prod(shape)
-        for group in groups
-        for shape in group.tensors.values()
-        if group.in_block and (len(shape) < 2 or group.name == "router")
-    )
-    matrices = sum(
-        group.repeats * padded(shape, n_shards)
-        for group in groups
-        for shape in group.tensors.values()
-        if group.in_block and len(shape) > 1 and group.name != "router"
-    )
-    outside = sum(
-        group.repeats * padded(shape, n_shards)
-        for group in groups
-        for shape in group.tensors.values()
-        if not group.in_block
-    )
-    block, added = (
-        matrices // model.n_layers,
-        sum(padded(shape, n_shards) for shape in trained.adapters) // model.n_layers,
-    )
-    own_outside = parameters.total - in_blocks
+    n_shards: number of ranks that shard each tensor; 1: not sharded."""
+    whole = matrices = outside = 0
+    for group, _, shape in parameters.tensors():
+        if not group.in_block:
+            outside += padded(shape, n_shards)
+        elif len(shape) < 2 or group.name == "router":
+            whole += group.repeats * prod(shape)
+        else:
+            matrices += group.repeats * padded(shape, n_shards)
+    block = matrices // model.n_layers
+    added = sum(padded(shape, n_shards) for shape in trained.adapters) // model.n_layers
+    in_blocks = sum(group.total for group in parameters.groups.values() if group.in_block)
     is_outside = trained.embedding or trained.head
-    trained_outside = outside if is_outside else 0
-    of_blocks = max(0, trained.parameters - trained.added - own_outside * is_outside) / max(in_blocks, 1)
+    own_outside = is_outside * (parameters.total - in_blocks)
+    of_blocks = max(0, trained.parameters - trained.added - own_outside) / max(in_blocks, 1)
     return Shards(
         n_shards=n_shards,
         padding=(matrices + outside) / max(1, parameters.total - whole) - 1,
@@ -146,9 +128,9 @@ def shards_of(parameters: ParameterCount, model: ModelConfig, trained: Trained, 
         outside=outside,
         whole=whole,
         trained_block=round(of_blocks * block) + added,
-        trained_outside=trained_outside,
+        trained_outside=outside * is_outside,
         trained_whole=round(of_blocks * whole),
-        largest=max(prod(shape) for group in groups for shape in group.tensors.values()),
+        largest=max(prod(shape) for _, _, shape in parameters.tensors()),
     )
 
 

@@ -18,18 +18,12 @@ from gptworks.model.gpt import GPT
 from gptworks.model.loss import loss_chunk_bytes, scoring_bytes
 from gptworks.model.rotary import rotary_tables_bytes
 from gptworks.model.scores import bias_bytes, is_blocked
-from gptworks.planning.frozen import as_first, as_trained
 from gptworks.planning.host import building_bytes, placed_bytes, starting_bytes
 from gptworks.planning.inference import kv_cache_bytes
 from gptworks.planning.layout import BUCKET_BYTES, shards_of
 from gptworks.planning.serving import step_bytes
 from gptworks.planning.setting import ANSWERS_AT_ONCE, UNPACKED_ELSEWHERE, UNPACKED_ON_CPU, Setting, slots_for
-from gptworks.planning.state import (
-    held_weights_bytes,
-    optimizer_scratch_bytes,
-    owned_state_bytes,
-    state_in_parts_bytes,
-)
+from gptworks.planning.state import held_weights_bytes, optimizer_scratch_bytes, owned_state_bytes, state_in_parts_bytes
 from gptworks.planning.timeline import (
     AVERAGE,
     CACHE,
@@ -45,6 +39,8 @@ from gptworks.planning.timeline import (
     WEIGHTS,
     Peak,
     Timeline,
+    as_first,
+    as_trained,
 )
 
 RECEIVING = 2
@@ -66,10 +62,7 @@ def training_peak(setting: Setting) -> Peak:
 
 def generation_peak(setting: Setting, gathered: bool = False) -> Peak:
     """Estimate the peak memory of a device between steps, while an engine generates samples or answers.
-
-    Args:
-        gathered: whether FSDP gathers all blocks once; otherwise it gathers each block in each step of the engine.
-    """
+    gathered: whether FSDP gathers all blocks once; otherwise it gathers each block in each step of the engine."""
     return _Step(setting, setting.row_length).generating(gathered)
 
 
@@ -109,9 +102,8 @@ class _Step(Timeline):
         self.layers = range(self.trained.n_still, len(self.uses))  # positions with a backward pass
         self.element_bytes = 2 if self.layout.gathers == "bf16" else 4  # bytes per element of gathered matrices
         self.gathered_bytes = self.element_bytes * self.shards.block if self.sharded else 0
-        self.no_copies = (
-            self.sharded and self.element_bytes == self.shapes.product_bytes
-        )  # autocast makes no copies of gathered weights in its own dtype
+        # autocast makes no copies of gathered weights in its own dtype
+        self.no_copies = self.sharded and self.element_bytes == self.shapes.product_bytes
         self.reducing_bytes = 0  # input of the latest reduce-scatter, which may still be running
         self.bucket_bytes = 0  # gradients collected for the next all-reduce
         self.block_gradients_bytes = 0  # one block's gradients before their reduce-scatter

@@ -6,11 +6,10 @@ from typing import Self
 
 from gptworks.config import Recipe
 from gptworks.model.outline import stays_whole
+from gptworks.planning.flops import training_products
 from gptworks.planning.inference import kept_ids_bytes, kv_cache_bytes, tensor_bytes
-from gptworks.planning.params import Shape, count_parameters
+from gptworks.planning.params import Shape, count_parameters, moments_in_8_bits, trains
 from gptworks.planning.state import matrix_state_bytes
-from gptworks.planning.trained import moments_in_8_bits, trains
-from gptworks.planning.work import work_of_modules
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,8 @@ class Figures:
 
 
 def module_figures(recipe: Recipe) -> dict[str, Figures]:
-    """Return the figures of each module by name, such as `blocks.0.attention.query`; see `work_of_modules`.
+    """Return the figures of each module by name, such as `blocks.0.attention.query`. `blocks.0.attention` itself has
+    only the scores and weighted sums.
 
     Raises:
         UserError: the vocabulary size is unknown.
@@ -49,9 +49,11 @@ def module_figures(recipe: Recipe) -> dict[str, Figures]:
     for name, shape in count_parameters(model).shapes.items():
         module = name.rpartition(".")[0]
         made[module] = made.get(module, Figures()) + _of_tensor(recipe, name, shape)
-    for module, (forward, backward) in work_of_modules(recipe).items():
+    products = training_products(recipe, by_expert=True)
+    n = recipe.row_length * products.parts
+    for module, (forward, backward) in products.modules.items():
         name = "untied_head" if module == "head" and not model.tie_embeddings else module
-        made[name] = made.get(name, Figures()) + Figures(forward=forward, backward=backward)
+        made[name] = made.get(name, Figures()) + Figures(forward=forward / n, backward=backward / n)
     for module in [module for module in made if module.endswith(cached)]:
         made[module] += Figures(kv_cache_bytes_per_token=cache * model.layer_uses.count(int(module.split(".")[1])))
     if ids:

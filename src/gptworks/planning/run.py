@@ -1,27 +1,28 @@
 """Estimates a training run before it starts: parameters, FLOPs, memory, steps, time and disk space."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, lcm
 
 from gptworks.config import Recipe, TrainConfig
-from gptworks.planning.advice import Apply, Change, changes_that_fit
+from gptworks.errors import UserError
+from gptworks.planning.advice import Apply, Change, changes_that_fit, recipe_with
 from gptworks.planning.arrange import device_setting, layout_of
-from gptworks.planning.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
+from gptworks.planning.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER, with_largest_micro_batch
 from gptworks.planning.device_table import DEVICES
 from gptworks.planning.devices import UTILIZATION, Device, this_cpu
 from gptworks.planning.fit import Alternative, Need, alternatives, largest_micro_batch, need
+from gptworks.planning.flops import Work, training_work
 from gptworks.planning.host import HostMemory, checkpoint_bytes
 from gptworks.planning.inference import InferenceMemory, inference_memory
 from gptworks.planning.memory import training_peak
 from gptworks.planning.network import StepTime, collectives, machines, sent_bytes, step_time
-from gptworks.planning.params import ParameterCount, count_parameters
+from gptworks.planning.params import ParameterCount, Trained, count_parameters
 from gptworks.planning.setting import ANSWERS_AT_ONCE, Setting
 from gptworks.planning.state import held_weights_bytes, trained_state_bytes
 from gptworks.planning.steps import UNKNOWN_SIZE, DataSize, planned_steps
 from gptworks.planning.timeline import Peak
-from gptworks.planning.trained import Trained
-from gptworks.planning.work import Work, training_work
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,10 @@ class Plan:
     @property
     def total_flops(self) -> float | None:
         before = self.flops_before_first_step
-        if self.full_steps is None or before is None:
+        if self.steps is None or before is None:
             return None
-        return before + self.full_steps * self.flops_per_step - self._flops_less(again=False)
+        full_steps = self.train.samples_before(self.steps) / self.train.batch_size
+        return before + full_steps * self.flops_per_step - self._flops_less(again=False)
 
     def _flops_less(self, again: bool) -> float:
         """Return the FLOPs that `train.shorter_contexts` saves, compared with the same tokens in rows of the full
@@ -152,11 +154,6 @@ class Plan:
                 cheaper += (self.work.again_per_token - work.again_per_token) if again else 0.0
                 less += samples * self._tokens_per_sample * cheaper
         return less
-
-    @property
-    def full_steps(self) -> float | None:
-        """Number of steps of `train.batch_size` samples that would read as many samples as the run; None if unknown."""
-        return None if self.steps is None else self.train.samples_before(self.steps) / self.train.batch_size
 
     @property
     def flops_by_part(self) -> dict[str, tuple[float, float]]:
@@ -220,6 +217,21 @@ class Plan:
         ranks = self.setting.layout.world_size
         return [] if self.fits else changes_that_fit(self.recipe, ranks, self.device, self.apply)
 
+    def changed(self, overrides: Sequence[str], largest_micro_batch: bool = False) -> "Plan | None":
+        """Return the plan of the recipe with overrides applied, on the same devices; None if it cannot run there.
+        largest_micro_batch: also set the largest micro-batch that fits."""
+        n_ranks = self.setting.layout.world_size
+        try:
+            recipe = (self.apply or recipe_with(self.recipe))(overrides, n_ranks)
+            if largest_micro_batch:
+                recipe = with_largest_micro_batch(recipe, self.device, n_ranks)
+            return plan(
+                recipe, self.data, steps_reason=self.steps_reason, device=self.device, n_ranks=n_ranks,
+                utilization=self.utilization,
+            )  # fmt: skip
+        except UserError:
+            return None
+
     @property
     def smallest_device(self) -> str | None:
         """Name of the known device of this kind with the least memory that holds the run as it is; None if the run fits
@@ -247,9 +259,8 @@ class Plan:
     @property
     def _rate(self) -> float | None:
         """FLOP/s that all devices reach together at `utilization`; ranks on one machine's CPU share its FLOP/s."""
-        rate, layout = self.device.flops(self.setting.precision), self.setting.layout
-        n = machines(layout, self.device) if self.device.on_cpu else layout.world_size
-        return None if rate is None else rate * self.utilization * n
+        rate = self.device.flops(self.setting.precision)
+        return None if rate is None else rate * self.utilization * self.n_priced
 
     @property
     def micro_steps(self) -> int:

@@ -10,11 +10,11 @@ from gptworks.errors import UserError
 from gptworks.kernels.step import refused_architecture
 from gptworks.model.cost import Shapes
 from gptworks.model.gpt import GPT
-from gptworks.model.rotary import rotary_tables_bytes
-from gptworks.planning.devices import Device
+from gptworks.planning.devices import Device, largest_that_fits
 from gptworks.planning.inference import PRECISIONS, kv_cache_bytes, tensor_bytes, weights_bytes
 from gptworks.planning.params import ParameterCount, count_parameters, require_vocab_size
 from gptworks.planning.setting import PREFILL_TOKENS, UNPACKED_ELSEWHERE, UNPACKED_ON_CPU
+from gptworks.planning.state import tables_bytes
 
 CPU_ROWS = 128
 """Prompt tokens that the C++ engine computes in one step, in addition to a token of each other text."""
@@ -50,19 +50,19 @@ class Serving:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the keys and values of full slots."""
-        length = -(-self.context // BLOCK) * BLOCK if self._in_cpp else self.context
+        length = -(-self.context // BLOCK) * BLOCK if _in_cpp(self.model, self.device) else self.context
         scale_bytes = 4 if self.cache == "int8" else 0
         return self.requests * kv_cache_bytes(self.model, length, CACHE_BYTES[self.cache], scale_bytes)
 
     @property
     def tables_bytes(self) -> int:
         """Bytes of the rotary tables, which cover the whole context of the model."""
-        return rotary_tables_bytes(Shapes(self.model, 1, self.model.context_length, 4, self.device.on_cpu))
+        return tables_bytes(self.model)
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of a step's tensors and scratch memory; on a CPU an upper bound, as threads share rows differently."""
-        if not self._in_cpp:
+        if not _in_cpp(self.model, self.device):
             on_cpu, cache_bytes = self.device.on_cpu, CACHE_BYTES[self.cache]
             in_place = on_cpu or self.device.has_flash
             step = step_bytes(self.model, self.requests, self.context, 4, cache_bytes, in_place, on_cpu)
@@ -85,14 +85,7 @@ class Serving:
     @property
     def most_requests(self) -> int:
         """Largest number of requests, up to `MOST_REQUESTS`, that fits; 0 if the memory is too small for one."""
-        low, high = 0, 1
-        while high <= MOST_REQUESTS and replace(self, requests=high).fits:
-            low, high = high, 2 * high
-        high = min(high, MOST_REQUESTS + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if replace(self, requests=middle).fits else (low, middle)
-        return low
+        return largest_that_fits(lambda n: replace(self, requests=n).fits, 0, MOST_REQUESTS + 1)
 
     @property
     def most_tokens_per_second(self) -> float | None:
@@ -110,12 +103,8 @@ class Serving:
     def alternatives(self) -> Iterator["Serving"]:
         """The same requests with the weights in each format, and last with weights in int4 and a cache in int8."""
         for weights in PRECISIONS:
-            yield replace(self, weights=weights, cache=_cache("auto", weights, self._in_cpp))
+            yield replace(self, weights=weights, cache=_cache("auto", weights, _in_cpp(self.model, self.device)))
         yield replace(self, weights=PRECISIONS[-1], cache="int8")
-
-    @property
-    def _in_cpp(self) -> bool:
-        return _in_cpp(self.model, self.device)
 
 
 CACHE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}

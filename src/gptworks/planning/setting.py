@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from gptworks.config import FreezeConfig, LoRAConfig, ModelConfig, TrainConfig
 from gptworks.config.objective import NEXT_TOKEN, ObjectiveSettings
 from gptworks.planning.layout import ONE_DEVICE, Layout, rank_config
-from gptworks.planning.params import ParameterCount, count_parameters
-from gptworks.planning.trained import Trained, trained
+from gptworks.planning.params import ParameterCount, Trained, count_parameters, trained
 
 ANSWERS_AT_ONCE = 32
 """Largest number of texts that an engine generates in one batch if its number of slots is not set."""

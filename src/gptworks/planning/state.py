@@ -1,14 +1,16 @@
-"""Bytes of the weights, of the optimizer's state and of the scratch memory of an update."""
+"""Bytes of the weights, of the optimizer's state, of an update's scratch memory, and of an objective's second model."""
 
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
 
+from gptworks.config import ModelConfig, Recipe
 from gptworks.config.optimizers import AT_ONCE, CPU_AT_ONCE, OPTIMIZERS
+from gptworks.errors import UserError
 from gptworks.planning.inference import weights_bytes
 from gptworks.planning.layout import divided
-from gptworks.planning.params import ParameterCount, Shape
-from gptworks.planning.trained import Trained, everything
+from gptworks.planning.params import ParameterCount, Shape, Trained, count_parameters, everything, trained
+from gptworks.recipe import load_recipe
 
 
 def held_weights_bytes(parameters: ParameterCount, trained: Trained) -> int:
@@ -71,8 +73,7 @@ def optimizer_scratch_bytes(
     """
     by_adamw = {
         prod(shape)
-        for group in parameters.groups.values()
-        for shape in group.tensors.values()
+        for group, _, shape in parameters.tensors()
         if len(shape) == 2 and not group.in_block and (trained.embedding or trained.head)
     }
     shapes = Counter(trained.matrices if not trained.rank else everything(parameters).matrices)
@@ -84,3 +85,42 @@ def optimizer_scratch_bytes(
     if moments == "int8":
         return max(least, 12 * min(largest, CPU_AT_ONCE if on_cpu else AT_ONCE))
     return max(least, OPTIMIZERS[optimizer].scratch_bytes(shapes))
+
+
+def teacher_config(recipe: Recipe) -> ModelConfig | None:
+    """Return the configuration of the run's teacher; None if the objective has no teacher.
+
+    Raises:
+        UserError: the teacher's run folder has no recipe, or its recipe cannot be read.
+    """
+    folder = recipe.objective.teacher_run
+    if folder is None:
+        return None
+    if not (folder / "recipe.yaml").exists():
+        raise UserError(f"objective.teacher={folder} is not a run folder: it has no recipe.yaml.")
+    return load_recipe(folder).model
+
+
+def other_models_bytes(recipe: Recipe) -> int:
+    """Return the bytes of weights and rotary tables of the objective's second model. 0: the objective has none, or its
+    second model is the trained model without the adapter."""
+    if (model := teacher_config(recipe)) is not None:
+        return 4 * count_parameters(model).total + tables_bytes(model)
+    if not copies_start(recipe):
+        return 0
+    count = count_parameters(recipe.model)
+    part = trained(recipe.model, recipe.adapter, recipe.freeze)
+    return held_weights_bytes(count, part) + tables_bytes(recipe.model)
+
+
+def copies_start(recipe: Recipe) -> bool:
+    """Return whether the objective keeps a copy of the starting model; it needs none if only an adapter is trained."""
+    return recipe.objective.keeps_start and (recipe.adapter is None or recipe.adapter.embeddings)
+
+
+def tables_bytes(model: ModelConfig) -> int:
+    """Return the bytes of the rotary tables: the cosines and sines of every position."""
+    from gptworks.model.cost import Shapes  # loads torch, which `gptworks presets` does not need
+    from gptworks.model.rotary import rotary_tables_bytes
+
+    return rotary_tables_bytes(Shapes(model, batch_size=0, length=0, product_bytes=4, on_cpu=True))

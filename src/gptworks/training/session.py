@@ -22,7 +22,7 @@ from gptworks.training.prefetch import Prefetcher
 from gptworks.training.progress import Length, Progress
 from gptworks.training.record.display import Display
 from gptworks.training.record.reporter import Reporter
-from gptworks.training.rehearsal.held import StepMemory
+from gptworks.training.rehearsal.measure import StepMemory
 from gptworks.training.setup import PreparedRun
 from gptworks.training.start import starting_weights
 from gptworks.training.state import TrainingState

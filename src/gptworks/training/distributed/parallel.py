@@ -45,8 +45,10 @@ from gptworks.training.distributed.ranks import ALONE, Ranks
 from gptworks.training.distributed.shards import DIMENSIONS, divided_over, local, part_of, places_of, sizes_of
 from gptworks.training.distributed.sums import GradientSums, Timed
 
-NO_HOLDERS: Mapping[str, int] = {}
-"""The empty mapping: no tensor is kept by only one rank."""
+Holders = Mapping[str, int]
+"""The rank of each tensor that only one rank keeps, by the tensor's name."""
+
+NO_HOLDERS: Holders = {}
 
 
 class StopAsked(Exception):
@@ -65,10 +67,7 @@ class Parallel:
     """All ranks, in dimensions data and tensor; None: a single rank."""
 
     def __init__(self, train: TrainConfig, varying_widths: bool = False) -> None:
-        """
-        Args:
-            varying_widths: whether batches differ in length; blocks are then compiled for any length.
-        """
+        """varying_widths: whether batches differ in length; blocks are then compiled for any length."""
         self.compile, self.varying_widths = train.compile, varying_widths
         self.stop_asked: Callable[[], str | None] = lambda: None
         """Returns the signal that asked this process to stop, or None. Evaluations call it before each batch."""
@@ -111,10 +110,7 @@ class Parallel:
 
     def gradient_norm(self, prefix: str = "", scalars: Scalars | None = None) -> float:
         """Return the norm of the gradients of all parameters whose names start with `prefix`.
-
-        Args:
-            scalars: numbers that the host reads together with the norm; None: only the norm.
-        """
+        scalars: numbers that the host reads together with the norm; None: only the norm."""
         scalars = Scalars() if scalars is None else scalars
         named = self.parameters.items()
         norm = nn.utils.get_total_norm([p.grad for n, p in named if p.grad is not None and n.startswith(prefix)])
@@ -127,34 +123,21 @@ class Parallel:
         device = next(p.grad.device for p in parameters if p.grad is not None)
         nn.utils.clip_grads_with_norm_(parameters, max_norm, torch.full((), norm, device=device))
 
-    def shard_tensors(self, tensors: dict[str, Tensor], holders: Mapping[str, int] = NO_HOLDERS) -> dict[str, Tensor]:
-        """Return this rank's shards of whole tensors, which are named `parameter` or `parameter/key`.
-
-        Args:
-            holders: the rank of each tensor that only one rank keeps, by the tensor's name. Other ranks get a tensor
-                without memory, on the meta device.
-        """
+    def shard_tensors(self, tensors: dict[str, Tensor], holders: Holders = NO_HOLDERS) -> dict[str, Tensor]:
+        """Return this rank's shards of whole tensors, which are named `parameter` or `parameter/key`. A tensor that
+        another rank keeps has no memory here: it is on the meta device."""
         return tensors
 
-    def parts(
-        self, tensors: dict[str, Tensor], holders: Mapping[str, int] = NO_HOLDERS
-    ) -> Iterator[tuple[str, TensorPart]]:
+    def parts(self, tensors: dict[str, Tensor], holders: Holders = NO_HOLDERS) -> Iterator[tuple[str, TensorPart]]:
         """Yield the parts of tensors that this rank writes to a checkpoint. Together, ranks write each element once.
-
-        Args:
-            tensors: this rank's shards, as `shard_tensors` returns them.
-            holders: the rank of each tensor that only one rank keeps, by the tensor's name.
-        """
+        tensors: this rank's shards, as `shard_tensors` returns them."""
         return ((name, TensorPart.whole(tensor)) for name, tensor in tensors.items())
 
     @contextmanager
     def inference_mode(self, generates: bool = False) -> Iterator[None]:
         """Context in which the model is used but not trained. All ranks must enter it together.
-
-        Args:
-            generates: whether the engine generates texts in it, with a forward pass for each token. With
-                `gathers_once`, sharded blocks are gathered on entry and not again.
-        """
+        generates: whether the engine generates texts in it, with a forward pass for each token. With `gathers_once`,
+        sharded blocks are gathered on entry and not again."""
         yield
 
     def split_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -343,24 +326,18 @@ class ManyDevices(Parallel):
 
     # -------------------------------------------------------------------------------------- checkpoints
 
-    def shard_tensors(self, tensors: dict[str, Tensor], holders: Mapping[str, int] = NO_HOLDERS) -> dict[str, Tensor]:
-        return {
-            name: self._held(tensor, holders[name]) if name in holders else self._shard(name, tensor)
-            for name, tensor in tensors.items()
-        }
+    def shard_tensors(self, tensors: dict[str, Tensor], holders: Holders = NO_HOLDERS) -> dict[str, Tensor]:
+        return {name: self._shard(name, tensor, holders.get(name)) for name, tensor in tensors.items()}
 
-    def _held(self, tensor: Tensor, holder: int) -> Tensor:
-        return tensor if holder == self.ranks.rank else torch.empty_like(tensor, device="meta")
-
-    def _shard(self, name: str, tensor: Tensor) -> Tensor:
+    def _shard(self, name: str, tensor: Tensor, holder: int | None) -> Tensor:
+        if holder is not None:
+            return tensor if holder == self.ranks.rank else torch.empty_like(tensor, device="meta")
         parameter = self.parameters.get(name, self.parameters.get(name.rpartition("/")[0]))
         if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
             return tensor
         return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
-    def parts(
-        self, tensors: dict[str, Tensor], holders: Mapping[str, int] = NO_HOLDERS
-    ) -> Iterator[tuple[str, TensorPart]]:
+    def parts(self, tensors: dict[str, Tensor], holders: Holders = NO_HOLDERS) -> Iterator[tuple[str, TensorPart]]:
         copies = {name for name, place in places_of(self.mesh).items() if place > 0}
         for name, tensor in tensors.items():
             if name in holders and self.ranks.rank in (0, holders[name]):  # rank 0 names all tensors

@@ -229,11 +229,7 @@ class _Joined(Ranks):
 
 
 def _take_device(device: torch.device, local_rank: int) -> None:
-    """Make this rank's device the current one.
-
-    Raises:
-        UserError: the machine has no device for this rank, or the device is mps, which serves one process.
-    """
+    """Make this rank's device the current one; UserError if the machine has none for it, or if the device is mps."""
     if device.type == "mps":
         raise UserError("device mps serves one process: use train.device=cpu, or start a single process.")
     if device.type == "cuda":
@@ -436,10 +432,7 @@ class _Watch(threading.Thread):
 
     def _end(self, message: str, asks: bool = True) -> None:
         """End the process from this thread, because no exception reaches the main thread inside a collective.
-
-        Args:
-            asks: whether to print the message only if, according to the store, no other rank has reported an error.
-        """
+        asks: whether to print the message only if, according to the store, no other rank has reported an error."""
         if not asks or self.may_speak():
             sys.stderr.write(f"error: {message}\n")
             sys.stderr.flush()

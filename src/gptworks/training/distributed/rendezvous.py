@@ -74,10 +74,7 @@ class ThisMachine:
 
     def leave(self, over: bool) -> None:
         """Wait up to `_PART_SECONDS` for the ranks of all machines to end, since they may use this machine's store.
-
-        Args:
-            over: whether the run has ended for all machines, so that none may join any more.
-        """
+        over: whether the run has ended for all machines, so that none may join any more."""
 
 
 class Machines(ThisMachine):
@@ -202,11 +199,7 @@ def _in_thread(work: Callable[[], T]) -> "Future[T]":
 
 
 def _call(work: Callable[[], T], seconds: float) -> T:
-    """Return what `work` returns; meanwhile, signals are handled at once.
-
-    Raises:
-        TimeoutError: `work` takes longer than `seconds`.
-    """
+    """Return what `work` returns, or raise a TimeoutError after `seconds`; meanwhile, signals are handled at once."""
     return _in_thread(work).result(seconds)
 
 

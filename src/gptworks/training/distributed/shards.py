@@ -1,11 +1,28 @@
-"""Which part of a sharded tensor a rank holds."""
+"""Which part of a sharded tensor a rank holds, and the division of computations on whole matrices among ranks, which
+hold the matrices in parts, in copies, or both.
 
+Each matrix has an owner: the rank that gathers the matrix's parts, computes with the whole matrix, and sends each rank
+its part of the result, as in the distributed Muon of torchtitan and Megatron. `n_copies` groups of `n_parts` ranks each
+hold every matrix. The owner gathers and sends within its group; then each rank of the group broadcasts its part of the
+result to the ranks that hold the same part. A rank's number as an owner is copy · n_parts + part.
+
+    replicated (DDP)             n_copies = ranks, n_parts = 1
+    sharded (FSDP)               n_copies = 1,     n_parts = ranks
+    tensor parallelism           n_copies = data,  n_parts = tensor
+    tensor parallelism and FSDP  n_copies = 1,     n_parts = ranks
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import chain
 from math import prod
 
-from torch import Tensor
+import torch
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from gptworks.planning.layout import divided
 
 DIMENSIONS = ("data", "tensor")
 """Names of the mesh's dimensions, outer first."""
@@ -64,12 +81,122 @@ def shape_of(part: Part) -> tuple[int, ...]:
     return tuple(one.stop - one.start for one in part)
 
 
-def numel_of(part: Part) -> int:
-    """Return the number of elements of a part."""
-    return prod(shape_of(part))
-
-
 def _chunk(numbers: range, n_chunks: int, index: int) -> range:
     """Return the chunk with this index, as `torch.chunk` splits; empty if `torch.chunk` makes fewer chunks."""
     size = -(-len(numbers) // n_chunks)
     return numbers[index * size : (index + 1) * size]
+
+
+Matrices = Sequence[nn.Parameter]
+"""Matrices of one shape and one kind of sharding, which one rank processes together."""
+
+NOTHING: Part = (slice(0, 0), slice(0, 0))
+
+
+class Owners:
+    """The ranks that hold certain matrices, and the collectives with which they exchange parts. Methods take `owned`:
+    the matrices that each rank of this copy owns, by part number."""
+
+    def __init__(self, mesh: DeviceMesh | None, divided_over: Sequence[str]) -> None:
+        """mesh: all ranks, in dimensions data and tensor; None: a single rank.
+        divided_over: names of the mesh dimensions over which the matrices are sharded."""
+        self._mesh, self._divided_over = mesh, divided_over
+        self.ranks = [0]
+        """Global ranks of the owners, by number."""
+        self.number, self.n_parts = 0, 1
+        if mesh is not None:
+            outer_first = sorted(DIMENSIONS, key=divided_over.__contains__)  # copies, then parts
+            self.ranks = sorted(range(mesh.size()), key=lambda rank: [places_of(mesh, rank)[n] for n in outer_first])
+            self.number = self.ranks.index(mesh.get_rank())
+            self.n_parts = prod(sizes_of(mesh)[name] for name in divided_over)
+        self.n_copies = len(self.ranks) // self.n_parts
+        self.copy, self.part = divmod(self.number, self.n_parts)
+
+    def _group(self, of_parts: bool) -> distributed.ProcessGroup | None:
+        """Return the group of ranks that hold the parts of this rank's copy or, if not `of_parts`, the group of ranks
+        that hold the same part in each copy; None: all ranks."""
+        names = [name for name in DIMENSIONS if (name in self._divided_over) == of_parts]
+        return self._mesh.get_group(names[0]) if self._mesh is not None and len(names) == 1 else None
+
+    def part_of(self, matrix: Tensor, number: int | None = None) -> Part:
+        """Return the part of a matrix that the owner with this number holds; None: this rank."""
+        return part_of(matrix, self._mesh, None if number is None else self.ranks[number])
+
+    def gather(self, owned: Sequence[Matrices], made: Callable[[nn.Parameter], Tensor]) -> Tensor:
+        """Return a whole tensor for each matrix that this rank owns, [N, rows, columns], from the parts that the ranks
+        of this copy hold; [0, 0, 0] if it owns none. At least one rank owns some.
+        made: returns this rank's part of a matrix's tensor. The tensor has the matrix's shape; all tensors have one
+        dtype."""
+        mine = owned[self.part]
+        if self.n_parts == 1:
+            return torch.stack([made(matrix) for matrix in mine]) if len(mine) > 1 else made(mine[0])[None]
+        sent = [[made(matrix).flatten() for matrix in matrices] for matrices in owned]
+        like = next(part for parts in sent for part in parts)
+        received = self._exchange(sent, [prod(shape_of(part)) * len(mine) for part in self._parts_of(mine)], like)
+        if not mine:
+            return like.new_empty(0, 0, 0)
+        whole = like.new_empty(len(mine), *mine[0].shape)
+        for part, values in zip(self._parts_of(mine), received, strict=True):
+            whole[:, *part] = values.view(len(mine), *shape_of(part))
+        return whole
+
+    def send(self, owned: Sequence[Matrices], whole: Tensor) -> list[Tensor]:
+        """Send each rank of this copy its parts of `whole`, a tensor for each matrix that this rank owns, [N, rows,
+        columns]; return the parts from each owner, in the same form."""
+        if self.n_parts == 1:
+            return [whole]
+        here = [self.part_of(matrices[0]) if matrices else NOTHING for matrices in owned]
+        received = self._exchange(
+            [[whole[:, *part].flatten()] for part in self._parts_of(owned[self.part])],
+            [prod(shape_of(part)) * len(matrices) for part, matrices in zip(here, owned, strict=True)],
+            whole,
+        )
+        return [v.view(len(m), *shape_of(part)) for v, m, part in zip(received, owned, here, strict=True)]
+
+    def send_rows(self, owned: Sequence[Matrices], values: Tensor) -> list[Tensor]:
+        """Send each rank of this copy `values`, a number per row of the matrices that this rank owns, [N, rows]; return
+        the numbers from each owner, in the same form."""
+        if self.n_parts == 1:
+            return [values]
+        shapes = [(len(matrices), matrices[0].size(0) if matrices else 0) for matrices in owned]
+        received = self._exchange([[values.flatten()]] * self.n_parts, [n * rows for n, rows in shapes], values)
+        return [each.view(shape) for each, shape in zip(received, shapes, strict=True)]
+
+    def broadcast(self, tensor: Tensor, copy: int) -> None:
+        """Broadcast a tensor from copy number `copy` to the ranks that hold the same part in other copies, in place."""
+        if self.n_copies > 1:
+            sent = tensor.contiguous()  # receivers pass a tensor that is contiguous already
+            distributed.broadcast(sent.view(torch.uint8), group=self._group(of_parts=False), group_src=copy)
+
+    def _parts_of(self, matrices: Matrices) -> list[Part]:
+        """Return, for each rank of a copy, the part that it holds of any of these matrices, which are divided alike."""
+        return [self.part_of(matrices[0], number) if matrices else NOTHING for number in range(self.n_parts)]
+
+    def _exchange(self, sent: list[list[Tensor]], sizes: list[int], like: Tensor) -> list[Tensor]:
+        """Send lists of flat tensors to the ranks of this copy; return a flat tensor from each, of the given sizes."""
+        received, bytes_each = like.new_empty(sum(sizes)), like.element_size()
+        distributed.all_to_all_single(  # as bytes, because gloo does not send bf16
+            received.view(torch.uint8),
+            torch.cat([like.new_empty(0), *chain(*sent)]).view(torch.uint8),
+            [bytes_each * size for size in sizes],
+            [bytes_each * sum(tensor.numel() for tensor in tensors) for tensors in sent],
+            group=self._group(of_parts=True),
+        )
+        return list(torch.split(received, sizes))
+
+
+def divided_among_owners(
+    matrices: Matrices, mesh: DeviceMesh | None, work: Callable[[tuple[int, ...]], int]
+) -> Iterator[tuple[Owners, list[list[nn.Parameter]]]]:
+    """Yield the owners of all matrices sharded over the same mesh dimensions, and each owner's matrices, by number.
+
+    Owners get about equal work. All ranks compute the same division, which depends only on shapes and order.
+    work: returns the cost of the computation for a matrix of a shape.
+    """
+    alike: dict[tuple[str, ...], list[nn.Parameter]] = {}
+    for matrix in matrices:
+        alike.setdefault(divided_over(matrix), []).append(matrix)
+    for dimensions, those in alike.items():
+        owners = Owners(mesh, dimensions)
+        shares = divided([work(tuple(matrix.shape)) for matrix in those], len(owners.ranks))
+        yield owners, [[those[index] for index in share] for share in shares]

@@ -13,7 +13,7 @@ from gptworks.errors import UserError
 from gptworks.files import read_regular, sealed_json, unsealed_json, write_whole
 from gptworks.model.gpt import GPT
 from gptworks.model.loss import distillation_loss
-from gptworks.planning.objectives import teacher_config
+from gptworks.planning.state import teacher_config
 from gptworks.recipe import load_recipe
 from gptworks.tokenizer import fingerprint, load_tokenizer
 from gptworks.training.distributed.agreed import agreed_checkpoint
@@ -28,11 +28,8 @@ _MOST_NOTE_BYTES = 1 << 16
 
 
 def _teacher_of_the_start(folder: Path, kept: Path) -> Checkpoint:
-    """Return the teacher's checkpoint in `folder` that the file `kept` records.
-
-    Raises:
-        UserError: `kept` is missing or damaged, or the checkpoint is missing or has changed.
-    """
+    """Return the teacher's checkpoint in `folder` that the file `kept` records; UserError if one of them is missing,
+    damaged or changed."""
     try:
         note = unsealed_json(read_regular(kept, _MOST_NOTE_BYTES, inside=kept.parent))
         checkpoint, sha256 = checkpoint_of_step(folder, note["step"]), note["manifest_sha256"]

@@ -96,11 +96,8 @@ class Preference(PairsObjective):
             write_whole(path.with_suffix(".json"), sealed_json(described))
 
     def _read_reference(self, path: Path) -> dict[str, Tensor]:
-        """Read the starting model's log-probabilities from the run folder.
-
-        Raises:
-            UserError: the file is missing or damaged, or belongs to other data.
-        """
+        """Read the starting model's log-probabilities from the run folder; UserError if the file is missing or damaged,
+        or belongs to other data."""
         n_pairs = sum(map(len, self.pairs.pairs.values()))
         try:
             described, data = (

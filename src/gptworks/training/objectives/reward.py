@@ -32,17 +32,12 @@ from gptworks.infer.engine import Engine
 from gptworks.infer.request import Completion
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.model.gpt import GPT, eval_mode
-from gptworks.model.lora import LORA_PARTS, LowRank
+from gptworks.model.lora import LowRank, is_adapter
 from gptworks.model.loss import target_logprobs
 from gptworks.quantize.linear import weight_tensors
 from gptworks.tensors import Expected, read_tensors
 from gptworks.training.objectives.base import Objective, RunContext, generating
-from gptworks.training.objectives.next_token import (
-    Losses,
-    LossFunction,
-    StepBatches,
-    with_routing,
-)
+from gptworks.training.objectives.next_token import Losses, LossFunction, StepBatches, with_routing
 from gptworks.training.objectives.reward_function import REWARD_FILE, Prompt, keep_reward_file, load_reward, reward_of
 from gptworks.training.objectives.rollouts import ROLLOUTS, RolloutStore
 
@@ -94,16 +89,14 @@ def policy_loss(
 
 def scaled_logprobs(model: GPT, features: Tensor, targets: Tensor, temperature: float) -> Tensor:
     """Return log π of each target at a sampling temperature, float32 [B, T]; 0 where the target is −100."""
-    softcap = (
-        model.config.logit_softcap and model.config.logit_softcap / temperature
-    )  # with this softcap, the result equals capping the logits, then dividing them by the temperature
+    # with this softcap, the result equals capping the logits, then dividing them by the temperature
+    softcap = model.config.logit_softcap and model.config.logit_softcap / temperature
     return target_logprobs(features / temperature, model.head_weight, targets, softcap)
 
 
 def trains_adapters_only(model: GPT) -> bool:
     """Whether training changes only an adapter: the model without its adapter then equals the starting model."""
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return all(name.endswith(LORA_PARTS) for name in trained)
+    return all(is_adapter(name) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
 def sampling_gap(logprobs: Tensor, prompt_tokens: Sequence[int], answers: Sequence[Completion]) -> Tensor:
@@ -167,11 +160,7 @@ class Reward(Objective):
             self._start = self._starting_model()
 
     def _end_token(self, engine: Engine) -> int:
-        """Return the id of the token that the chat template writes to end an answer.
-
-        Raises:
-            UserError: the template writes none.
-        """
+        """Return the id of the token that the chat template writes to end an answer; UserError if it writes none."""
         ends = () if engine.chat_template is None else engine.chat_template.end_token_ids
         if not ends:
             raise UserError(
@@ -181,11 +170,8 @@ class Reward(Objective):
         return ends[0]
 
     def _fitting_prompts(self, split: str) -> dict[int, Prompt]:
-        """Return the prompts of a split that leave room in the context for `max_tokens` more tokens, by number.
-
-        Raises:
-            UserError: fewer than half of the prompts leave room.
-        """
+        """Return the prompts of a split that leave room in the context for `max_tokens` more tokens, by number;
+        UserError if fewer than half of them do."""
         examples, tokenizer, prompts = self._examples[split], self._run.engine.tokenizer, {}
         n_prompts = len(examples.n_tokens)
         for i in range(n_prompts):

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gptworks.config import TrainConfig
 from gptworks.config.optimizers import AT_ONCE, CPU_AT_ONCE, Ownership
-from gptworks.training.distributed.owners import Matrices, Owners, divided_among_owners
-from gptworks.training.distributed.shards import local
+from gptworks.training.distributed.shards import Matrices, Owners, divided_among_owners, local
 
 Group = dict[str, Any]
 """A parameter group of torch's optimizers: parameters that share a peak learning rate and a weight decay."""
@@ -36,7 +35,7 @@ each rank gets whole."""
 
 class ByOwners(torch.optim.Optimizer):
     """An optimizer of whole matrices, which ranks divide: each matrix has an owner, which computes its update (see
-    `gptworks.training.distributed.owners`). Ranks with copies of a parameter get the same bits."""
+    `gptworks.training.distributed.shards`). Ranks with copies of a parameter get the same bits."""
 
     ownership: Ownership
     """How the ranks divide the matrices."""

@@ -4,7 +4,7 @@ torch's Muon orthogonalizes one matrix at a time, which is up to twice as slow f
 model or in experts (bench/passes.py). The arithmetic is the same (tests/test_optim.py); on most CPUs it runs in C++
 (`gptworks.kernels.optimizer`).
 
-Several ranks divide the matrices: a matrix's owner (`gptworks.training.distributed.owners`) orthogonalizes its update.
+Several ranks divide the matrices: a matrix's owner (`gptworks.training.distributed.shards`) orthogonalizes its update.
 
 Each iteration of the orthogonalization maps every singular value x to a polynomial a x + b x³ + c x⁵.
 """
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from gptworks.config import TrainConfig
 from gptworks.config.optimizers import BY_MUON, MUON_TOGETHER
 from gptworks.kernels.optimizer import muon_library, muon_updates
-from gptworks.training.distributed.owners import Matrices, Owners
-from gptworks.training.distributed.shards import local, shape_of
+from gptworks.training.distributed.shards import Matrices, Owners, local, shape_of
 from gptworks.training.optim.base import ByOwners, Group, Mesh, Update, decay, gradient_of
 
 ROW_EPS = 1e-10

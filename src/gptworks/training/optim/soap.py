@@ -21,8 +21,7 @@ from torch import Tensor
 from gptworks.config import TrainConfig
 from gptworks.config.optimizers import BY_SOAP, OPTIMIZERS
 from gptworks.kernels.dispatch import product
-from gptworks.training.distributed.owners import Matrices, Owners
-from gptworks.training.distributed.shards import local, shape_of
+from gptworks.training.distributed.shards import Matrices, Owners, local, shape_of
 from gptworks.training.optim.base import ByOwners, Group, Mesh, Update, decay, gradient_of, restore_state
 
 SIDES = ("left", "right")

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import TypeAdapter
 
 from gptworks.kernels import build, cache
 from gptworks.kernels.build import Unavailable
-from gptworks.training.rehearsal.new_process import ProcessFailed, output_of
+from gptworks.training.rehearsal.new_process import ProcessFailed, ask
 from gptworks.training.rehearsal.trace import Rehearsal
 
 Kind = Literal["wrong device", "host read", "blocking copy", "float32 product", "graph break", "failed"]
@@ -63,24 +62,18 @@ class FakeStep:
         return sum(finding.count for finding in self.findings if finding.kind == kind)
 
 
-STEP = TypeAdapter(FakeStep)
-SETTINGS = TypeAdapter(Rehearsal)
 _SECONDS = 1800
 
 
 def step_on_fake_cuda(rehearsal: Rehearsal) -> FakeStep:
     """Run two training steps of a new model on fake CUDA tensors, in a new process, and report on the second.
-
-    Args:
-        rehearsal: the step's settings, of device cuda; `Rehearsal.of(plan, "cuda")` gives those of a plan.
-    """
+    rehearsal: the step's settings, of device cuda; `Rehearsal.of(plan, "cuda")` gives those of a plan."""
     try:
         guard = guard_library()
     except Unavailable as error:
         return FakeStep(not_checked=str(error))
-    given, environment = SETTINGS.dump_json(rehearsal), preloading(guard)
     try:
-        return STEP.validate_json(output_of("watched", given=given, seconds=_SECONDS, environment=environment))
+        return ask("watched", given=rehearsal, returns=FakeStep, seconds=_SECONDS, environment=preloading(guard))
     except ProcessFailed as failed:
         return FakeStep(not_checked=f"the step on fake CUDA failed: {failed}")
 

@@ -11,16 +11,19 @@ Model, placement, step and optimizer are those of training. The rehearsal has tw
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from pydantic import TypeAdapter
-from torch import distributed
+from torch import Tensor, distributed
 from torch._subclasses import FakeTensorMode
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gptworks.config import TrainConfig
 from gptworks.confined.child import limit_growth
@@ -33,9 +36,8 @@ from gptworks.planning.run import Plan
 from gptworks.training.distributed.parallel import ManyDevices, mesh_of
 from gptworks.training.distributed.ranks import Ranks
 from gptworks.training.distributed.shards import local
-from gptworks.training.rehearsal.new_process import ProcessFailed, output_of
+from gptworks.training.rehearsal.new_process import ProcessFailed, answer, ask
 from gptworks.training.rehearsal.trace import LiveBytes, Rehearsal
-from gptworks.training.rehearsal.traffic import Sent, Traffic
 from gptworks.units import readable
 
 CPU = torch.device("cpu")
@@ -73,6 +75,19 @@ class Built:
 
 
 @dataclass(frozen=True)
+class Sent:
+    """A collective."""
+
+    kind: str
+    """all_gather, reduce_scatter, all_reduce, broadcast or all_to_all."""
+    dimension: str
+    """Mesh dimension along which the ranks communicate: data, tensor or all."""
+    n_bytes: int
+    """Bytes of the tensors as `gptworks.planning.network.Collective` counts them: the unsharded tensors; for
+    all_to_all, those that this rank sends, its own part included. 0: only counts or losses."""
+
+
+@dataclass(frozen=True)
 class RankSteps:
     """Two training steps of a rank on fake tensors."""
 
@@ -104,9 +119,6 @@ class Placement:
     """Why no parts were made in memory; None: parts were made, or the process that makes them failed."""
 
 
-_ASKED, _FOUND = TypeAdapter(Asked), TypeAdapter(Placement)
-
-
 def place_ranks(plan: Plan) -> Placement:
     """Place the first and the last rank of a planned run of several ranks, and run their steps, in a new process."""
     rehearsal, not_built = Rehearsal.of(plan, "cpu"), _why_not_built(plan)
@@ -117,7 +129,7 @@ def place_ranks(plan: Plan) -> Placement:
         available_memory_bytes(),
     )  # fmt: skip
     try:
-        found = _FOUND.validate_json(output_of("fake_ranks", given=_ASKED.dump_json(asked), seconds=MOST_SECONDS))
+        found = ask("fake_ranks", given=asked, returns=Placement, seconds=MOST_SECONDS)
     except ProcessFailed as failed:
         fewer = f"model.n_layers={max(1, plan.recipe.model.n_layers // 4)}"
         why = f"the ranks' process failed: {failed}. Perhaps fewer layers suffice: {fewer}."
@@ -138,6 +150,64 @@ def _why_not_built(plan: Plan) -> str | None:
 
 
 # --------------------------------------------------------------------------------------------- in the new process
+
+KINDS = {
+    "allgather": "all_gather", "reducescatter": "reduce_scatter", "allreduce": "all_reduce", "broadcast": "broadcast",
+    "alltoall": "all_to_all",
+}  # fmt: skip
+"""Kind of collective by a part of the name of torch's operation, without `_`."""
+
+MOST_FIGURES = 8
+"""Collectives of at most this many elements exchange only counts or losses. Plans leave them out."""
+
+
+class Traffic(TorchDispatchMode):
+    """Context that records this process's collectives and changes none."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        """mesh: all ranks, in dimensions data and tensor."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        data, tensor = (mesh.get_group(name) for name in ("data", "tensor"))
+        everyone = "data" if tensor.size() == 1 else "tensor" if data.size() == 1 else "all"
+        world = distributed.group.WORLD
+        assert world is not None, "a mesh has a process group"
+        self._dimensions = {
+            world.group_name: everyone, data.group_name: "data", tensor.group_name: "tensor"
+        }  # fmt: skip
+        self.sent: list[Sent] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # the operation on this rank's part is dispatched here next
+        out = function(*args, **(kwargs or {}))
+        name = function.name()
+        if "c10d" in name and "wait" not in name:
+            operation = name.replace("_", "")
+            kind = next((kind for part, kind in KINDS.items() if part in operation), None)
+            if kind is not None:
+                self.sent.append(Sent(kind, self._dimension(args), _n_bytes(kind, args, kwargs)))
+        return out
+
+    def _dimension(self, args: Any) -> str:
+        """Return the mesh dimension of the process group that an operation's arguments include, as object or name."""
+        for argument in args:
+            group: Any = argument if isinstance(argument, str) else None
+            if isinstance(argument, torch.ScriptObject):
+                try:
+                    group = ProcessGroup.unbox(argument).group_name
+                except RuntimeError:  # another object, such as the kind of reduction
+                    continue
+            if group in self._dimensions:
+                return self._dimensions[group]
+        raise AssertionError("a collective of a group outside the mesh")
+
+
+def _n_bytes(kind: str, args: Any, kwargs: Any) -> int:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if max(tensor.numel() for tensor in tensors) <= MOST_FIGURES:
+        return 0
+    counted = tensors[1] if kind == "all_to_all" else max(tensors, key=lambda tensor: tensor.nbytes)
+    return counted.nbytes
 
 
 class _FakeRanks(Ranks):
@@ -237,4 +307,4 @@ def _steps(rehearsal: Rehearsal, parallel: _OnFakeTensors) -> RankSteps:
 
 
 if __name__ == "__main__":
-    sys.stdout.buffer.write(_FOUND.dump_json(_place(_ASKED.validate_json(sys.stdin.buffer.read()))))
+    answer(Asked, _place)

@@ -1,24 +1,25 @@
-"""Measures memory and speed of real training steps of a new model. Memory is measured in a new process, which runs:
+"""Measures memory and speed of real training steps: of a run, and of a new model, whose memory a new process measures:
 
 python -m gptworks.training.rehearsal.measure keep|return < rehearsal.json
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 
 import torch
-from pydantic import TypeAdapter
 
 from gptworks.config import ModelConfig
 from gptworks.device import keep_freed_memory, peak_growth_bytes, reset_peak, return_freed_memory, synchronize
 from gptworks.errors import RunError
 from gptworks.planning.run import Measured
-from gptworks.training.rehearsal.new_process import ProcessFailed, output_of
-from gptworks.training.rehearsal.trace import Rehearsal, take
+from gptworks.training.record.card import MemoryPeaks
+from gptworks.training.rehearsal.new_process import ProcessFailed, answer, ask
+from gptworks.training.rehearsal.trace import LiveBytes, Rehearsal, take
+from gptworks.training.setup import PreparedRun
 
 SPEED_SECONDS, SPEED_STEPS = 2.0, 9
 """Maximum seconds, unless the first measured step takes longer, and maximum number of steps of `measure_speed`."""
@@ -69,12 +70,9 @@ def median_of_turns(turns: Iterable[tuple[float, ...]], least: int, most: int, s
     return [median(column) for column in zip(*taken, strict=True)]
 
 
-_JSON = TypeAdapter(Rehearsal)
-
-
 def _in_new_process(rehearsal: Rehearsal, freed_memory: str) -> Measured:
     try:
-        return Measured(**json.loads(output_of("measure", freed_memory, given=_JSON.dump_json(rehearsal))))
+        return ask("measure", freed_memory, given=rehearsal, returns=Measured)
     except ProcessFailed as failed:
         raise RunError(f"the measured step failed: {failed}. Perhaps memory did not suffice.") from None
 
@@ -121,9 +119,46 @@ def step_times(rehearsal: Rehearsal, clock: Callable[[], float] = time.perf_coun
         yield clock() - started
 
 
+class StepMemory:
+    """Counts the memory of tensors during one step of a run.
+
+    Counting takes some hundredths of a second and changes no result.
+    """
+
+    def __init__(self, setup: PreparedRun) -> None:
+        """Start to measure the growth of the process; the model must not be built yet."""
+        self._setup, self._n_whole = setup, 0
+        self._counts = setup.device.type == "cpu" and setup.ranks.size == 1 and setup.recipe.train.compile != "block"
+        self._before_bytes = reset_peak(setup.device)
+        self.peak_bytes: int | None = None
+        """Peak memory of tensors in the counted step; None before it, and always on GPUs, on several ranks, or with
+        compiled blocks."""
+
+    @contextmanager
+    def counted(self, is_whole: bool) -> Iterator[None]:
+        """Return a context for a step; in the second full step, when the optimizer has its state, it counts memory.
+        is_whole: whether the step is full: it has the batch and row sizes that the plan assumes."""
+        self._n_whole += is_whole
+        if not (self._counts and is_whole and self._n_whole == 2):
+            yield
+            return
+        with LiveBytes() as held:
+            yield
+        self.peak_bytes = held.found_bytes + held.peak_bytes
+
+    def peaks(self, copied_bytes: int) -> MemoryPeaks:
+        """Return the run's planned and measured peak memory.
+        copied_bytes: size of the largest copy that was made for a checkpoint."""
+        setup, step_bytes = self._setup, self.peak_bytes
+        grown_bytes = peak_growth_bytes(setup.device, self._before_bytes) or None
+        if setup.device.type == "cuda":  # only tensors increase GPU memory
+            step_bytes, grown_bytes = grown_bytes, None
+        elif step_bytes is not None:
+            step_bytes += copied_bytes
+        assert setup.need is not None, "a run that ends was planned"
+        return MemoryPeaks(setup.need.peak.total_bytes, step_bytes, grown_bytes)
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "keep":
-        keep_freed_memory()
-    else:
-        return_freed_memory()
-    json.dump(asdict(_measure(_JSON.validate_json(sys.stdin.read()))), sys.stdout)
+    (keep_freed_memory if sys.argv[1] == "keep" else return_freed_memory)()
+    answer(Rehearsal, _measure)

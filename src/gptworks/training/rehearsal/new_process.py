@@ -1,22 +1,29 @@
-"""Runs a module of this folder in a new process."""
+"""Runs a module of this folder in a new process, which reads its task from standard input and prints its result."""
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+Asked = TypeVar("Asked")
+Found = TypeVar("Found")
 
 
 class ProcessFailed(Exception):
     """A process failed or took too long; the message says how it ended."""
 
 
-def output_of(
+def ask(
     module: str,
     *arguments: str,
-    given: bytes,
+    given: Any,
+    returns: type[Found],
     seconds: float | None = None,
     environment: Mapping[str, str] | None = None,
-) -> bytes:
-    """Run a module of this folder in a new Python with `given` as its input; return what it printed.
+) -> Found:
+    """Run a module of this folder, which calls `answer`, in a new Python; return its result for the task `given`.
 
     Args:
         environment: its environment variables; None: this process's.
@@ -25,13 +32,18 @@ def output_of(
         ProcessFailed: the process failed, with the last line of its errors, or took longer than `seconds`.
     """
     command = [sys.executable, "-m", f"gptworks.training.rehearsal.{module}", *arguments]
+    task = TypeAdapter(type(given)).dump_json(given)
     try:
-        result = subprocess.run(
-            command, input=given, capture_output=True, check=False, timeout=seconds, env=environment
-        )
+        result = subprocess.run(command, input=task, capture_output=True, check=False, timeout=seconds, env=environment)
     except subprocess.TimeoutExpired:
         raise ProcessFailed(f"it did not end within {seconds:g} seconds") from None
     if result.returncode:
         errors = result.stderr.decode(errors="replace").strip().splitlines()
         raise ProcessFailed((errors or [f"ended by signal {-result.returncode}"])[-1])
-    return result.stdout
+    return TypeAdapter(returns).validate_json(result.stdout)
+
+
+def answer(asked: type[Asked], work: Callable[[Asked], Any]) -> None:
+    """In the new process: read a task, and print the result of `work` on it."""
+    found = work(TypeAdapter(asked).validate_json(sys.stdin.buffer.read()))
+    sys.stdout.buffer.write(TypeAdapter(type(found)).dump_json(found))

@@ -26,7 +26,6 @@ from gptworks.model.gpt import GPT
 from gptworks.planning.run import Plan
 from gptworks.training.distributed.parallel import Parallel
 from gptworks.training.objectives.base import objective_of
-from gptworks.training.objectives.next_token import count_targets
 from gptworks.training.optim.trainable import trainable_model
 from gptworks.training.step import TrainStep
 
@@ -81,10 +80,7 @@ class Rehearsal:
 
     def new_step(self, parallel: Parallel | None = None) -> TrainStep:
         """Build a new model and return its training step, with uncompiled blocks.
-
-        Args:
-            parallel: builds and places the model; None: the whole model on the device.
-        """
+        parallel: builds and places the model; None: the whole model on the device."""
         device = torch.device(self.device)
         if parallel is None:
             parallel = Parallel(self.train)
@@ -142,9 +138,10 @@ def trace_step(rehearsal: Rehearsal) -> Trace:
 
 
 def accumulate(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
-    """Accumulate the gradients of a batch of `train.batch_size` rows, in micro-batches of `train.micro_batch_size`."""
+    """Accumulate the gradients of a batch of `train.batch_size` rows, in micro-batches of `train.micro_batch_size`. No
+    target is ignored."""
     micro_batches = list(zip(*(torch.split(tensor, train.micro_batch_size) for tensor in batch), strict=True))
-    step.accumulate(micro_batches, count_targets(batch))
+    step.accumulate(micro_batches, batch[1].numel())
 
 
 def take(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
@@ -206,9 +203,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (storage := tensor.untyped_storage()) not in self._held:
                 self._held[storage] = [storage.nbytes()]
                 self.found_bytes += storage.nbytes()
-        if function in _ANSWERS and any(isinstance(argument, torch._subclasses.FakeTensor) for argument in args):
-            return _ANSWERS[function](*args, **(kwargs or {}))
-        out = _run(function, args, kwargs or {})
+        is_fake = any(isinstance(argument, torch._subclasses.FakeTensor) for argument in args)
+        out = answered(function, args, kwargs or {}) if is_fake else function(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and (self._counts_meta or not tensor.is_meta):
                 self._count(tensor.untyped_storage())
@@ -226,18 +222,32 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
 
 
-def _run(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation; an index that is a fake boolean mask, which has no contents, selects every element."""
-    masks = function in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default)
-    if masks and isinstance(args[0], torch._subclasses.FakeTensor):
-        x, indices, *rest = args
-        if [index.dtype for index in indices] == [torch.bool]:
-            args = (x, [torch.arange(len(x), device=x.device)], *rest)
+_aten = torch.ops.aten
+INDEXING = (_aten.index, _aten.index_put_, _aten.index_put)
+
+
+def answered(function: Any, args: Sequence[Any], kwargs: dict[str, Any], selected: int = 1) -> Any:
+    """Run an operation on fake tensors, or return substitutes for values that they lack: a scalar is 1 or true, and a
+    mask selects one in `selected` elements."""
+    packet = function.overloadpacket
+    if packet is _aten._local_scalar_dense:
+        return True if args[0].dtype == torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
+    if packet is _aten.equal:
+        return True
+    if packet is _aten.bincount:
+        return args[0].new_zeros(max(1, kwargs.get("minlength", args[2] if len(args) > 2 else 0)))
+    if packet is _aten.nonzero:
+        return args[0].new_zeros(max(1, args[0].numel() // selected), args[0].ndim, dtype=torch.int64)
+    if packet is _aten.masked_select:
+        return args[0].new_empty(max(1, args[0].numel() // selected))
+    if packet in INDEXING:
+        x, given, *rest = args
+        indices: list[Tensor | None] = []
+        for index in given:
+            if index is not None and index.dtype == torch.bool:
+                n = max(1, index.numel() // selected)
+                indices += [torch.zeros(n, dtype=torch.int64, device=x.device)] * index.ndim
+            else:
+                indices.append(index)
+        args = (x, indices, *rest)
     return function(*args, **kwargs)
-
-
-_ANSWERS: dict[Any, Any] = {
-    torch.ops.aten._local_scalar_dense.default: lambda tensor: 1,
-    torch.ops.aten.bincount.default: lambda tensor, weights=None, minlength=0: tensor.new_zeros(minlength),
-}
-"""Substitutes for operations that need values, which fake tensors lack: `.item()`, and counting experts' tokens."""

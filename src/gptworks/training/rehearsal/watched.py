@@ -25,15 +25,15 @@ from torch._subclasses import FakeTensorMode, fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gptworks.config import TrainConfig
 from gptworks.data.samples import Batch
 from gptworks.errors import shortened
 from gptworks.kernels import dispatch
 from gptworks.model import moe
 from gptworks.training.distributed.parallel import compiles_blocks
 from gptworks.training.optim.optimizer import Optimizer
-from gptworks.training.rehearsal.fake_cuda import SETTINGS, STEP, FakeStep, Finding, Kind
-from gptworks.training.rehearsal.trace import Rehearsal
+from gptworks.training.rehearsal.fake_cuda import FakeStep, Finding, Kind
+from gptworks.training.rehearsal.new_process import answer
+from gptworks.training.rehearsal.trace import INDEXING, Rehearsal, accumulate, answered
 from gptworks.training.step import TrainStep
 
 PACKAGE = str(Path(__file__).parents[2])
@@ -67,8 +67,8 @@ _PRODUCTS = {
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations and products, and records findings, while it is entered inside a `FakeTensorMode`.
 
-    Operations that need values, which fake tensors lack, get substitutes: a scalar is 1 or true, and a mask selects
-    half of the elements.
+    Operations that need values, which fake tensors lack, get substitutes (`answered`): a mask selects half of the
+    elements.
     """
 
     def __init__(self, precision: str) -> None:
@@ -122,7 +122,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.products[str(dtype).removeprefix("torch.")] += 1
             if self._half and dtype == torch.float32:
                 self.record("float32 product", name)
-        return _answered(function, packet, args, kwargs)
+        return answered(function, args, kwargs, selected=2)
 
     def _copied(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str) -> None:
         if function.overloadpacket is _aten.copy_:
@@ -147,34 +147,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _selects(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Return whether the size of the result depends on values: the operation indexes with a mask, or repeats elements
     without `output_size`."""
-    if packet in (_aten.index, _aten.index_put_, _aten.index_put):
+    if packet in INDEXING:
         return any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1])
     return packet is _aten.repeat_interleave and kwargs.get("output_size") is None
-
-
-def _answered(function: Any, packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on fake tensors, or return substitutes for values that they lack."""
-    if packet is _aten._local_scalar_dense:
-        return True if args[0].dtype == torch.bool else 1.0 if args[0].dtype.is_floating_point else 1
-    if packet is _aten.equal:
-        return True
-    if packet is _aten.bincount:
-        return args[0].new_zeros(max(1, kwargs.get("minlength", args[2] if len(args) > 2 else 0)))
-    if packet is _aten.nonzero:
-        return args[0].new_zeros(max(1, args[0].numel() // 2), args[0].ndim, dtype=torch.int64)
-    if packet is _aten.masked_select:
-        return args[0].new_empty(max(1, args[0].numel() // 2))
-    if packet in (_aten.index, _aten.index_put_, _aten.index_put):
-        x, given, *rest = args
-        indices: list[Tensor | None] = []
-        for index in given:
-            if index is not None and index.dtype == torch.bool:
-                n = max(1, index.numel() // 2)
-                indices += [torch.zeros(n, dtype=torch.int64, device=x.device)] * index.ndim
-            else:
-                indices.append(index)
-        args = (x, indices, *rest)
-    return function(*args, **kwargs)
 
 
 def _caller() -> tuple[str, str]:
@@ -208,11 +183,13 @@ def watched_step(rehearsal: Rehearsal) -> FakeStep:
                 step = rehearsal.new_step()
             watch.forget_waits()  # a new model may wait
             watch.expected |= _expected_of(step.optimizer)
-            batch = _batch(rehearsal)
+            shape = rehearsal.train.batch_size, rehearsal.row_length
+            batch = rehearsal.batch(torch.zeros(*shape, dtype=torch.int64, device="cuda"))
             for _ in range(2):
                 watch.begin()
                 with watch:
-                    _take(step, rehearsal.train, batch)
+                    accumulate(step, rehearsal.train, batch)
+                    step.apply(step.gradient_norm())
             _check_places(step, watch)
             if compiles_blocks(step.model, rehearsal.train.compile, torch.device("cuda")):
                 n_graphs = _count_graphs(step, rehearsal, batch, watch)
@@ -250,18 +227,6 @@ def fake_cuda(watch: Watch) -> Iterator[None]:
         torch.autograd.set_detect_anomaly(True, check_nan=False),
     ):
         yield
-
-
-def _take(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
-    """Do a step on a batch of `train.batch_size` rows, with its update."""
-    micro_batches = list(zip(*(torch.split(tensor, train.micro_batch_size) for tensor in batch), strict=True))
-    step.accumulate(micro_batches, batch[1].numel())
-    step.apply(step.gradient_norm())
-
-
-def _batch(rehearsal: Rehearsal) -> Batch:
-    tokens = torch.zeros(rehearsal.train.batch_size, rehearsal.row_length, dtype=torch.int64, device="cuda")
-    return rehearsal.batch(tokens)
 
 
 def _check_places(step: TrainStep, watch: Watch) -> None:
@@ -393,4 +358,4 @@ def install(watch: Watch) -> None:
 
 
 if __name__ == "__main__":
-    print(STEP.dump_json(watched_step(SETTINGS.validate_json(sys.stdin.read()))).decode())
+    answer(Rehearsal, watched_step)
