@@ -3,7 +3,7 @@
 import itertools
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from gptworks.config.base import Measured, Place, PositiveInt, Section, ShortPath
 
@@ -225,7 +225,7 @@ FilterConfig = Annotated[
 ]
 
 
-def check_order(filters: tuple[FilterConfig, ...]) -> tuple[FilterConfig, ...]:
+def _in_order(filters: tuple[FilterConfig, ...]) -> tuple[FilterConfig, ...]:
     """Check the order of the filters and return them unchanged.
 
     Raises:
@@ -241,3 +241,7 @@ def check_order(filters: tuple[FilterConfig, ...]) -> tuple[FilterConfig, ...]:
                 f"{later.type} before it"
             )
     return filters
+
+
+Filters = Annotated[tuple[FilterConfig, ...], AfterValidator(_in_order)]
+CLEAN = Field((), description="Filters for the text of the sources, in order.")

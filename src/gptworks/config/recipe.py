@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from gptworks.config.base import MOST_NAME_CHARACTERS, Fixed, Free, Place, RemotePath, Repeat, Section, Start
+from gptworks.config.base import MOST_NAME_CHARACTERS, Fixed, Free, Name, Place, RemotePath, Repeat, Section, Start
 from gptworks.config.batches import in_whole_numbers, without_shares
 from gptworks.config.data import DataConfig
 from gptworks.config.defaults import train_defaults
@@ -43,12 +43,7 @@ class DatasetRecipe(Section):
 class Recipe(Section):
     """A model, its tokenizer, its data and its training."""
 
-    name: Free[str] = Field(
-        "run",
-        max_length=MOST_NAME_CHARACTERS,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="The run's name. Default: the name of the file.",
-    )
+    name: Free[Name] = Field("run", description="The run's name. Default: the name of the file.")
     run_dir: Free[Annotated[RemotePath, Place.PATH]] = Field(
         default_factory=lambda data: Path("runs") / data["name"],
         description="The run folder, for everything that training writes, or its URL: s3://…, gs://… or "

@@ -24,7 +24,7 @@ from gptworks.config import (
     TokenizerConfig,
     WordTokenizer,
 )
-from gptworks.config.mixture import check_mixture
+from gptworks.config.data import check_mixture
 from gptworks.data.opened import Prepared, open_prepared, sha256_text
 from gptworks.data.shard_writer import write_manifest
 from gptworks.data.shards import (
