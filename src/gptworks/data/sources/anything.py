@@ -21,10 +21,10 @@ from gptworks.data.sources.code import NEVER_READ, Code
 from gptworks.data.sources.delimited import CSV, read_table
 from gptworks.data.sources.encodings import UTF_8, find_encoding, open_text
 from gptworks.data.sources.extraction import PACKAGES, extracted, missing_packages
-from gptworks.data.sources.files import is_made_here, local_files
+from gptworks.data.sources.files import contents, is_made_here, local_files
 from gptworks.data.sources.json_lists import JSON, read_json
 from gptworks.data.sources.opening import about_unpacked_size, compression, has_ending, plain_name
-from gptworks.data.sources.pages import HTML, MOST_PAGE_BYTES, WARC
+from gptworks.data.sources.pages import HTML, WARC
 from gptworks.data.sources.records import (
     JSONL,
     Parquet,
@@ -38,7 +38,6 @@ from gptworks.data.sources.records import (
 )
 from gptworks.data.sources.report import HIDDEN, Item, count_left_out, lines, reasons, table
 from gptworks.data.sources.subtitles import spoken_text
-from gptworks.data.sources.sums import contents
 from gptworks.errors import RunError, UserError
 from gptworks.files import is_url, open_regular, stamp
 from gptworks.files.mirror import fetched_data
@@ -223,7 +222,7 @@ class Files(Source):
             yield from WARC(WARCSource(type="warc", path=str(file))).read_unit(unit, skip)
         else:
             assert kind is not None
-            yield from text_document(extracted(file, kind, *([MOST_PAGE_BYTES] if kind == "html" else [])))
+            yield from text_document(extracted(file, kind))
 
     def _item(self, file: Path, why: str, most_bytes: int | None) -> Item:
         name, ending = self.name(file), _ending(file)

@@ -12,9 +12,8 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
-from gptworks.data.sources.files import local_files
+from gptworks.data.sources.files import contents, local_files
 from gptworks.data.sources.opening import about_unpacked_size
-from gptworks.data.sources.sums import contents
 from gptworks.data.workers import batches_of
 from gptworks.errors import UserError
 from gptworks.files import sha256_file
@@ -145,11 +144,11 @@ class Source:
 
     def signature(self) -> list[list[Any]]:
         """Return the values that decide the source's text, as lists for JSON: files' contents, but not their paths."""
-        return [["sha256", one] for one in self.settings.sums] or contents(self.files())
+        return [["sha256", one] for one in getattr(self.settings, "sums", ())] or contents(self.files())
 
     def size_bytes(self) -> int | None:
         """Return the approximate size of the text; None if it is unknown before files are fetched or read."""
-        is_local = self.size_known and getattr(self.settings, "path", None)
+        is_local = self.size_known and getattr(self.settings, "path", "") is not None
         return sum(map(about_unpacked_size, self.files())) if is_local else None
 
 

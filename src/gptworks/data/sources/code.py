@@ -9,7 +9,6 @@ from typing import Any
 from gptworks.config.sources import LANGUAGES, CodeSource, PythonStdlibSource
 from gptworks.data.sources.base import Piece, Source, Unit, text_document
 from gptworks.data.sources.files import is_made_here, walk
-from gptworks.data.sources.sums import contents
 from gptworks.errors import UserError, not_installed
 from gptworks.files import read_regular
 
@@ -39,12 +38,6 @@ class _SourceFiles(Source):
 
     def check(self) -> None:
         self.files()  # opens no file: files that are not text are left out later
-
-    def signature(self) -> list[list[Any]]:
-        return contents(self.files())
-
-    def size_bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.files())
 
 
 class PythonStdlib(_SourceFiles):

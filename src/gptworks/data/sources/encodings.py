@@ -131,34 +131,24 @@ class _Decoded(io.RawIOBase):
     """A stream of the UTF-8 bytes of a text in another encoding."""
 
     def __init__(self, stream: BinaryIO, encoding: str, file: Path) -> None:
-        self._stream, self._encoding, self._file = stream, encoding, file
-        self._decoder = codecs.getincrementaldecoder(encoding)()
-        self._ready = b""
+        self._text, self._file = io.TextIOWrapper(stream, encoding, newline=""), file
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            chunk = self._stream.read(_CHUNK_BYTES)
-            try:
-                text = self._decoder.decode(chunk, final=not chunk)
-            except UnicodeError as error:
-                raise UserError(
-                    f"{self._file} is not text in {self._encoding}, its likeliest encoding ({error}). Leave it out, "
-                    f"or convert it to UTF-8."
-                ) from None
-            self._ready = text.encode("utf-8", "replace")
-            if not chunk:
-                break
-        taken = self._ready[: len(buffer)]
-        self._ready = self._ready[len(taken) :]
-        buffer[: len(taken)] = taken
-        return len(taken)
+        try:
+            data = self._text.read(len(buffer) // 4).encode("utf-8", "replace")  # a character has at most four bytes
+        except UnicodeError as error:
+            raise UserError(
+                f"{self._file} is not text in {self._text.encoding}, its likeliest encoding ({error}). Leave it out, "
+                f"or convert it to UTF-8."
+            ) from None
+        buffer[: len(data)] = data
+        return len(data)
 
     def close(self) -> None:
-        if not self.closed:
-            self._stream.close()
+        self._text.close()
         super().close()
 
 

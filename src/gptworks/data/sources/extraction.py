@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 from gptworks.confined import Confined, Exceeded, Limits, Refused
 from gptworks.confined.child import Answer, serve
 from gptworks.data.sources.encodings import guessed
-from gptworks.data.sources.opening import compression, open_file
+from gptworks.data.sources.opening import check_size, compression, open_file, read_bounded
 from gptworks.data.sources.records import whole_text
 from gptworks.errors import RunError, UserError, not_installed
 from gptworks.files import make_folder, read_regular, sha256_file, write_whole
@@ -30,16 +30,17 @@ from gptworks.files.fetch import cache_folder
 
 LIMITS = Limits(seconds=120, n_bytes=2 << 30)
 """Limits of CPU time and memory for one document."""
-MOST_BYTES = 1 << 28
-"""Maximum bytes of a document."""
+MOST_BYTES, MOST_PAGE_BYTES = 1 << 28, 1 << 24
+"""Maximum bytes of a document; of an HTML page, or of a text in a WET file."""
 MOST_TEXT_CHARACTERS = 1 << 24
 """Maximum characters of text in a document."""
+_WHAT = "such a document"
 _MAX_KEPT_BYTES = 1 << 28
 _FORM = 1
 """Raise this number when the same document and packages give another text: texts in the cache are made again."""
 
 
-def extracted(file: Path, kind: str, max_bytes: int = MOST_BYTES) -> str:
+def extracted(file: Path, kind: str) -> str:
     """Return the text of a document, which may be compressed.
 
     Args:
@@ -50,8 +51,8 @@ def extracted(file: Path, kind: str, max_bytes: int = MOST_BYTES) -> str:
         OSError: the file cannot be read.
     """
     _check_installed(kind, str(file))
-    if file.stat().st_size > max_bytes:
-        raise UserError(f"{file}: {_too_large(max_bytes)}")
+    max_bytes = MOST_PAGE_BYTES if kind == "html" else MOST_BYTES
+    check_size(file.stat().st_size, max_bytes, f"{file}: ", _WHAT)
     question = {"kind": kind, "path": str(file.absolute()), "max_bytes": max_bytes}
     return _kept(question, [compression(file.name), max_bytes, sha256_file(file)], str(file))
 
@@ -98,10 +99,6 @@ def _kept(question: dict[str, Any], content: list[Any] | None, where: str) -> st
 def missing_packages(kinds: set[str]) -> list[str]:
     """Return the packages that these kinds need and that are not installed, sorted."""
     return sorted({PACKAGES[kind] for kind in kinds if importlib.util.find_spec(PACKAGES[kind]) is None})
-
-
-def _too_large(max_bytes: int) -> str:
-    return f"larger than {max_bytes:,} bytes, the limit for such a document. Divide it."
 
 
 def _check_installed(kind: str, where: str) -> None:
@@ -151,9 +148,7 @@ def _answer(question: dict[str, Any]) -> str | dict[str, str]:
         data = base64.b64decode(question["data"])
     else:
         with open_file(Path(question["path"])) as stream:
-            data = stream.read(question["max_bytes"] + 1)
-        if len(data) > question["max_bytes"]:
-            raise UserError(_too_large(question["max_bytes"]))
+            data = read_bounded(stream, question["max_bytes"], "", _WHAT)
     try:
         text = _TAKEN[kind](data)
     except (UserError, MemoryError):

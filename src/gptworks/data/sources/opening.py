@@ -67,6 +67,19 @@ def unpacked(stream: BinaryIO, name: Path) -> BinaryIO:
     return stream if what is None else io.BufferedReader(_Unpacked(stream, what, name), _CHUNK_BYTES)
 
 
+def read_bounded(stream: BinaryIO, most_bytes: int, where: str, what: str) -> bytes:
+    """Return all bytes of a stream; errors as `check_size`."""
+    data = stream.read(most_bytes + 1)
+    check_size(len(data), most_bytes, where, what)
+    return data
+
+
+def check_size(n_bytes: int, most_bytes: int, where: str, what: str) -> None:
+    """Raise a UserError, which begins with `where`, if there are more than `most_bytes`, the limit for `what`."""
+    if n_bytes > most_bytes:
+        raise UserError(f"{where}larger than {most_bytes:,} bytes, the limit for {what}. Divide it, or leave it out.")
+
+
 def unpacked_size(file: Path) -> int:
     """Return the number of bytes that `open_file` yields. A compressed file is read to count them."""
     if not compression(file.name):

@@ -25,9 +25,8 @@ from gptworks.data.sources.base import (
     text_document,
     units_between,
 )
-from gptworks.data.sources.files import walk
+from gptworks.data.sources.files import contents, walk
 from gptworks.data.sources.opening import compression, open_file
-from gptworks.data.sources.sums import contents
 from gptworks.errors import UserError, not_installed, shortened
 from gptworks.files import check_tree, open_regular
 from gptworks.json_files import without_repeats
@@ -92,6 +91,7 @@ class HuggingFace(Source):
     streamed, unless the library `datasets` wrote its folder with `save_to_disk`."""
 
     settings: HuggingFaceSource
+    size_known = False
 
     def signature(self) -> list[list[Any]]:
         return _dataset_signature(self.settings)

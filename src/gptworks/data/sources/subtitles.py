@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from gptworks.data.sources.encodings import find_encoding, open_text
+from gptworks.data.sources.opening import read_bounded
 from gptworks.errors import UserError
 
 MOST_BYTES = 1 << 24
@@ -19,9 +20,7 @@ def spoken_text(file: Path) -> str:
         UserError: the file is too large, is not text, or has no subtitles.
     """
     with open_text(file, find_encoding(file).name) as stream:
-        data = stream.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise UserError(f"{file}: larger than {MOST_BYTES:,} bytes, the limit for subtitles. Leave it out.")
+        data = read_bounded(stream, MOST_BYTES, f"{file}: ", "subtitles")
     spoken: list[str] = []
     for block in re.split(r"\n[ \t]*\n", data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")):
         lines = block.strip("\n").split("\n")
