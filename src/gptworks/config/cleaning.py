@@ -225,7 +225,7 @@ FilterConfig = Annotated[
 ]
 
 
-def _in_order(filters: tuple[FilterConfig, ...]) -> tuple[FilterConfig, ...]:
+def check_order(filters: tuple[FilterConfig, ...]) -> tuple[FilterConfig, ...]:
     """Check the order of the filters and return them unchanged.
 
     Raises:
@@ -243,5 +243,5 @@ def _in_order(filters: tuple[FilterConfig, ...]) -> tuple[FilterConfig, ...]:
     return filters
 
 
-Filters = Annotated[tuple[FilterConfig, ...], AfterValidator(_in_order)]
+Filters = Annotated[tuple[FilterConfig, ...], AfterValidator(check_order)]
 CLEAN = Field((), description="Filters for the text of the sources, in order.")

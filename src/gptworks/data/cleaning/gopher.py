@@ -1,24 +1,39 @@
-"""Gopher's filters, which drop documents that repeat themselves or do not look like prose."""
+"""Filters that drop documents by their length, or by Gopher's rules: those that repeat themselves or are not prose."""
 
 import re
 import string
 import sys
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from gptworks.config.cleaning import GopherQuality, GopherRepetition
-from gptworks.data.cleaning.base import Dropped, Filter, ratio
+from gptworks.config.cleaning import GopherQuality, GopherRepetition, LengthRules
+from gptworks.data.cleaning.base import RuleFilter, ratio
 
 _STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
 _ELLIPSES = ("...", "…")
 _BULLETS = ("•", "-")
 
 
-class GopherQualityFilter(Filter):
+class LengthFilter(RuleFilter):
+    """Drops documents with too few or too many words or characters, not counting white space at both ends."""
+
+    settings: LengthRules
+
+    def rules(self, text: str) -> Iterator[tuple[str, bool]]:
+        rules = self.settings
+        for unit, size, least, most in (
+            ("characters", len(text.strip()), rules.min_characters, rules.max_characters),
+            ("words", len(text.split()), rules.min_words, rules.max_words),
+        ):
+            yield f"few {unit}", size < least
+            yield f"many {unit}", most is not None and size > most
+
+
+class GopherQualityFilter(RuleFilter):
     """Applies Gopher's quality rules (Rae et al. 2021, "Scaling Language Models", appendix A.1.1) in the paper's order.
 
     Words are separated by white space. As in datatrove, words of only punctuation count in the rules about symbols and
@@ -27,39 +42,30 @@ class GopherQualityFilter(Filter):
 
     settings: GopherQuality
 
-    def apply(self, text: str) -> str | Dropped:
+    def rules(self, text: str) -> Iterator[tuple[str, bool]]:
         rules = self.settings
         words = text.split()
         n_words = len(words)
         mixed = [word for word in words if not word.isalpha()]
         symbols = [word for word in mixed if not word.strip(string.punctuation if word.isascii() else punctuation())]
         n_spoken = n_words - len(symbols)
-        if n_spoken < rules.min_words:
-            return Dropped("few words")
-        if n_spoken > rules.max_words:
-            return Dropped("many words")
+        yield "few words", n_spoken < rules.min_words
+        yield "many words", n_spoken > rules.max_words
         if not n_words:
-            return text
+            return
         mean_length = ratio(sum(map(len, words)) - sum(map(len, symbols)), n_spoken)
-        if mean_length < rules.min_mean_word_length:
-            return Dropped("short words")
-        if mean_length > rules.max_mean_word_length:
-            return Dropped("long words")
-        if ratio(text.count("#"), n_words) > rules.max_symbols_per_word:
-            return Dropped("hashes")
-        if ratio(sum(map(text.count, _ELLIPSES)), n_words) > rules.max_symbols_per_word:
-            return Dropped("ellipses")
+        yield "short words", mean_length < rules.min_mean_word_length
+        yield "long words", mean_length > rules.max_mean_word_length
+        yield "hashes", text.count("#") / n_words > rules.max_symbols_per_word
+        yield "ellipses", sum(map(text.count, _ELLIPSES)) / n_words > rules.max_symbols_per_word
         lines = text.splitlines()
-        if ratio(sum(line.lstrip().startswith(_BULLETS) for line in lines), len(lines)) > rules.max_bullet_lines:
-            return Dropped("bullets")
-        if ratio(sum(line.rstrip().endswith(_ELLIPSES) for line in lines), len(lines)) > rules.max_ellipsis_lines:
-            return Dropped("lines that end in an ellipsis")
+        bullets = sum(line.lstrip().startswith(_BULLETS) for line in lines)
+        yield "bullets", ratio(bullets, len(lines)) > rules.max_bullet_lines
+        unfinished = sum(line.rstrip().endswith(_ELLIPSES) for line in lines)
+        yield "lines that end in an ellipsis", ratio(unfinished, len(lines)) > rules.max_ellipsis_lines
         without_letters = sum(not any(map(str.isalpha, word)) for word in mixed)
-        if ratio(n_words - without_letters, n_words) < rules.min_alphabetic_words:
-            return Dropped("words without letters")
-        if len(_STOP_WORDS.intersection(words)) < rules.min_stop_words:
-            return Dropped("few stop words")
-        return text
+        yield "words without letters", (n_words - without_letters) / n_words < rules.min_alphabetic_words
+        yield "few stop words", len(_STOP_WORDS.intersection(words)) < rules.min_stop_words
 
 
 @lru_cache
@@ -76,7 +82,7 @@ _LINES = re.compile("\n+")
 Numbers = npt.NDArray[np.int64]
 
 
-class GopherRepetitionFilter(Filter):
+class GopherRepetitionFilter(RuleFilter):
     """Applies Gopher's repetition rules (Rae et al. 2021, "Scaling Language Models", table A1).
 
     The first occurrence of a word sequence does not count as repeated, and overlapping repetitions count once.
@@ -84,32 +90,25 @@ class GopherRepetitionFilter(Filter):
 
     settings: GopherRepetition
 
-    def apply(self, text: str) -> str | Dropped:
+    def rules(self, text: str) -> Iterator[tuple[str, bool]]:
         rules = self.settings
-        if not text.strip():
-            return Dropped("empty")
+        yield "empty", not text.strip()
         paragraphs, lines = _PARAGRAPHS.split(text.strip()), _LINES.split(text)
         for name, parts, most, most_characters in (
             ("paragraphs", paragraphs, rules.max_duplicate_paragraphs, rules.max_duplicate_paragraph_characters),
             ("lines", lines, rules.max_duplicate_lines, rules.max_duplicate_line_characters),
         ):
             number, characters = repeated(parts)
-            if ratio(number, len(parts)) > most:
-                return Dropped(f"repeated {name}")
-            if ratio(characters, len(text)) > most_characters:
-                return Dropped(f"characters in repeated {name}")
-        return self._ngrams(text) or text
-
-    def _ngrams(self, text: str) -> Dropped | None:
-        words, most = _Words(text.split()), self.settings
-        for n, limit in enumerate((1.0, *most.max_top_ngram, *most.max_duplicate_ngrams), 1):
+            yield f"repeated {name}", ratio(number, len(parts)) > most
+            yield f"characters in repeated {name}", ratio(characters, len(text)) > most_characters
+        words = _Words(text.split())
+        for n, limit in enumerate((1.0, *rules.max_top_ngram, *rules.max_duplicate_ngrams), 1):
             if not words.extend() or (n >= 5 and not len(words.starts)):
-                return None
-            if 2 <= n <= 4 and ratio(words.top_characters(), len(text)) > limit:
-                return Dropped(f"one sequence of {n} words")
-            if n >= 5 and ratio(words.repeated_characters(), len(text)) > limit:
-                return Dropped(f"repeated sequences of {n} words")
-        return None
+                return
+            if 2 <= n <= 4:
+                yield f"one sequence of {n} words", ratio(words.top_characters(), len(text)) > limit
+            if n >= 5:
+                yield f"repeated sequences of {n} words", ratio(words.repeated_characters(), len(text)) > limit
 
 
 def repeated(parts: Sequence[str]) -> tuple[int, int]:

@@ -1,9 +1,10 @@
 """Filters for web pages, with the rules of C4 and FineWeb."""
 
 import re
+from collections.abc import Iterator
 
 from gptworks.config.cleaning import C4Rules, FineWebRules
-from gptworks.data.cleaning.base import Dropped, Filter, ratio
+from gptworks.data.cleaning.base import Dropped, Filter, RuleFilter, ratio
 from gptworks.data.cleaning.gopher import repeated
 
 _CITATION = re.compile(r"\[(?:\d*|edit|citation needed)\]")
@@ -61,25 +62,21 @@ _SENTENCE_ENDS = tuple(".!?‼‽⁇⁈⁉。！？．｡։؟۔।॥።፧။�
 """Characters that end a sentence, in all scripts in use that have such a character."""
 
 
-class FineWebFilter(Filter):
+class FineWebFilter(RuleFilter):
     """Applies the rules that FineWeb adds (Penedo et al. 2024, section 3.6): drops pages with few lines that end a
     sentence, many short lines, much text in repeated lines, or (as in the released code) many line breaks per word."""
 
     settings: FineWebRules
 
-    def apply(self, text: str) -> str | Dropped:
+    def rules(self, text: str) -> Iterator[tuple[str, bool]]:
         rules = self.settings
         lines = [line for line in text.split("\n") if line and not line.isspace()]
-        if not lines:
-            return Dropped("empty")
-        if ratio(sum(line.endswith(_SENTENCE_ENDS) for line in lines), len(lines)) < rules.min_punctuated_lines:
-            return Dropped("few lines that end a sentence")
+        yield "empty", not lines
+        ended = sum(line.endswith(_SENTENCE_ENDS) for line in lines)
+        yield "few lines that end a sentence", ended / len(lines) < rules.min_punctuated_lines
         short = sum(len(line) <= rules.short_line_characters for line in lines)
-        if ratio(short, len(lines)) > rules.max_short_lines:
-            return Dropped("short lines")
+        yield "short lines", short / len(lines) > rules.max_short_lines
         breaks = text.count("\n")
-        if ratio(repeated(lines)[1], len(text) - breaks) > rules.max_duplicate_characters:
-            return Dropped("characters in repeated lines")
-        if ratio(breaks, len(text.split())) > rules.max_line_breaks_per_word:
-            return Dropped("line breaks")
-        return text
+        again = ratio(repeated(lines)[1], len(text) - breaks)
+        yield "characters in repeated lines", again > rules.max_duplicate_characters
+        yield "line breaks", ratio(breaks, len(text.split())) > rules.max_line_breaks_per_word
