@@ -249,11 +249,8 @@ def settings(section: Section, path: str = "") -> Iterator[Setting]:
 
 
 def role_of(section: Section, path: str) -> Role:
-    """Return the role of the setting at a path, which may lead into its value, such as `train.betas.0`.
-
-    Raises:
-        KeyError: no setting has this path.
-    """
+    """Return the role of the setting at a path, which may lead into its value, such as `train.betas.0`. Raises KeyError
+    if no setting has this path."""
     roles = {setting.path: setting.role for setting in settings(section)}
     place = path
     while place not in roles:

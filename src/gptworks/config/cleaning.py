@@ -226,11 +226,8 @@ FilterConfig = Annotated[
 
 
 def check_order(filters: tuple[FilterConfig, ...]) -> tuple[FilterConfig, ...]:
-    """Check the order of the filters and return them unchanged.
-
-    Raises:
-        ValueError: a filter in `GlobalFilter` occurs twice, or comes before a filter of single documents.
-    """
+    """Check the order of the filters and return them unchanged. Raises ValueError if a filter in `GlobalFilter` occurs
+    twice, or comes before a filter of single documents."""
     found = [one.type for one in filters if isinstance(one, GlobalFilter)]
     if again := [name for n, name in enumerate(found) if name in found[:n]]:
         raise ValueError(f"{again[0]} is listed more than once: keep one")

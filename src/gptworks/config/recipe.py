@@ -233,11 +233,7 @@ class Recipe(Section):
 
 
 def check_tokenizer(tokenizer: TokenizerConfig, data: DataConfig) -> None:
-    """Check that the tokenizer fits the data.
-
-    Raises:
-        ValueError: type=dataset without a built dataset, or a tokenizer to train although a dataset is already built.
-    """
+    """Raise a ValueError for type=dataset without a built dataset, or a tokenizer to train although one is built."""
     built = [member.name for member in data.mixture if member.dataset is not None]
     if isinstance(tokenizer, DatasetTokenizer) and not built:
         raise ValueError("tokenizer.type=dataset needs a built dataset: set `dataset` of a member of data.mixture")

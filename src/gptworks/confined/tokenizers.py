@@ -72,11 +72,8 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
 
 
 def check_normalized(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
-    """Check that no text becomes too long by normalization. Texts are normalized in parts, to save memory.
-
-    Raises:
-        UserError: a normalized text would be too long; see MAX_NORMALIZED_BYTES.
-    """
+    """Check that no text becomes too long by normalization. Texts are normalized in parts, to save memory. Raises
+    UserError if a normalized text would be too long; see MAX_NORMALIZED_BYTES."""
     most = max(map(len, texts), default=0) * 4
     if most * MAX_GROWTH <= MAX_NORMALIZED_BYTES or tokenizer.normalizer is None:
         return

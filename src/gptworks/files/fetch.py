@@ -55,11 +55,8 @@ _NETWORK = (OSError, http.client.HTTPException)
 
 
 def reach() -> Reach:
-    """Return the allowed origins of downloads, from the environment.
-
-    Raises:
-        UserError: the environment variable REACH has an unknown value.
-    """
+    """Return the allowed origins of downloads, from the environment. Raises UserError if the environment variable REACH
+    has an unknown value."""
     given = os.environ.get(REACH) or "public"
     if given not in get_args(Reach):
         raise UserError(f"{REACH}={given}: it must be one of {', '.join(get_args(Reach))}.")
@@ -102,11 +99,8 @@ def check_url(url: str, within: Reach | None = None) -> SplitResult:
 
 
 def check_public(url: str) -> None:
-    """Check, before any request, that a URL is https and does not name this machine or its network.
-
-    Raises:
-        UserError: the URL is not https (see `check_url`), or its host is not public.
-    """
+    """Check, before any request, that a URL is https and does not name this machine or its network. Raises UserError if
+    the URL is not https (see `check_url`), or its host is not public."""
     host = check_url(url, "public").hostname or ""
     try:
         is_refused = not is_public(host)
@@ -171,11 +165,8 @@ def _plain(path: str) -> str:
 
 
 def _is_there(file: Path) -> bool:
-    """Return whether the file exists; if it is the user's own, let no other user read it.
-
-    Raises:
-        UserError: it is not a regular file.
-    """
+    """Return whether the file exists; if it is the user's own, let no other user read it. Raises UserError if it is not
+    a regular file."""
     try:
         found = file.lstat()
     except FileNotFoundError:
@@ -276,11 +267,8 @@ def _answer(connection: "_Connection", url: str, have: int) -> http.client.HTTPR
 
 @contextlib.contextmanager
 def _within(seconds: float, connection: "_Connection") -> Iterator[None]:
-    """Within the context, end the connection after `seconds`, even if the server sends something now and then.
-
-    Raises:
-        TimeoutError: the context took longer.
-    """
+    """Within the context, end the connection after `seconds`, even if the server sends something now and then. Raises
+    TimeoutError if the context took longer."""
     late = threading.Event()
 
     def end() -> None:
@@ -333,12 +321,8 @@ class _Connection(http.client.HTTPConnection):
 
 
 def _connection(parts: SplitResult) -> _Connection:
-    """Check all addresses of a server, and return a connection to it that is not yet open.
-
-    Raises:
-        UserError: an address of the server is not allowed.
-        OSError: the server's name has no address, and no proxy may resolve it.
-    """
+    """Check all addresses of a server, and return a connection to it that is not yet open. Raises UserError if an
+    address of the server is not allowed; OSError if the server's name has no address, and no proxy may resolve it."""
     host, within = parts.hostname or "", reach()
     given = None if proxy_bypass(host) else getproxies().get(parts.scheme)
     proxy = None if given is None else urlsplit(given if "://" in given else f"http://{given}")

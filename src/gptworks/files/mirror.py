@@ -47,12 +47,8 @@ def local_path(path: str | PathLike[str]) -> Path:
 
 def fetched_path(path: str | PathLike[str]) -> Path:
     """Return the `local_path` of a path. If the path is in a mirror, first make the mirror current, at most once per
-    `_FRESH_SECONDS`. Tensors of checkpoints are left to `fetch_missing`.
-
-    Raises:
-        UserError: the URL cannot be used, or the store refuses access or holds names that are not read.
-        RunError: the store or the disk fails.
-    """
+    `_FRESH_SECONDS`. Tensors of checkpoints are left to `fetch_missing`. Raises UserError if the URL cannot be used, or
+    the store refuses access or holds names that are not read; RunError if the store or the disk fails."""
     local = local_path(path)
     mirror = mirror_around(local)
     if mirror is not None and time.monotonic() > _fetched_at.get(mirror, -inf) + _FRESH_SECONDS:
@@ -62,12 +58,8 @@ def fetched_path(path: str | PathLike[str]) -> Path:
 
 def fetched_data(url: str) -> Path:
     """Return the local copy of a file or a folder of data in an object store, fetched completely, except hidden files;
-    files that have not changed there are not fetched again.
-
-    Raises:
-        UserError: nothing is there, the URL cannot be used, or the store refuses access. RunError: the store or disk
-            fails.
-    """
+    files that have not changed there are not fetched again. Raises UserError if nothing is there, the URL cannot be
+    used, or the store refuses access; RunError if the store or disk fails."""
     path = mirror_of(url)
     remote = Remote(url)
     make_folder(path.parent)
@@ -224,10 +216,7 @@ def _download(remote: Remote, name: str, n_bytes: int, path: Path, mirror: Path)
 
 def fetch_missing(path: Path, n_bytes: int, sha256: str) -> None:
     """Fetch a mirror's missing file of this size and checksum; no effect on other paths, or if the store has none.
-
-    Raises:
-        UserError: the store sends other bytes several times. RunError: the store fails, or the disk is full.
-    """
+    Raises UserError if the store sends other bytes several times; RunError if the store fails, or the disk is full."""
     mirror = None if path.exists() else mirror_around(path)
     if mirror is None:
         return
@@ -252,11 +241,8 @@ def fetch_missing(path: Path, n_bytes: int, sha256: str) -> None:
 
 def send(paths: Iterable[Path]) -> None:
     """Upload files that a command has written to a mirror. Other paths are ignored, and so are mirrors in which a
-    process trains, because that process uploads them.
-
-    Raises:
-        UserError, RunError: the store refuses access, or fails.
-    """
+    process trains, because that process uploads them. Raises UserError or RunError if the store refuses access, or
+    fails."""
     for path in paths:
         mirror = mirror_around(path)
         if mirror is not None and not is_locked(mirror / ".lock"):
@@ -295,11 +281,8 @@ def local_copies() -> list[LocalCopy]:
 
 
 def remove_copy(url: str) -> LocalCopy:
-    """Delete the local copy of a folder or file in a store, and return its description.
-
-    Raises:
-        UserError: there is none, a process trains there, or the store may lack files of it.
-    """
+    """Delete the local copy of a folder or file in a store, and return its description. Raises UserError if there is
+    none, a process trains there, or the store may lack files of it."""
     path = mirror_of(url)
     with file_lock(path.with_name(f".{path.name}.lock"), mode=0o600):
         copy = next((each for each in local_copies() if each.path == path), None)

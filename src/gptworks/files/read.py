@@ -202,11 +202,8 @@ def check_links(folder: Path) -> None:
 
 def check_tree(folder: Path) -> None:
     """Check a folder, except hidden names, before a library opens files in it whose names this package does not know.
-
-    Raises:
-        UserError: a link leads out of the folder, or an entry is neither a folder nor a regular file.
-        OSError: an entry's status, or a linked file, cannot be read.
-    """
+    Raises UserError if a link leads out of the folder, or an entry is neither a folder nor a regular file; OSError if
+    an entry's status, or a linked file, cannot be read."""
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in (*folders, *names):

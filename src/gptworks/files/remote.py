@@ -58,10 +58,8 @@ def cache_root() -> Path:
 
 def mirror_of(url: str | os.PathLike[str]) -> Path:
     """Return the local folder that mirrors a URL: `<cache>/remote/<the URL up to the last slash, quoted>/<last name>`.
-
-    Raises:
-        UserError: the URL has no name below the bucket, a name with other characters than allowed, or is too long.
-    """
+    Raises UserError if the URL has no name below the bucket, a name with other characters than allowed, or is too
+    long."""
     found = STORE_URL.fullmatch(str(url))
     parts = found[2].rstrip("/").split("/") if found else []
     if found is None or len(parts) < 2 or len(parts) > _MOST_PARTS or not all(map(_PART.fullmatch, parts)):
@@ -106,10 +104,7 @@ class Remote:
     """A folder in an object store. Failed calls are repeated, with growing random waits, except `upload` by default."""
 
     def __init__(self, url: str) -> None:
-        """
-        Raises:
-            UserError: the package for the scheme is not installed.
-        """
+        """Raises UserError if the package for the scheme is not installed."""
         scheme = url.partition(":")[0]
         self.url, (self._package, extra) = url.rstrip("/"), PACKAGES[scheme]
         if find_spec(self._package) is None:
@@ -151,13 +146,9 @@ class Remote:
         return f"{self._base}/{name}" if name else self._base
 
     def entries(self) -> dict[str, Entry]:
-        """Return the objects below the folder by relative name, or the one at the URL itself as "".
-
-        Raises:
-            UserError: an object has no size, a name that cannot be a file's (such as `..`), too many levels, or other
-                objects below it; there are too many objects; or the store refuses the access.
-            RunError: the store fails.
-        """
+        """Return the objects below the folder by relative name, or the one at the URL itself as "". Raises UserError if
+        an object has no size, a name that cannot be a file's (such as `..`), too many levels, or other objects below
+        it; there are too many objects; or the store refuses the access; RunError if the store fails."""
         found = self._call("", lambda: self._store.find(self._base, detail=True))
         if len(found) > _MOST_OBJECTS:
             raise UserError(f"{self.url} has {len(found):,} objects; a folder may have {_MOST_OBJECTS:,}.")

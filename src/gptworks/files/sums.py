@@ -23,11 +23,7 @@ def sealed_json(tree: dict[str, Any]) -> str:
 
 
 def unsealed_json(data: bytes) -> dict[str, Any]:
-    """Check a `sealed_json` text and return its mapping.
-
-    Raises:
-        ValueError: the data is not a `sealed_json` text, is nested too deeply, or a byte of it has changed.
-    """
+    """Return the mapping of a `sealed_json` text. Raises ValueError if it is none, or a byte of it has changed."""
     try:
         tree = json.loads(data)
         if not isinstance(tree, dict) or "sha256" not in tree:

@@ -57,11 +57,7 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents, and flush their names to the disk.
-
-    Raises:
-        UserError: the path is a URL.
-    """
+    """Make a folder and its missing parents, and flush their names to the disk. Raises UserError for a URL."""
     _check_local(path)
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
@@ -339,11 +335,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a folder with its contents, a file, or a link without its target.
-
-    Raises:
-        OSError: something cannot be deleted.
-    """
+    """Delete a folder with its contents, a file, or a link without its target; OSError if something cannot be."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -358,11 +350,8 @@ def check_free(out: Path) -> None:
 
 
 def _mode_of(path: Path, folder: Folder) -> int | None:
-    """Return the permission bits of the file to replace; None if it does not exist, or is a link or a folder.
-
-    Raises:
-        UserError: the path is a FIFO, socket or device, which must not be replaced.
-    """
+    """Return the permission bits of the file to replace; None if it does not exist, or is a link or a folder. Raises
+    UserError if the path is a FIFO, socket or device, which must not be replaced."""
     try:
         found = folder.status(path.name).st_mode
     except OSError:

@@ -23,10 +23,7 @@ class Filter:
     """Increased when the same settings begin to change texts in another way, so that datasets are built again."""
 
     def __init__(self, settings: Any) -> None:
-        """
-        Raises:
-            UserError: a library or a file that the settings need is missing or broken.
-        """
+        """Raises UserError if a library or a file that the settings need is missing or broken."""
         self.settings = settings
 
     def apply(self, text: str) -> str | Dropped:

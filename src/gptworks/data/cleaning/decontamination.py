@@ -52,11 +52,8 @@ class DecontaminationFilter(RuleFilter):
 
 
 def task_texts(file: Path) -> Iterator[str]:
-    """Yield the texts of all items of an evaluation task, given its task file or a JSONL file of items.
-
-    Raises:
-        UserError: a file is missing or broken, or `file` is neither a task file nor JSONL.
-    """
+    """Yield the texts of all items of an evaluation task, given its task file or a JSONL file of items. Raises
+    UserError if a file is missing or broken, or `file` is neither a task file nor JSONL."""
     path = file.expanduser()
     try:
         if path.suffix in (".yaml", ".yml"):

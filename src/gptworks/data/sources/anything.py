@@ -102,11 +102,8 @@ class Files(Source):
         return self._read(unit, lambda error: None)
 
     def check(self) -> None:
-        """Look at all files, and warn of those left out.
-
-        Raises:
-            UserError: no file can be read, or a file's sha256 is not the stated one.
-        """
+        """Look at all files, and warn of those left out. Raises UserError if no file can be read, or a file's sha256 is
+        not the stated one."""
         for file in self.files() if self.settings.sha256 else ():
             self.check_sum(file)
         items = self.look()
@@ -318,11 +315,8 @@ class _Errors:
 
 
 def _of_the_file(error: Exception, file: Path) -> UserError:
-    """Return any error as a UserError about the file: libraries raise many types of errors for broken files.
-
-    Raises:
-        MemoryError, RunError: the error has this type, so it is not about the file.
-    """
+    """Return any error as a UserError about the file: libraries raise many types of errors for broken files. A
+    MemoryError or a RunError is not about the file, and is raised."""
     if isinstance(error, MemoryError | RunError):
         raise error
     known = isinstance(error, UserError | OSError)

@@ -118,11 +118,7 @@ class Archive(Source):
         return self.settings.members or _MEMBERS[self.settings.format]
 
     def names(self, file: Path) -> Iterator[str]:
-        """Yield the names of an archive's members.
-
-        Raises:
-            UserError: the archive is broken.
-        """
+        """Yield the names of an archive's members. Raises UserError if the archive is broken."""
         return (member.name for member in _members(Unit(file)))
 
     def wants(self, name: str) -> bool:

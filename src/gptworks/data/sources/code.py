@@ -50,11 +50,8 @@ class PythonStdlib(_SourceFiles):
 
 
 def stdlib_files() -> list[Path]:
-    """Return the source files of Python's standard library without its tests, sorted.
-
-    Raises:
-        UserError: the library's folder has no .py files.
-    """
+    """Return the source files of Python's standard library without its tests, sorted. Raises UserError if the library's
+    folder has no .py files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [file for file in walk(root, _NOT_LIBRARY) if file.suffix == ".py"]
     if not files:
@@ -84,11 +81,8 @@ class Code(_SourceFiles):
 
     def walk(self) -> Iterator[Path]:
         """Yield the files of all endings below the folder. Leave out links, caches, folders made by gptworks, and, if
-        the settings say so, ignored files and vendored code. A folder that cannot be opened is yielded itself.
-
-        Raises:
-            UserError: a `.gitignore` cannot be read.
-        """
+        the settings say so, ignored files and vendored code. A folder that cannot be opened is yielded itself. Raises
+        UserError if a `.gitignore` cannot be read."""
         return self._walk(Path(self.settings.path).expanduser(), [])
 
     @property

@@ -43,12 +43,8 @@ class Encoding(NamedTuple):
 
 
 def find_encoding(file: Path) -> Encoding:
-    """Find the encoding of a text file, which may be compressed, by reading all of it.
-
-    Raises:
-        UserError: the file is binary, in no encoding that can be found, or broken.
-        OSError: the file cannot be read.
-    """
+    """Find the encoding of a text file, which may be compressed, by reading all of it. Raises UserError if the file is
+    binary, in no encoding that can be found, or broken; OSError if the file cannot be read."""
     return _find_encoding(file, stamp(file))
 
 
@@ -115,11 +111,8 @@ _MIXED = re.compile(r"[A-Za-z][\u0370-\u06ff]|[\u0370-\u06ff][A-Za-z]")
 
 
 def open_text(file: Path, encoding: str) -> BinaryIO:
-    """Open a text file as a stream of UTF-8 bytes. If `encoding` is `UTF_8`, the bytes are not checked.
-
-    Raises:
-        UserError: `encoding` is not `UTF_8`, and bytes are read that are not text in `encoding`.
-    """
+    """Open a text file as a stream of UTF-8 bytes. Reading raises UserError at bytes that are not text in `encoding`;
+    if that is `UTF_8`, the bytes are not checked."""
     return _as_utf_8(open_file(file), encoding, file)
 
 
@@ -153,11 +146,8 @@ class _Decoded(io.RawIOBase):
 
 
 def _checked(file: Path, opened: Open, name: str, is_guessed: bool) -> Encoding:
-    """Return the encoding with the text's size, after decoding all of the text.
-
-    Raises:
-        UserError: the file is not text in this encoding.
-    """
+    """Return the encoding with the text's size, after decoding all of the text. Raises UserError if the file is not
+    text in this encoding."""
     n_bytes = 0
     with _as_utf_8(opened(), name, file) as stream:
         while chunk := stream.read(_CHUNK_BYTES):

@@ -113,11 +113,7 @@ def _children() -> Confined:
 
 
 def _asked(question: dict[str, Any]) -> tuple[str, str]:
-    """Return the text and "", or "" and the reason why there is no text.
-
-    Raises:
-        UserError: a package is missing.
-    """
+    """Return the text and "", or "" and the reason why there is no text. Raises UserError if a package is missing."""
     try:
         reply = _children().ask(question)
         if isinstance(reply, dict):

@@ -64,11 +64,8 @@ def read_json(
 
 
 def _find(text: "_Text", file: Path, key: str | None) -> None:
-    """Move `text` to the value of `key` in the file's object, whose `{` has been taken.
-
-    Raises:
-        UserError: the object lacks `key`, or `key` is None.
-    """
+    """Move `text` to the value of `key` in the file's object, whose `{` has been taken. Raises UserError if the object
+    lacks `key`, or `key` is None."""
     names: list[str] = []
     while text.peek() != "}":
         if names:

@@ -52,12 +52,8 @@ def _full(name: str) -> str:
 
 
 def open_file(file: Path) -> BinaryIO:
-    """Open a file as a stream of its unpacked bytes.
-
-    Raises:
-        UserError: the file is not a regular one, or the package that unpacks it is not installed; or, while bytes are
-            read, the compressed data proves broken or a bomb.
-    """
+    """Open a file as a stream of its unpacked bytes. Raises UserError if the file is not a regular one, or the package
+    that unpacks it is not installed; or, while bytes are read, the compressed data proves broken or a bomb."""
     return unpacked(open_regular(file), file)
 
 
@@ -94,11 +90,7 @@ def about_unpacked_size(file: Path) -> int:
 
 
 def check_ratio(name: Path | str, unpacked_bytes: int, packed_bytes: int) -> None:
-    """Stop with an error at a decompression bomb.
-
-    Raises:
-        UserError: the ratio of unpacked to packed bytes is too high.
-    """
+    """Raise a UserError at a decompression bomb, whose ratio of unpacked to packed bytes is too high."""
     if unpacked_bytes > max(FREE_BYTES, MOST_RATIO * packed_bytes):
         raise UserError(
             f"{name}: its first {packed_bytes:,} bytes unpack to {unpacked_bytes:,}, and text unpacks to at most "

@@ -123,11 +123,7 @@ def _dataset_signature(settings: AnyDataset) -> list[list[Any]]:
 
 
 def _check_data_files(builder: Any, dataset: str) -> None:
-    """Stop with an error if a dataset's README.md names data files outside the dataset, by path or address.
-
-    Raises:
-        UserError: the README.md names such a file.
-    """
+    """Raise a UserError if a dataset's README.md names data files outside the dataset, by path or address."""
     folder, own = Path(dataset), f"hf://datasets/{dataset}@".lower()
     for files in (builder.config.data_files or {}).values():
         for file in map(str, files):
@@ -140,11 +136,8 @@ def _check_data_files(builder: Any, dataset: str) -> None:
 
 
 def record_document(where: object, record: Mapping[str, Any], field: str) -> Iterator[Piece]:
-    """Yield the text in a record's field as the pieces of a document.
-
-    Raises:
-        UserError: the record lacks the field, or the field holds no text.
-    """
+    """Yield the text in a record's field as the pieces of a document. Raises UserError if the record lacks the field,
+    or the field holds no text."""
     if field not in record:
         raise UserError(f"{where}: no field `{field}`; its fields are {', '.join(record)}. Set the source's `field`.")
     text = record[field]
@@ -319,11 +312,8 @@ def _parquet_file(file: Path) -> Any:
 
 
 def iter_rows(where: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a dataset that `open_dataset` opened as `where`.
-
-    Raises:
-        UserError: the library `datasets` cannot read a row, such as one whose columns differ from those before it.
-    """
+    """Yield the rows of a dataset that `open_dataset` opened as `where`. Raises UserError if the library `datasets`
+    cannot read a row, such as one whose columns differ from those before it."""
     n_read = 0
     try:
         for row in rows:
@@ -339,12 +329,9 @@ def iter_rows(where: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping
 
 
 def open_dataset(source: AnyDataset) -> tuple[str, Any]:
-    """Open a dataset of the Hugging Face hub or a local folder. Return its name for messages, and its rows.
-
-    Raises:
-        UserError: the split is a slice, the library `datasets` is not installed or cannot open the dataset, or a link
-            or the README.md leads to data outside the dataset.
-    """
+    """Open a dataset of the Hugging Face hub or a local folder. Return its name for messages, and its rows. Raises
+    UserError if the split is a slice, the library `datasets` is not installed or cannot open the dataset, or a link or
+    the README.md leads to data outside the dataset."""
     where, folder = f"dataset {source.dataset}", Path(source.dataset or "")
     if "[" in source.split:
         raise UserError(f"{where}: split={source.split} is a slice, and a dataset is read as a stream, which has none. "
@@ -386,11 +373,8 @@ def listed_names(columns: list[str]) -> str:
 
 def text_field(rows: list[Mapping[str, Any]]) -> str:
     """Return the field that is the text: one with a usual name, the only one with words, or one that is much longer
-    than the others; "" if there is no such field, so that all fields together are the text.
-
-    Raises:
-        UserError: there are no records, or no field has words.
-    """
+    than the others; "" if there is no such field, so that all fields together are the text. Raises UserError if there
+    are no records, or no field has words."""
     if not rows:
         raise UserError("it holds no record")
     names = list(dict.fromkeys(name for row in rows for name in row))

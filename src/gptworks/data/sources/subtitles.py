@@ -14,11 +14,8 @@ _MARKUP = re.compile(r"<[^<>\n]{0,100}>|\{\\[^{}\n]{0,100}\}")
 
 
 def spoken_text(file: Path) -> str:
-    """Return the words of subtitles (SubRip or WebVTT), without numbers, times and markup.
-
-    Raises:
-        UserError: the file is too large, is not text, or has no subtitles.
-    """
+    """Return the words of subtitles (SubRip or WebVTT), without numbers, times and markup. Raises UserError if the file
+    is too large, is not text, or has no subtitles."""
     with open_text(file, find_encoding(file).name) as stream:
         data = read_bounded(stream, MOST_BYTES, f"{file}: ", "subtitles")
     spoken: list[str] = []
