@@ -204,8 +204,6 @@ def _fetch(url: str, partial: Path) -> None:
         if place == url:
             raise
         raise UserError(f"{url} redirects to another address: {error}") from None
-    except _Disk as error:
-        raise error.error from None
     except _NETWORK as error:
         kept = partial.stat().st_size if partial.exists() else 0
         fix = "Try again" + (f", which continues after the first {kept:,} bytes" if kept else "")
@@ -213,14 +211,6 @@ def _fetch(url: str, partial: Path) -> None:
         raise RunError(
             f"{url} could not be downloaded: {what}. {fix}, or download it yourself and set `path` to it."
         ) from error
-
-
-class _Disk(Exception):
-    """Wraps a disk error, to distinguish it from a network error."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(error)
-        self.error = error
 
 
 def _save(response: http.client.HTTPResponse, partial: Path, have: int) -> None:
@@ -250,10 +240,11 @@ def _save(response: http.client.HTTPResponse, partial: Path, have: int) -> None:
 
 @contextlib.contextmanager
 def _writing() -> Iterator[None]:
+    """Within the context, turn a disk's error into a RunError, to distinguish it from the network's."""
     try:
         yield
     except OSError as error:
-        raise _Disk(error) from None
+        raise RunError(str(error)) from error
 
 
 def _answer(connection: "_Connection", url: str, have: int) -> http.client.HTTPResponse:

@@ -19,6 +19,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from gptworks.errors import RunError, UserError
 from gptworks.files.lock import file_lock, is_locked
 from gptworks.files.read import check_links, read_regular
@@ -63,7 +65,7 @@ def fetched_data(url: str) -> Path:
     path = mirror_of(url)
     remote = Remote(url)
     make_folder(path.parent)
-    with file_lock(path.with_name(f".{path.name}.lock"), mode=0o600):
+    with _locked(path):
         entries = remote.entries()
         if not entries:
             raise UserError(f"{url}: no such file or folder in the store. Check the path.")
@@ -75,6 +77,10 @@ def fetched_data(url: str) -> Path:
             _download(remote, "", entries[""].n_bytes, path, path.parent)
             write_whole(versions, json.dumps({"": version}))
         return path
+
+
+def _locked(path: Path) -> FileLock:
+    return file_lock(path.with_name(f".{path.name}.lock"), mode=0o600)
 
 
 def keep(mirror: Path) -> None:
@@ -98,7 +104,7 @@ def refresh(mirror: Path, session: dict[str, Any] | None = None) -> bool:
     url = url_of(mirror)
     assert url is not None
     make_folder(mirror.parent)
-    with file_lock(mirror.with_name(f".{mirror.name}.lock"), mode=0o600):
+    with _locked(mirror):
         _fetched_at[mirror] = max(_fetched_at.get(mirror, -inf), time.monotonic())
         if is_locked(mirror / ".lock"):
             return False
@@ -223,7 +229,7 @@ def fetch_missing(path: Path, n_bytes: int, sha256: str) -> None:
     url = url_of(mirror)
     assert url is not None
     remote, name = Remote(url), path.relative_to(mirror).as_posix()
-    with file_lock(mirror.with_name(f".{mirror.name}.lock"), mode=0o600):
+    with _locked(mirror):
         for _ in range(_TRIES):
             if path.exists():  # another process has fetched it
                 return
@@ -284,7 +290,7 @@ def remove_copy(url: str) -> LocalCopy:
     """Delete the local copy of a folder or file in a store, and return its description. Raises UserError if there is
     none, a process trains there, or the store may lack files of it."""
     path = mirror_of(url)
-    with file_lock(path.with_name(f".{path.name}.lock"), mode=0o600):
+    with _locked(path):
         copy = next((each for each in local_copies() if each.path == path), None)
         if copy is None:
             raise UserError(f"{url}: this machine has no copy of it.")

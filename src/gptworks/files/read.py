@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gptworks.errors import UserError, nearest
-from gptworks.files.folder import NO_SURPRISE, O_NONBLOCK, Folder
+from gptworks.files.folder import NO_SURPRISE, O_NONBLOCK, Folder, named
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -218,20 +218,18 @@ def check_tree(folder: Path) -> None:
                     check_kind(path, found)
 
 
-def open_folder(path: Path, *, inside: Path | None = None) -> Folder:
-    """Open a folder.
-
-    Args:
-        inside: see `open_regular`.
-
-    Raises:
-        UserError: a link leads out of `inside`.
-        OSError: the path is not a folder or cannot be opened.
-    """
-    if inside is None:
-        return Folder(path)
-    with _inside(path, inside) as (above, name):
-        return Folder(name, within=above)
+@contextlib.contextmanager
+def held(path: Path, inside: Path | None = None) -> Iterator[Folder]:
+    """Yield an open folder. Raises UserError if a link leads out of `inside`; OSError if it is not a folder or cannot
+    be opened."""
+    with named(path):
+        if inside is None:
+            folder = Folder(path)
+        else:
+            with _inside(path, inside) as (above, name):
+                folder = Folder(name, within=above)
+    with folder:
+        yield folder
 
 
 def check_names(path: Path, found: os.stat_result) -> None:

@@ -23,20 +23,17 @@ from gptworks.files.folder import (
     NO_SURPRISE,
     O_NOFOLLOW,
     O_NONBLOCK,
+    PREFIX,
     Folder,
     lock_open,
-    set_mode,
-)
-from gptworks.files.read import check_inside, check_kind, check_names, open_regular
-from gptworks.files.schemes import SCHEMES
-from gptworks.files.temporary import (
-    PREFIX,
-    held,
     named,
     new_file,
     new_private_folder,
     remove_leftovers_of,
+    set_mode,
 )
+from gptworks.files.read import check_inside, check_kind, check_names, held, open_regular
+from gptworks.files.schemes import SCHEMES
 
 _ADVICE = "No part of it is left; make room or permission there and try again."
 _COPIED_BYTES = 1 << 20
