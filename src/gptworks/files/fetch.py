@@ -71,14 +71,8 @@ def cache_folder() -> Path:
 
 
 def check_url(url: str, within: Reach | None = None) -> SplitResult:
-    """Return the parts of a plain https URL; http is allowed only to this machine, with `private`.
-
-    Args:
-        within: allowed origins; None: `reach()`.
-
-    Raises:
-        UserError: the URL is invalid, has another scheme, or contains a user name or password.
-    """
+    """Return the parts of a plain https URL; http is allowed only to this machine, within the reach `private`. Raises
+    UserError if the URL is invalid, has another scheme, or contains a user name or password."""
     within = within or reach()
     shown = url[:200]
     if not _URL.fullmatch(url):

@@ -73,11 +73,8 @@ def read_regular(path: Path, max_bytes: int, *, inside: Path | None = None) -> b
 
 
 def read_text(path: Path, max_bytes: int, *, inside: Path | None = None) -> str:
-    """Read the text of a regular UTF-8 file, with its line ends unchanged; see `open_regular`.
-
-    Raises:
-        UserError, OSError: as `open_regular`; UserError also if the file is not UTF-8.
-    """
+    """Read the text of a regular file, with its line ends unchanged; see `open_regular`. Raises UserError also if it is
+    not UTF-8."""
     return _decoded(read_regular(path, max_bytes, inside=inside), path)
 
 
@@ -99,11 +96,8 @@ def open_given(path: Path, max_bytes: int) -> BinaryIO:
 
 
 def read_given(path: Path, max_bytes: int) -> str:
-    """Read the UTF-8 text of a file or pipe that a command's option names, without a byte order mark; see `open_given`.
-
-    Raises:
-        UserError, OSError: as `open_given`; UserError also if the text is not UTF-8.
-    """
+    """Read the text of a file or pipe that a command's option names, without a byte order mark; see `open_given`.
+    Raises UserError also if it is not UTF-8."""
     with open_given(path, max_bytes) as file:
         return _decoded(_bounded(file, path, max_bytes).removeprefix(codecs.BOM_UTF8), path)
 

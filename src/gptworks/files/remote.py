@@ -31,14 +31,7 @@ BLOCK_BYTES = 1 << 25
 _THREADS = 4
 """Blocks of a file that are downloaded at the same time."""
 _TRIES, _FIRST_WAIT_SECONDS = 6, 0.5
-_FINAL = (
-    FileNotFoundError,
-    FileExistsError,
-    PermissionError,
-    IsADirectoryError,
-    NotADirectoryError,
-    NotImplementedError,
-)
+_FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
 """Errors that another try does not change."""
 
 
@@ -118,7 +111,7 @@ class Remote:
         """Return the result of `work`, tried again after errors that may pass. `what` names the object in messages.
 
         Raises:
-            FileNotFoundError, FileExistsError: from the store, unchanged.
+            FileNotFoundError, FileExistsError: the object does not exist, or must not exist and does.
             UserError: the store refuses the access, or the object does not have the checksum that it stores.
             RunError: the store fails at every try.
         """
@@ -176,12 +169,7 @@ class Remote:
         return entries
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """Return the bytes of a small object.
-
-        Raises:
-            FileNotFoundError: it does not exist. UserError: no access, or it has more than `max_bytes`.
-            RunError: the store fails.
-        """
+        """Return the bytes of a small object; errors: see `_call`, and UserError if it has more than `max_bytes`."""
 
         def work() -> bytes:
             try:
@@ -198,12 +186,7 @@ class Remote:
 
     def download(self, name: str, n_bytes: int, file: BinaryIO) -> None:
         """Write the bytes of an object, which must have `n_bytes`, to a file: several blocks at once, each tried again
-        if it fails or is too short.
-
-        Raises:
-            FileNotFoundError: the object does not exist. UserError: no access. RunError: the store fails.
-            OSError: the disk fails.
-        """
+        if it fails or is too short. Errors: see `_call`, and OSError if the disk fails."""
         descriptor = file.fileno()
 
         def block(at: int) -> None:
@@ -221,24 +204,14 @@ class Remote:
             list(pool.map(block, range(0, n_bytes, BLOCK_BYTES)))
 
     def put(self, name: str, data: bytes, *, new: bool = False) -> None:
-        """Write an object.
-
-        Args:
-            new: write only if the object does not exist (`If-None-Match: *` on S3 and Azure, `ifGenerationMatch=0` on
-                Google).
-
-        Raises:
-            FileExistsError: with `new`, it exists. UserError: no access. RunError: the store fails.
-        """
+        """Write an object; errors: see `_call`. With `new`, raise a FileExistsError if it exists (`If-None-Match: *` on
+        S3 and Azure, `ifGenerationMatch=0` on Google)."""
         mode = {"mode": "create"} if new else {}
         self._call(name, lambda: self._store.pipe_file(self._at(name), data, **mode))
 
     def upload(self, name: str, file: Path, tries: int = 1) -> None:
-        """Write a file's bytes to an object, which appears only when all of them have arrived.
-
-        Raises:
-            FileNotFoundError: the file does not exist. UserError: no access. RunError: the store fails.
-        """
+        """Write a file's bytes to an object, which appears only when all of them have arrived; errors: see `_call`, and
+        FileNotFoundError if the file does not exist."""
 
         def work() -> None:
             n_bytes = file.stat().st_size
@@ -254,12 +227,8 @@ class Remote:
             self._call(name, lambda: self._store.rm_file(self._at(name)))
 
     def age_seconds(self, name: str, probe: str) -> float:
-        """Return the age of an object by the store's clock. To read the clock, write and delete the object `probe`;
-        this also shows whether this process may write.
-
-        Raises:
-            FileNotFoundError: the object does not exist. UserError: no access. RunError: the store fails.
-        """
+        """Return the age of an object by the store's clock; errors: see `_call`. To read the clock, write and delete
+        the object `probe`; this also shows whether this process may write."""
         self.put(probe, b"")
         try:
             times = [self._call(each, lambda each=each: self._store.modified(self._at(each))) for each in (probe, name)]  # type: ignore[misc]

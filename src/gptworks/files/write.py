@@ -140,14 +140,7 @@ def replacing_by_name(path: Path, *, private: bool = False) -> Iterator[Path]:
 def write_whole(
     path: Path, data: str | bytes, *, inside: Path | None = None, private: bool = False, new: bool = False
 ) -> None:
-    """Write a whole small file, text in UTF-8, in place of an old one; see `replacing`.
-
-    Args:
-        new: the file must not exist yet; see `making`.
-
-    Raises:
-        UserError, RunError: as `replacing`, or `making`.
-    """
+    """Write a whole small file, text in UTF-8, in place of an old one: see `replacing`; with `new`, see `making`."""
     encoded = data.encode("utf-8") if isinstance(data, str) else data
     with (making if new else replacing)(path, inside=inside, private=private) as file:
         file.write(encoded)
@@ -190,14 +183,8 @@ def new_folder(out: Path, needed_bytes: int | None = None, *, inside: Path | Non
 
 
 def open_new(path: Path, *, inside: Path | None = None, private: bool = False) -> BufferedRandom:
-    """Open a new file to write to; `path` must not exist, not even as a link.
-
-    Args:
-        inside, private: see `replacing`.
-
-    Raises:
-        UserError: a link leads out of `inside`. OSError: the file cannot be made; FileExistsError if the path exists.
-    """
+    """Open a new file to write to; `inside` and `private` as in `replacing`. Raises UserError if a link leads out of
+    `inside`; OSError if the file cannot be made, and FileExistsError if the path exists, be it as a link."""
     with held(path.parent, inside) as folder, named(path):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_SURPRISE
         return os.fdopen(folder.open(path.name, flags, 0o600 if private else 0o666), "w+b")
@@ -261,15 +248,8 @@ def write_at(descriptor: int, data: bytes | memoryview, at: int) -> None:
 
 @contextlib.contextmanager
 def making(path: Path, *, inside: Path | None = None, private: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new file to write to, which is flushed at the end, or removed if writing fails.
-
-    Args:
-        inside, private: see `replacing`.
-
-    Raises:
-        UserError: the path exists, or a link leads out of `inside`.
-        RunError: the disk is full or fails, or permissions or the folder above are missing.
-    """
+    """Yield a new file to write to, which is flushed at the end, or removed if writing fails. Arguments and errors are
+    those of `replacing`, and a UserError if the path exists."""
     with naming_disk_errors(f"{path} could not be written", path, _ADVICE), held(path.parent, inside) as folder:
         try:
             opened = open_new(path, inside=inside, private=private)
@@ -290,15 +270,8 @@ def making(path: Path, *, inside: Path | None = None, private: bool = False) -> 
 
 
 def copy_file(file: Path, to: Path, max_bytes: int | None = None, *, inside: Path | None = None) -> None:
-    """Copy the bytes of a regular file to a new one, whose mode is the umask's.
-
-    Args:
-        max_bytes, inside: for `file`; see `open_regular`.
-
-    Raises:
-        UserError, OSError: as `open_regular` and `making`. RunError: as `making`, or the file is larger than the free
-            space.
-    """
+    """Copy the bytes of a regular file to a new one, whose mode is the umask's. `max_bytes` and `inside` are for
+    `file`. Errors: see `open_regular` and `making`; also a RunError if the file is larger than the free space."""
     with open_regular(file, inside=inside, max_bytes=max_bytes) as source, making(to) as target:
         n_bytes, free_bytes = os.fstat(source.fileno()).st_size, shutil.disk_usage(to.parent).free
         if n_bytes > free_bytes:  # also if the file is sparse and takes little space now
@@ -309,14 +282,8 @@ def copy_file(file: Path, to: Path, max_bytes: int | None = None, *, inside: Pat
 
 
 def copy_folder(folder: Path, to: Path, *, inside: Path | None = None) -> None:
-    """Copy the files of a folder, but not the folders in it, to a new folder.
-
-    Args:
-        inside: see `open_regular`.
-
-    Raises:
-        UserError, OSError, RunError: as `copy_file`; OSError if `to` exists.
-    """
+    """Copy the files of a folder, but not the folders in it, to a new folder; see `copy_file`. OSError if `to`
+    exists."""
     if inside is not None:
         check_inside(folder, inside)
     to.mkdir()
