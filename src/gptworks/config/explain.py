@@ -35,12 +35,8 @@ MOST_FAULTS = 50
 
 
 def explain(error: ValidationError, root: type[Section], origin: str, overrides: Mapping[str, str]) -> str:
-    """Return the errors of a section as text, one per line.
-
-    Args:
-        origin: where the settings come from, such as a file's name.
-        overrides: applied overrides by key; a message about such a setting names the override instead of `origin`.
-    """
+    """Return the errors of a section as text, one per line. Each begins with `origin`, such as a file's name, or with
+    the setting's override; `overrides` has those that were applied, by key."""
     lines = []
     for key, message in faults(error, root):
         given = next((text for name, text in overrides.items() if name == key or key.startswith(f"{name}.")), None)
@@ -162,11 +158,8 @@ def _number_in(value: Any) -> float | None:
 
 
 def _elsewhere(name: str, root: type[Section], path: str = "", close: bool = False) -> str | None:
-    """Return the path of a setting with this name in an inner section: `learning_rate` → `train.learning_rate`.
-
-    Args:
-        close: also accept similarly spelled names.
-    """
+    """Return the path of a setting with this name, or with `close` a similar one, in an inner section: `learning_rate`
+    → `train.learning_rate`."""
     for field_name, field in root.model_fields.items():
         for leaf in leaves(field.annotation):
             if isinstance(leaf, type) and issubclass(leaf, Section) and "type" not in leaf.model_fields:

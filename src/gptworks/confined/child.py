@@ -53,11 +53,8 @@ def _statm(column: int) -> int:
 
 
 def limit_growth(limit: str, n_bytes: int) -> None:
-    """Let allocations of this process fail once it has `n_bytes` more than now; no effect without /proc.
-
-    Args:
-        limit: RLIMIT_AS counts the whole address space; RLIMIT_DATA private writable memory, such as the heap.
-    """
+    """Let allocations of this process fail once it has `n_bytes` more than now; no effect without /proc. The `limit`
+    RLIMIT_AS counts the whole address space; RLIMIT_DATA private writable memory, such as the heap."""
     if used := _statm({"RLIMIT_AS": 0, "RLIMIT_DATA": 5}[limit]):
         import resource
 

@@ -49,10 +49,7 @@ class Vocabulary:
 
 def read_tokenizer(setup: dict[str, Any], encode: Encode | None = None) -> Any:
     """Make llguidance's tokenizer from the tokens' bytes (as latin-1) or from a SentencePiece tokenizer's JSON.
-
-    Args:
-        encode: function that returns the ids of a text. None: approximate them by greedy longest match.
-    """
+    `encode` returns the ids of a text; None: approximate them by greedy longest match."""
     library = importlib.import_module("llguidance")
     if "json" in setup:
         return library.LLTokenizer(setup["json"], n_vocab=setup["n_tokens"], eos_token=setup["eos"])

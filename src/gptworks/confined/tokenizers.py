@@ -34,11 +34,7 @@ _PARTS = ("normalizers", "pretokenizers", "decoders")
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Check that there are limits to how much a tokenizer lengthens a text, and to the time that it takes.
-
-    Raises:
-        UserError: a component breaks a rule. The message names the component and the rule.
-    """
+    """Raise a UserError if there is no limit to how much a tokenizer lengthens a text, or to the time that it takes."""
     limits = {"normalizer": MAX_GROWTH, "pre_tokenizer": MAX_PIECES_GROWTH, "decoder": MAX_PIECES_GROWTH}
     for name, most in limits.items():
         state = _state(tokenizer, name)

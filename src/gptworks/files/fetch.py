@@ -119,11 +119,9 @@ def is_public(address: str) -> bool:
 
 
 def fetched(url: str, sha256: str, folder: Path) -> Path:
-    """Return the local copy of the file at `url`, downloaded once into a folder. The copy gets its name only if its
-    sha256 is right. The next call continues an interrupted download.
-
-    Args:
-        folder: made with mode 0700 if it is missing; files get mode 0600.
+    """Return the local copy of the file at `url`, downloaded once into a folder, which is made with mode 0700 if it is
+    missing. The copy has mode 0600, and gets its name only if its sha256 is right. The next call continues an
+    interrupted download.
 
     Raises:
         UserError: the URL is not allowed, or the download has another sha256.

@@ -43,9 +43,6 @@ class Folder:
         Args:
             within: the open folder that contains the name `path`; the name must not be a link. None: follow links.
             lists: whether to open it so that its names can be listed and flushed, if permissions allow that.
-
-        Raises:
-            OSError: the path is not a folder or cannot be opened.
         """
         self._path = os.fspath(path) if within is None else within._at(os.fspath(path))
         self._descriptor: int | None = None

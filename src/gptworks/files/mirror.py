@@ -93,13 +93,8 @@ def refresh(mirror: Path, session: dict[str, Any] | None = None) -> bool:
 
     Return False, and change nothing, if a process trains there or if this machine was the last to train there, since
     its mirror may have files that the store lacks. If another machine has trained there since, a mirror with such files
-    is renamed, with a warning.
-
-    Args:
-        session: the last session before this process's own; None: read it from the store.
-
-    Raises:
-        UserError, RunError: see `fetched_path`.
+    is renamed, with a warning. `session` is the last one before this process's own; None: read it from the store.
+    Errors: see `fetched_path`.
     """
     url = url_of(mirror)
     assert url is not None

@@ -149,16 +149,8 @@ def write_whole(
 @contextlib.contextmanager
 def new_folder(out: Path, needed_bytes: int | None = None, *, inside: Path | None = None) -> Iterator[Path]:
     """Yield a private folder to fill, which is flushed and renamed to `out` at the end: `out` is complete or missing.
-
-    Args:
-        out: a path that does not exist, or an empty folder; see `check_free`.
-        needed_bytes: bytes that will be written, for the error's message; None: unknown.
-        inside: see `replacing`.
-
-    Raises:
-        UserError: a link leads out of `inside`.
-        RunError: the disk is full or fails, or permissions are missing.
-    """
+    Before, `out` does not exist, or is an empty folder; see `check_free`. `inside` and errors: see `replacing`.
+    `needed_bytes` will be written; None: unknown."""
     place = out.absolute()
     advice = "No part of it is kept. Make room or permission there, or give another place, and try again."
     with naming_disk_errors(f"{out} could not be written", out, advice, needed_bytes):
@@ -191,11 +183,8 @@ def open_new(path: Path, *, inside: Path | None = None, private: bool = False) -
 
 
 def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
-    """Open a regular file to append to, made if it is missing; it can also be read and truncated.
-
-    Args:
-        inside: a folder above `path` that no link may lead out of; `path` itself must not be a link. None: the user
-            named the file.
+    """Open a regular file to append to, made if it is missing; it can also be read and truncated. With `inside`, a
+    folder that no link may lead out of, `path` itself must not be a link; None: the user named the file.
 
     Raises:
         UserError: the path is a folder, FIFO, socket or device; with `inside`, also if it is a link or has other names.
@@ -207,9 +196,7 @@ def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
 def open_to_change(path: Path, *, inside: Path | None = None) -> BufferedRandom:
     """Open a regular file to read and to overwrite, while other processes write other parts of it. All processes share
     a lock: without it, Linux's NFS client writes whole pages, and so overwrites other machines' bytes with older ones.
-
-    Arguments and errors: see `open_to_append`.
-    """
+    `inside` and errors: see `open_to_append`."""
     descriptor = _open_regular(path, 0, inside)
     lock_open(descriptor, shared=True)
     return os.fdopen(descriptor, "r+b")

@@ -31,13 +31,7 @@ class Cleaner:
     """Cleans documents one by one, and counts the documents that each filter kept, changed and dropped."""
 
     def __init__(self, settings: tuple[FilterConfig, ...]) -> None:
-        """
-        Args:
-            settings: a recipe's filters; those that compare documents are ignored (see `duplicates`).
-
-        Raises:
-            UserError: see `choose_filters`.
-        """
+        """Take a recipe's filters, without those that compare documents; errors: see `choose_filters`."""
         self._filters = choose_filters(settings)
         self.take_counts()
 

@@ -27,13 +27,8 @@ class Duplicates:
     """
 
     def __init__(self, settings: tuple[FilterConfig, ...]) -> None:
-        """
-        Args:
-            settings: a recipe's filters; those that look at one document are ignored.
-
-        Raises:
-            UserError: the library that finds near duplicates is not installed.
-        """
+        """Take a recipe's filters; those that look at one document are ignored. Raises UserError if the library that
+        finds near duplicates is not installed."""
         self.exact = any(isinstance(one, ExactDuplicates) for one in settings)
         self.near = next((one for one in settings if isinstance(one, NearDuplicates)), None)
         self._rensa: Any = None

@@ -54,11 +54,7 @@ def _find_encoding(file: Path, _: Any) -> Encoding:
 
 
 def decoded(data: bytes, name: Path) -> str:
-    """Decode a text in any encoding, without its byte order mark.
-
-    Raises:
-        UserError: see `find_encoding`; the message names `name`.
-    """
+    """Decode a text in any encoding, without its byte order mark; errors, which name `name`: see `find_encoding`."""
     encoding = _found(name, lambda: io.BytesIO(data)).name
     return data.decode(encoding).removeprefix("\ufeff")
 

@@ -41,15 +41,8 @@ _FORM = 1
 
 
 def extracted(file: Path, kind: str) -> str:
-    """Return the text of a document, which may be compressed.
-
-    Args:
-        kind: a key of `PACKAGES`.
-
-    Raises:
-        UserError: the document is broken, encrypted or too large, or the package that reads it is not installed.
-        OSError: the file cannot be read.
-    """
+    """Return the text of a document, which may be compressed; `kind` is a key of `PACKAGES`. Raises UserError if it is
+    broken, encrypted or too large, or the package that reads it is missing; OSError if the file cannot be read."""
     _check_installed(kind, str(file))
     max_bytes = MOST_PAGE_BYTES if kind == "html" else MOST_BYTES
     check_size(file.stat().st_size, max_bytes, f"{file}: ", _WHAT)
@@ -58,25 +51,15 @@ def extracted(file: Path, kind: str) -> str:
 
 
 def extracted_bytes(data: bytes, kind: str, where: str, keep: bool = True) -> str:
-    """Return the text of a document, given its bytes; `where` names it in errors. See `extracted`.
-
-    Args:
-        keep: keep the text in the cache.
-    """
+    """Like `extracted`, given the document's bytes; `where` names it in errors, `keep` keeps the text in the cache."""
     _check_installed(kind, where)
     question = {"kind": kind, "data": base64.b64encode(data).decode("ascii")}
     return _kept(question, [None, None, hashlib.sha256(data).hexdigest()] if keep else None, where)
 
 
 def _kept(question: dict[str, Any], content: list[Any] | None, where: str) -> str:
-    """Return the text from the cache; if it is not there, ask the child, and keep the answer in the cache.
-
-    Args:
-        content: values that identify the document in the cache; None: do not use the cache.
-
-    Raises:
-        UserError: there is no text.
-    """
+    """Return the text from the cache, or ask the child and keep its answer. `content` identifies the document in the
+    cache; None: do not use it. Raises UserError if there is no text."""
     reply = kept = None
     if content is not None:
         package = PACKAGES[question["kind"]]

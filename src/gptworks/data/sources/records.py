@@ -232,11 +232,8 @@ def refuse(error: UserError) -> None:
 def read_jsonl(
     file: Path, start: int = 0, end: int | None = None, opened: BinaryIO | None = None, skip: Skip = refuse
 ) -> Iterator[tuple[Line, Mapping[str, Any]]]:
-    """Yield the place and the object of each line that is not blank; arguments and errors as for `read_lines`.
-
-    Args:
-        skip: called with the error of a line that is not a JSON object.
-    """
+    """Yield the place and the object of each line that is not blank; arguments and errors as for `read_lines`. `skip`
+    is called with the error of a line that is not a JSON object."""
     rule = "Each line must be one JSON object."
     for number, line in read_lines(file, MOST_LINE_BYTES, start, end, opened):
         if not line.strip():
@@ -259,14 +256,8 @@ _BATCH_ROWS = 64
 def read_parquet(
     file: Path, field: str | None = None, start: int = 0, end: int | None = None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the place of each row, and its fields, or only `field`.
-
-    Args:
-        start, end: read only row groups `start` to `end` - 1.
-
-    Raises:
-        UserError: the file is broken, or has no column `field`.
-    """
+    """Yield the place of each row of the row groups `start` to `end` - 1, and its fields, or only `field`. Raises
+    UserError if the file is broken, or has no column `field`."""
     with _parquet_file(file) as table:
         groups = range(table.metadata.num_row_groups)
         row = sum(table.metadata.row_group(i).num_rows for i in groups[:start])
