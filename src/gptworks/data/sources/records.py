@@ -27,7 +27,7 @@ from gptworks.data.sources.base import (
 )
 from gptworks.data.sources.files import contents, walk
 from gptworks.data.sources.opening import compression, open_file
-from gptworks.errors import UserError, not_installed, shortened
+from gptworks.errors import UserError, importing, reason_of
 from gptworks.files import check_tree, open_regular
 from gptworks.json_files import without_repeats
 
@@ -281,24 +281,21 @@ def _next_records(file: Path, row: int, batches: Iterator[Any]) -> list[dict[str
     except UnicodeDecodeError as error:
         reason = f"a text that is not UTF-8 ({error.reason}), though the type of the column is text"
     except (pa.ArrowException, OSError) as error:
-        reason = f"broken data ({' '.join(str(error).split())})"
+        reason = f"broken data ({reason_of(error)})"
     raise UserError(f"{file}, in the {_BATCH_ROWS} rows from row {row} on: {reason}. Get or write the file again.")
 
 
 def _parquet_file(file: Path) -> Any:
-    try:
+    with importing("pyarrow", "data", f"{file}: reading it"):
         import pyarrow as pa
         import pyarrow.parquet as pq
-    except ImportError:
-        raise not_installed("pyarrow", "data", f"{file}: reading it") from None
     try:
         return pq.ParquetFile(file)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:  # the disk failed, not the data
             raise
-        reason = " ".join(str(error).split())
         raise UserError(
-            f"{file} is not a parquet file: {reason}. Check the path, or use another source type."
+            f"{file} is not a parquet file: {reason_of(error)}. Check the path, or use another source type."
         ) from None
 
 
@@ -314,7 +311,7 @@ def iter_rows(where: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping
         raise
     except Exception as error:  # `datasets` raises many types of errors
         raise UserError(
-            f"{where}, after its row {n_read}: {shortened(' '.join(str(error).split()), 300)} If its files differ in "
+            f"{where}, after its row {n_read}: {reason_of(error)} If its files differ in "
             f"their columns, give them as a source with a `path`, which reads each record by itself."
         ) from None
 
@@ -327,10 +324,8 @@ def open_dataset(source: AnyDataset) -> tuple[str, Any]:
     if "[" in source.split:
         raise UserError(f"{where}: split={source.split} is a slice, and a dataset is read as a stream, which has none. "
                         f"Name a whole split, such as {source.split.partition('[')[0]}.")  # fmt: skip
-    try:
+    with importing("datasets", "data", f"{where}: reading it"):
         import datasets
-    except ImportError:
-        raise not_installed("datasets", "data", f"{where}: reading it") from None
     if source.dataset:
         check_tree(folder)
     try:
@@ -343,10 +338,8 @@ def open_dataset(source: AnyDataset) -> tuple[str, Any]:
     except UserError:
         raise
     except Exception as error:  # `datasets` raises many types of errors
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{where} could not be opened: {reason}. Check its name, split and revision, and the network."
-        ) from None
+        fix = "Check its name, split and revision, and the network."
+        raise UserError(f"{where} could not be opened: {reason_of(error, 2000)}. {fix}") from None
 
 
 # ------------------------------------------------------------------------------------------ which field is the text
