@@ -131,8 +131,7 @@ class Architecture(Section):
         description="Shift of LayerNorm. Default: true for layernorm; rmsnorm has none.",
     )
     norm_placement: Fixed[Literal["before", "after", "both"]] = Field(
-        "before",
-        description="Norms of the inputs of attention and MLP, of their outputs (OLMo 2), or both (Gemma 2).",
+        "before", description="Norms of the inputs of attention and MLP, of their outputs (OLMo 2), or both (Gemma 2)."
     )
     attention_bias: Fixed[bool | Literal["qkv", "out"]] = Field(
         False, description="Biases of the query, key, value and output projections. qkv, out: only of those."
@@ -140,8 +139,7 @@ class Architecture(Section):
     attention_scale: Fixed[float | None] = Field(None, gt=0, description="Factor of q·k. None: 1 / sqrt(d_head).")
     mlp_bias: Fixed[bool] = Field(False, description="Biases of the MLP's linear layers.")
     qk_norm: Fixed[bool | Literal["whole"]] = Field(
-        True,
-        description="RMSNorm of queries and keys in each head (Henry et al., 2020). whole: over all heads.",
+        True, description="RMSNorm of queries and keys in each head (Henry et al., 2020). whole: over all heads."
     )
     embedding_scale: Fixed[float] = Field(1.0, gt=0, description="Factor of the token embedding (Granite).")
     residual_scale: Fixed[float] = Field(1.0, gt=0, description="Factor of the outputs of attention and MLP (Granite).")

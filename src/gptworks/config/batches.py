@@ -26,9 +26,7 @@ def _whole(number: Any) -> Any:
 
 
 OrShare = Annotated[
-    PositiveInt,
-    BeforeValidator(_whole),
-    WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "maximum": 10**9}),
+    PositiveInt, BeforeValidator(_whole), WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "maximum": 10**9})
 ]
 """A whole number that a recipe may give as a share; see `in_whole_numbers`."""
 _IN_STAGES = ("smaller_batches", "shorter_contexts")

@@ -80,8 +80,7 @@ class GopherRepetition(Section):
         (0.20, 0.18, 0.16), description="Characters in the most frequent sequence of 2, 3 and 4 words."
     )
     max_duplicate_ngrams: Measured[tuple[Ratio, Ratio, Ratio, Ratio, Ratio, Ratio]] = Field(
-        (0.15, 0.14, 0.13, 0.12, 0.11, 0.10),
-        description="Characters in repeated sequences of 5, 6, … 10 words.",
+        (0.15, 0.14, 0.13, 0.12, 0.11, 0.10), description="Characters in repeated sequences of 5, 6, … 10 words."
     )
 
 

@@ -45,8 +45,7 @@ class MixtureMember(Section):
         1.0, description="Its share of the samples is weight / sum of all weights. 0: not read before data.anneal."
     )
     dataset: Free[Annotated[RemotePath | None, Place.PATH]] = Field(
-        None,
-        description="A folder or URL of `gptworks data build`, or of `gptworks data mix` with this name in it.",
+        None, description="A folder or URL of `gptworks data build`, or of `gptworks data mix` with this name in it."
     )
     sources: Measured[tuple[SourceConfig, ...]] = Field((), description="Sources of text to build it from.")
     clean: Measured[Filters] = CLEAN

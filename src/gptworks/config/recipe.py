@@ -13,13 +13,7 @@ from gptworks.config.model import ModelConfig
 from gptworks.config.objective import NextTokenObjective, ObjectiveConfig
 from gptworks.config.sampling import SamplingConfig
 from gptworks.config.sweep import SweepConfig
-from gptworks.config.tokenizer import (
-    BPETokenizer,
-    CharTokenizer,
-    DatasetTokenizer,
-    TokenizerConfig,
-    WordTokenizer,
-)
+from gptworks.config.tokenizer import BPETokenizer, CharTokenizer, DatasetTokenizer, TokenizerConfig, WordTokenizer
 from gptworks.config.train import TrainConfig
 from gptworks.config.trained import FreezeConfig, LoRAConfig
 
@@ -51,8 +45,7 @@ class Recipe(Section):
     )
     seed: Repeat[int] = Field(1337, ge=0, lt=2**32, description="Seed of weights, sample order and dropout.")
     initialize_from: Start[Annotated[RemotePath | None, Place.PATH]] = Field(
-        None,
-        description="A run folder or its URL: this run starts from its best weights. None: random, by model.init.",
+        None, description="A run folder or its URL: this run starts from its best weights. None: random, by model.init."
     )
     model: ModelConfig = Field(description="The architecture.")
     tokenizer: TokenizerConfig = TOKENIZER

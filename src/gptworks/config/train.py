@@ -33,8 +33,7 @@ class TrainConfig(OptimizerSettings):
         "constant, then decay (Hu et al., 2024).",
     )
     warmup_steps: Steering[Count] = Field(
-        0,
-        description="Optimizer steps of linear warmup. Default: a fiftieth of max_steps, at most 1,000.",
+        0, description="Optimizer steps of linear warmup. Default: a fiftieth of max_steps, at most 1,000."
     )
     decay_fraction: Steering[float] = Field(0.6, gt=0, le=1, description="wsd: last share of the run, which decays.")
     final_rate_fraction: Steering[float] = Field(0.0, ge=0, le=1, description="Last rate as a fraction of the peak.")

@@ -87,13 +87,7 @@ class Confined:
     """Sends questions to child processes that all run one module. Thread-safe."""
 
     def __init__(
-        self,
-        kind: str,
-        setup: Any,
-        limits: Limits,
-        *,
-        setup_limits: Limits | None = None,
-        keep_bytes: int = 1 << 26,
+        self, kind: str, setup: Any, limits: Limits, *, setup_limits: Limits | None = None, keep_bytes: int = 1 << 26
     ) -> None:
         """
         Args:

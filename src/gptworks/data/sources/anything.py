@@ -21,7 +21,7 @@ from gptworks.data.sources.code import NEVER_READ, Code
 from gptworks.data.sources.delimited import CSV, read_table
 from gptworks.data.sources.encodings import UTF_8, find_encoding, open_text
 from gptworks.data.sources.extraction import PACKAGES, extracted, missing_packages
-from gptworks.data.sources.files import contents, is_made_here, local_files
+from gptworks.data.sources.files import contents, given_path, is_made_here, local_files
 from gptworks.data.sources.json_lists import JSON, read_json
 from gptworks.data.sources.opening import about_unpacked_size, compression, has_ending, plain_name
 from gptworks.data.sources.pages import HTML, WARC
@@ -37,10 +37,9 @@ from gptworks.data.sources.records import (
     text_field,
 )
 from gptworks.data.sources.report import HIDDEN, Item, count_left_out, lines, reasons, table
-from gptworks.data.sources.subtitles import spoken_text
+from gptworks.data.sources.text import spoken_text
 from gptworks.errors import RunError, UserError
-from gptworks.files import is_url, open_regular, stamp
-from gptworks.files.mirror import fetched_data
+from gptworks.files import open_regular, stamp
 from gptworks.machine import usable_cpus
 
 PROSE = (".txt", ".md", ".text", ".rst", ".tex", ".org", ".adoc", ".markdown", ".log", "")
@@ -69,8 +68,7 @@ class Files(Source):
     @cached_property
     def folder(self) -> Path | None:
         """The folder, fetched if it is in an object store; None if the settings name files."""
-        given = self.settings.path
-        path = None if given is None else fetched_data(given) if is_url(given) else Path(given).expanduser()
+        path = None if self.settings.path is None else given_path(self.settings.path)
         return path if path is not None and path.is_dir() else None
 
     def entries(self) -> Iterator[tuple[Path, str]]:
@@ -84,7 +82,13 @@ class Files(Source):
         return [file for file, why in self.entries() if not why]
 
     def units(self) -> list[Unit]:
-        return [unit for file in self.files() for unit in self._units_or_none(file)]
+        units: list[Unit] = []
+        for file in self.files():
+            try:
+                units += self.units_of(file)
+            except Exception as error:
+                _of_the_file(error, file)  # raises an error that is not about the file
+        return units
 
     def units_of(self, file: Path) -> Iterable[Unit]:
         kind, is_packed = self.kind(file), compression(file.name) is not None
@@ -176,13 +180,6 @@ class Files(Source):
             return "made by gptworks" if is_made_here(path) else "a folder that cannot be opened"
         return "" if self.kind(path) else "not a kind that is read; if it is text, list it in the source's `extensions`"
 
-    def _units_or_none(self, file: Path) -> Iterable[Unit]:
-        try:
-            return self.units_of(file)
-        except Exception as error:
-            _of_the_file(error, file)
-            return ()
-
     def _read(self, unit: Unit, skip: Skip) -> Iterator[Piece]:
         """Yield the pieces of a unit, and end a document where an error cuts it off."""
         held: Piece | None = None
@@ -250,7 +247,8 @@ class Files(Source):
                     is_sampled = True
                     break
             if kind in _RECORDS and n_bytes:
-                notes.append(f"takes {_takes(_text_field(file, kind, stamp(file)))}")
+                field = _text_field(file, kind, stamp(file))
+                notes.append(f"takes {listed_names([field]) if field else 'all fields'}")
         except Exception as error:
             errors.add(_of_the_file(error, file))
         if not n_bytes:
@@ -408,10 +406,6 @@ def _text_field(file: Path, kind: str, _: object) -> str:
     if errors and not rows:
         raise errors[0]
     return text_field(rows)
-
-
-def _takes(name: str) -> str:
-    return listed_names([name]) if name else "all fields"
 
 
 # -------------------------------------------------------------------------------------------------------- archives

@@ -39,7 +39,7 @@ def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
     """
     if source.path is None:
         return [fetched(url, sha256, cache_folder()) for url, sha256 in source.downloads]
-    path = fetched_data(source.path) if is_url(source.path) else Path(source.path).expanduser()
+    path = given_path(source.path)
     if path.is_file():
         return [path]
     if source.sha256:
@@ -52,6 +52,11 @@ def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
         kind = "no file matches this pattern" if glob.has_magic(source.path) else "no such file or folder"
         raise UserError(f"source {source.path}: {kind} (looked from {Path.cwd()}){path_like(path)}")
     return sorted(files)
+
+
+def given_path(path: str) -> Path:
+    """Return a source's path on this machine. If it is in an object store, it is fetched first."""
+    return fetched_data(path) if is_url(path) else Path(path).expanduser()
 
 
 def _files_of_folder(folder: Path, endings: tuple[str, ...]) -> list[Path]:
