@@ -15,8 +15,14 @@ import pytest
 
 from gptworks.config.cleaning import C4Rules, FineWebRules, GopherQuality, GopherRepetition
 from gptworks.data.cleaning.base import Dropped, Filter
-from gptworks.data.cleaning.gopher import GopherQualityFilter, GopherRepetitionFilter, punctuation
-from gptworks.data.cleaning.web import C4Filter, FineWebFilter, count_sentences
+from gptworks.data.cleaning.rules import (
+    C4Filter,
+    FineWebFilter,
+    GopherQualityFilter,
+    GopherRepetitionFilter,
+    count_sentences,
+    punctuation,
+)
 
 filters = pytest.importorskip("datatrove.pipeline.filters")
 

@@ -25,7 +25,8 @@ from gptworks.data import opened
 from gptworks.data.opened import Prepared, held_out_text, open_prepared
 from gptworks.data.prepare import find_prepared, prepare
 from gptworks.data.shards import TokenShards
-from gptworks.data.sources import base, sums
+from gptworks.data.sources import base
+from gptworks.data.sources import files as found_files
 from gptworks.data.sources.base import Piece
 from gptworks.data.sources.choose import iter_documents
 from gptworks.data.split import split_documents
@@ -423,26 +424,26 @@ def test_the_sum_of_a_large_file_is_remembered_until_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPTWORKS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(sums, "REMEMBERED_BYTES", 10)
+    monkeypatch.setattr(found_files, "REMEMBERED_BYTES", 10)
     files, read = [tmp_path / "a.txt", tmp_path / "b.txt.gz"], []
     for file in files:
         file.write_bytes(b"x" * 20)
         os.utime(file, (1, 1))
-    monkeypatch.setattr(sums, "_SETTLED_NS", -1)
-    monkeypatch.setattr(sums, "sha256_file", lambda file: read.append(file.name) or sha256_file(file))
-    first = sums.contents(files)
+    monkeypatch.setattr(found_files, "_SETTLED_NS", -1)
+    monkeypatch.setattr(found_files, "sha256_file", lambda file: read.append(file.name) or sha256_file(file))
+    first = found_files.contents(files)
     assert first == [[".txt", hashlib.sha256(b"x" * 20).hexdigest()], [".txt.gz", first[0][1]]]
-    assert sums.contents(files) == first and sorted(read) == ["a.txt", "b.txt.gz"], "each once"
+    assert found_files.contents(files) == first and sorted(read) == ["a.txt", "b.txt.gz"], "each once"
     files[0].write_bytes(b"y" * 20)
     os.utime(files[0], (1, 1))
-    assert sums.contents(files)[0] != first[0], "though its size and time are as before"
+    assert found_files.contents(files)[0] != first[0], "though its size and time are as before"
     (tmp_path / "cache" / "sums.json").write_text("{broken")
-    assert sums.contents(files)[1] == first[1]
-    monkeypatch.setattr(sums, "_SETTLED_NS", 10**12)
+    assert found_files.contents(files)[1] == first[1]
+    monkeypatch.setattr(found_files, "_SETTLED_NS", 10**12)
     files[0].write_bytes(b"z" * 20)
     for _ in range(2):
         read.clear()
-        sums.contents(files)
+        found_files.contents(files)
         assert "a.txt" in read, "it may change again within a tick"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gptworks.config import CodeSource, HTMLSource, PDFSource, SourceConfig, WARCSource
-from gptworks.data.sources import pages
+from gptworks.data.sources import extraction, pages
 from gptworks.data.sources.choose import SOURCES, check_sources
 from gptworks.errors import UserError
 from test_sources import documents
@@ -57,7 +57,7 @@ def test_the_main_text_of_a_page_is_taken(tmp_path: Path) -> None:
 
 
 def test_a_page_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "MOST_PAGE_BYTES", 500)
+    monkeypatch.setattr(extraction, "MOST_PAGE_BYTES", 500)
     (tmp_path / "a.html").write_bytes(PAGE)
     with pytest.raises(UserError, match=r"a\.html: larger than 500 bytes"):
         check_sources([html(tmp_path)])

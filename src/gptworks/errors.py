@@ -1,7 +1,8 @@
 """The two kinds of errors that commands report to the user."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -21,6 +22,20 @@ def not_installed(package: str, extra: str, what: str, advice: str = "") -> User
     """
     command = f"pip install 'gptworks[{extra}]', or in a clone of gptworks pip install '.[{extra}]'"
     return UserError(f"{what} needs {package}, which is not installed: {command}.{advice and ' ' + advice}")
+
+
+@contextmanager
+def importing(package: str, extra: str, what: str) -> Iterator[None]:
+    """Raise the error of `not_installed` if an import in the `with` block fails."""
+    try:
+        yield
+    except ImportError:
+        raise not_installed(package, extra, what) from None
+
+
+def reason_of(error: Exception, most: int = 300) -> str:
+    """Return the message of a library's error on one line of at most `most` characters, or the error's type."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 class RunError(RuntimeError):

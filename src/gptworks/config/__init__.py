@@ -1,28 +1,16 @@
 """All settings as typed, validated, frozen classes, without torch or files; gptworks/recipe.py reads recipes."""
 
-from gptworks.config.architecture import EARLIER_DEFAULTS
-from gptworks.config.base import (
-    Bounded,
-    PositiveInt,
-    PositiveTime,
-    Role,
-    Section,
-    ShortPath,
-    role_of,
-    settings,
-)
+from gptworks.config.architecture import EARLIER_DEFAULTS, RopeScaling
+from gptworks.config.base import Bounded, PositiveInt, PositiveTime, Role, Section, ShortPath, role_of, settings
 from gptworks.config.batches import IGNORED, ParallelConfig, computes_again
-from gptworks.config.data import DataConfig, ValidationSplit
+from gptworks.config.data import DataConfig, MixtureMember, ValidationSplit
 from gptworks.config.defaults import ENDS, train_defaults
-from gptworks.config.mixture import MixtureMember
 from gptworks.config.model import LABORATORY, ModelConfig
 from gptworks.config.objective import DataFault, ObjectiveConfig
 from gptworks.config.optimizers import RateFactors
 from gptworks.config.recipe import AnyRecipe, DatasetRecipe, Recipe
-from gptworks.config.rope_scaling import RopeScaling
 from gptworks.config.sampling import SamplingConfig
 from gptworks.config.sources import (
-    LANGUAGES,
     ArchiveSource,
     CodeSource,
     ConversationsSource,

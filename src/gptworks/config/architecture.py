@@ -1,14 +1,17 @@
 """Settings of a model's architecture. model.py adds the experimental settings."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
 from gptworks.config.base import Fixed, Fraction, PositiveInt, Repeat, Section, derived
-from gptworks.config.rope_scaling import RopeScaling
 
 MOST_LAYERS = 1000
 """Maximum number of layers that a forward pass may run, repeated ones included."""
+
+T = TypeVar("T")
+LayerPattern = Annotated[tuple[T, ...], Field(min_length=1, max_length=MOST_LAYERS)]
+"""A value for each layer, repeated from the first layer on."""
 
 GATED = ("swiglu", "geglu", "geglu_tanh")
 """Values of `mlp` with a gate matrix."""
@@ -19,6 +22,63 @@ EARLIER_DEFAULTS = {"norm": "layernorm", "mlp": "gelu", "qk_norm": False, "zero_
 
 def _inner_width(width: int, mlp: str) -> int:
     return -(-8 * width // (3 * 64)) * 64 if mlp in GATED else 4 * width
+
+
+Factors = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(max_length=1 << 16)]
+
+
+class RopeScaling(Section):
+    """Rescaling of the rotary frequencies, for a context longer than in training."""
+
+    type: Fixed[Literal["linear", "dynamic", "yarn", "llama3", "longrope"]] = Field(
+        description="linear: positions divided by the factor (Chen et al., 2023). dynamic: a base that grows with the "
+        "length of the text or of its cache (NTK-aware). yarn: slow frequencies interpolated, fast ones kept (Peng et "
+        "al., 2023). llama3: Llama 3.1's form of yarn (Grattafiori et al., 2024). longrope: one factor per frequency, "
+        "with a second set for texts beyond the original context (Ding et al., 2024)."
+    )
+    factor: Fixed[float] = Field(ge=1, description="New context / original context.")
+    original_context_length: Fixed[PositiveInt | None] = Field(
+        None, description="Context that the frequencies were made for. None: context_length / factor."
+    )
+    beta_fast: Fixed[float] = Field(
+        default_factory=derived("type", lambda kind: 4.0 if kind == "llama3" else 32.0),
+        gt=0,
+        description="yarn, llama3: keep pairs that turn more often than this within the original context. Default: 32; "
+        "llama3: 4.",
+    )
+    beta_slow: Fixed[float] = Field(
+        1.0, gt=0, description="yarn, llama3: interpolate pairs that turn less often than this."
+    )
+    attention_factor: Fixed[float | None] = Field(
+        None,
+        gt=0,
+        description="yarn, longrope: factor of the rotated queries and keys. None: 0.1 ln(factor) + 1; longrope: "
+        "sqrt(1 + ln(factor) / ln(original context)).",
+    )
+    short_factors: Fixed[Factors | None] = Field(
+        None, description="longrope: divisor of each pair's frequency in texts up to the original context."
+    )
+    long_factors: Fixed[Factors | None] = Field(None, description="longrope: the divisors in longer texts.")
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the frequencies depend on the length of the text."""
+        return self.type in ("dynamic", "longrope")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.type not in ("yarn", "llama3") and (self.beta_fast, self.beta_slow) != (32.0, 1.0):
+            raise ValueError(
+                f"beta_fast or beta_slow is set and type={self.type}: only yarn and llama3 have them; leave them out"
+            )
+        if self.type not in ("yarn", "longrope") and self.attention_factor is not None:
+            raise ValueError(f"attention_factor with type={self.type}: only yarn and longrope have it; leave it out")
+        for name in ("short_factors", "long_factors"):
+            if (getattr(self, name) is None) == (self.type == "longrope"):
+                raise ValueError(f"{name} belongs to type=longrope, and type={self.type}: set both or neither")
+        if self.beta_slow >= self.beta_fast:
+            raise ValueError(f"beta_slow={self.beta_slow:g} is not below beta_fast={self.beta_fast:g}: exchange them")
+        return self
 
 
 class Architecture(Section):
@@ -57,11 +117,8 @@ class Architecture(Section):
     )
     rope_theta: Fixed[float] = Field(10_000.0, gt=1, description="Base of the rotary frequencies (Su et al., 2021).")
     rope_fraction: Fixed[float] = Field(1.0, gt=0, le=1, description="First share of each head to rotate (GPT-NeoX).")
-    rope_pattern: Fixed[tuple[Literal["rope", "none"], ...]] = Field(
-        ("rope",),
-        min_length=1,
-        max_length=MOST_LAYERS,
-        description="Pattern over the layers: which are rotated (SmolLM3).",
+    rope_pattern: Fixed[LayerPattern[Literal["rope", "none"]]] = Field(
+        ("rope",), description="Pattern over the layers: which are rotated (SmolLM3)."
     )
     rope_scaling: Fixed[RopeScaling | None] = Field(None, description="Extends the trained context.")
     window_rope_theta: Fixed[float | None] = Field(
@@ -74,8 +131,7 @@ class Architecture(Section):
         description="Shift of LayerNorm. Default: true for layernorm; rmsnorm has none.",
     )
     norm_placement: Fixed[Literal["before", "after", "both"]] = Field(
-        "before",
-        description="Norms of the inputs of attention and MLP, of their outputs (OLMo 2), or both (Gemma 2).",
+        "before", description="Norms of the inputs of attention and MLP, of their outputs (OLMo 2), or both (Gemma 2)."
     )
     attention_bias: Fixed[bool | Literal["qkv", "out"]] = Field(
         False, description="Biases of the query, key, value and output projections. qkv, out: only of those."
@@ -83,8 +139,7 @@ class Architecture(Section):
     attention_scale: Fixed[float | None] = Field(None, gt=0, description="Factor of q·k. None: 1 / sqrt(d_head).")
     mlp_bias: Fixed[bool] = Field(False, description="Biases of the MLP's linear layers.")
     qk_norm: Fixed[bool | Literal["whole"]] = Field(
-        True,
-        description="RMSNorm of queries and keys in each head (Henry et al., 2020). whole: over all heads.",
+        True, description="RMSNorm of queries and keys in each head (Henry et al., 2020). whole: over all heads."
     )
     embedding_scale: Fixed[float] = Field(1.0, gt=0, description="Factor of the token embedding (Granite).")
     residual_scale: Fixed[float] = Field(1.0, gt=0, description="Factor of the outputs of attention and MLP (Granite).")
@@ -97,10 +152,8 @@ class Architecture(Section):
     window: Fixed[PositiveInt | None] = Field(
         None, description="Tokens that a windowed layer attends to, including the current one. None: all."
     )
-    window_pattern: Fixed[tuple[Literal["full", "window"], ...]] = Field(
+    window_pattern: Fixed[LayerPattern[Literal["full", "window"]]] = Field(
         default_factory=lambda data: ("window",) if data["window"] else ("full",),
-        min_length=1,
-        max_length=MOST_LAYERS,
         description="Pattern over the layers: which are windowed.",
     )
 

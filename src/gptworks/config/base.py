@@ -46,6 +46,7 @@ def _mirrored(path: Any) -> Any:
 
 # The bounds below exceed every real run; they catch typos that would cost hours or all memory.
 PositiveInt = Annotated[int, Field(gt=0, le=10**9)]
+Count = Annotated[int, Field(ge=0, le=10**9)]
 ShortPath = Annotated[
     Path,
     BeforeValidator(_short),
@@ -57,6 +58,7 @@ JSON has the URL."""
 PositiveTime = Annotated[float, Field(gt=0, le=10**9)]
 """Seconds or minutes, at most 10⁹: 10⁹ seconds are 30 years, and systems refuse longer timeouts."""
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(max_length=MOST_NAME_CHARACTERS, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
 _INNER = {"schema", "fields", "choices", "items_schema", "keys_schema", "values_schema", "lax_schema", "strict_schema",
@@ -247,11 +249,8 @@ def settings(section: Section, path: str = "") -> Iterator[Setting]:
 
 
 def role_of(section: Section, path: str) -> Role:
-    """Return the role of the setting at a path, which may lead into its value, such as `train.betas.0`.
-
-    Raises:
-        KeyError: no setting has this path.
-    """
+    """Return the role of the setting at a path, which may lead into its value, such as `train.betas.0`. Raises KeyError
+    if no setting has this path."""
     roles = {setting.path: setting.role for setting in settings(section)}
     place = path
     while place not in roles:

@@ -26,9 +26,7 @@ def _whole(number: Any) -> Any:
 
 
 OrShare = Annotated[
-    PositiveInt,
-    BeforeValidator(_whole),
-    WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "maximum": 10**9}),
+    PositiveInt, BeforeValidator(_whole), WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "maximum": 10**9})
 ]
 """A whole number that a recipe may give as a share; see `in_whole_numbers`."""
 _IN_STAGES = ("smaller_batches", "shorter_contexts")
@@ -37,12 +35,8 @@ _IN_STAGES = ("smaller_batches", "shorter_contexts")
 def in_whole_numbers(given: Mapping[str, Any], context_length: int) -> dict[str, Any]:
     """Return the settings of growing batches and contexts, with shares converted to steps and tokens. Pairs without an
     effect are dropped: a share of the run that ends at the same step as the pair before it, or at step 0, and a length
-    that is not below the context.
-
-    Raises:
-        ValueError: a share of the run is given without `max_steps`, or a share of the context is not a whole number of
-            tokens.
-    """
+    that is not below the context. Raises ValueError for a share of the run without `max_steps`, or a share of the
+    context that is not a whole number of tokens."""
     steps = given.get("max_steps")
     found = {name: _in_steps(name, given[name], steps) for name in _IN_STAGES if _is_pairs(given.get(name))}
     if (contexts := found.get("shorter_contexts")) is not None:

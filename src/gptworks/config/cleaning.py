@@ -3,7 +3,7 @@
 import itertools
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from gptworks.config.base import Measured, Place, PositiveInt, Section, ShortPath
 
@@ -80,8 +80,7 @@ class GopherRepetition(Section):
         (0.20, 0.18, 0.16), description="Characters in the most frequent sequence of 2, 3 and 4 words."
     )
     max_duplicate_ngrams: Measured[tuple[Ratio, Ratio, Ratio, Ratio, Ratio, Ratio]] = Field(
-        (0.15, 0.14, 0.13, 0.12, 0.11, 0.10),
-        description="Characters in repeated sequences of 5, 6, … 10 words.",
+        (0.15, 0.14, 0.13, 0.12, 0.11, 0.10), description="Characters in repeated sequences of 5, 6, … 10 words."
     )
 
 
@@ -226,11 +225,8 @@ FilterConfig = Annotated[
 
 
 def check_order(filters: tuple[FilterConfig, ...]) -> tuple[FilterConfig, ...]:
-    """Check the order of the filters and return them unchanged.
-
-    Raises:
-        ValueError: a filter in `GlobalFilter` occurs twice, or comes before a filter of single documents.
-    """
+    """Check the order of the filters and return them unchanged. Raises ValueError if a filter in `GlobalFilter` occurs
+    twice, or comes before a filter of single documents."""
     found = [one.type for one in filters if isinstance(one, GlobalFilter)]
     if again := [name for n, name in enumerate(found) if name in found[:n]]:
         raise ValueError(f"{again[0]} is listed more than once: keep one")
@@ -241,3 +237,7 @@ def check_order(filters: tuple[FilterConfig, ...]) -> tuple[FilterConfig, ...]:
                 f"{later.type} before it"
             )
     return filters
+
+
+Filters = Annotated[tuple[FilterConfig, ...], AfterValidator(check_order)]
+CLEAN = Field((), description="Filters for the text of the sources, in order.")

@@ -39,12 +39,7 @@ ENDS = frozenset({"max_steps", "epochs", "max_minutes"})
 
 
 def tuning_rate(d_model: int, judged: bool, adapter: bool) -> float:
-    """Return AdamW's default learning rate for fine-tuning.
-
-    Args:
-        judged: whether the objective compares or rewards answers.
-        adapter: whether only an adapter is trained.
-    """
+    """Return AdamW's default learning rate for fine-tuning. `judged`: the objective compares or rewards answers."""
     rate = TUNING_RATE_TIMES_WIDTH / d_model
     rate *= ADAPTER_TIMES if adapter else 1
     rate *= JUDGED_SHARE if judged else 1
@@ -54,13 +49,8 @@ def tuning_rate(d_model: int, judged: bool, adapter: bool) -> float:
 def train_defaults(
     given: Mapping[str, Any], model: ModelConfig, objective: ObjectiveConfig, tunes: bool, adapter: bool
 ) -> dict[str, Any]:
-    """Return defaults for the settings of `train` that depend on the rest of the recipe.
-
-    Args:
-        given: the settings of `train` in the recipe.
-        tunes: whether training starts from trained weights.
-        adapter: whether only an adapter is trained.
-    """
+    """Return defaults for the settings of `train` that depend on the rest of the recipe, and on those that are `given`.
+    `tunes`: training starts from trained weights. `adapter`: only an adapter is trained."""
     adamw = tunes or adapter or given.get("optimizer_state") == "int8"
     optimizer = given.get("optimizer", "adamw" if adamw else "muon")
     settings: dict[str, Any] = {"optimizer": optimizer}

@@ -22,13 +22,10 @@ _EXAMPLES = {
 """A line to paste for a section that is missing or has no value."""
 _NEEDED = {
     "int_": "a whole number", "float_": "a number", "bool_": "true or false", "string_type": "a text",
-    "model_type": "a section: below `{0}:`, indented, lines such as `key: value`",
-    "model_attributes_type": "a section: below `{0}:`, indented, lines such as `key: value`",
-    "dict_type": "a section: below `{0}:`, indented, lines such as `key: value`",
-    "tuple_type": "a list: below `{0}:`, indented, a line with `- ` for each item, or [a, b]",
-    "list_type": "a list: below `{0}:`, indented, a line with `- ` for each item, or [a, b]",
+    "model_type|model_attributes_type|dict_type": "a section: below `{0}:`, indented, lines such as `key: value`",
+    "tuple_type|list_type": "a list: below `{0}:`, indented, a line with `- ` for each item, or [a, b]",
 }  # fmt: skip
-"""What a setting must be, by the prefix of pydantic's error type."""
+"""What a setting must be, by a pattern for the beginning of pydantic's error type."""
 
 _MEMBER = re.compile(r"bool|int|float|str|none|(literal|tuple|list|dict|constrained|function)[\[-].*")
 """Matches the type names that pydantic appends to an error's location if a setting allows several plain types."""
@@ -38,12 +35,8 @@ MOST_FAULTS = 50
 
 
 def explain(error: ValidationError, root: type[Section], origin: str, overrides: Mapping[str, str]) -> str:
-    """Return the errors of a section as text, one per line.
-
-    Args:
-        origin: where the settings come from, such as a file's name.
-        overrides: applied overrides by key; a message about such a setting names the override instead of `origin`.
-    """
+    """Return the errors of a section as text, one per line. Each begins with `origin`, such as a file's name, or with
+    the setting's override; `overrides` has those that were applied, by key."""
     lines = []
     for key, message in faults(error, root):
         given = next((text for name, text in overrides.items() if name == key or key.startswith(f"{name}.")), None)
@@ -146,7 +139,7 @@ def _in_words(item: Mapping[str, Any], key: str) -> str | None:
 def _needed(item: Mapping[str, Any]) -> str | None:
     kind, value = item["type"], item["input"]
     if kind != "literal_error":
-        return next((words for prefix, words in _NEEDED.items() if kind.startswith(prefix)), None)
+        return next((words for pattern, words in _NEEDED.items() if re.match(pattern, kind)), None)
     choices = re.findall("'([^']*)'", item["ctx"]["expected"])
     near = get_close_matches(str(value), choices, 1)
     words = item["ctx"]["expected"] if len(choices) == 1 else f"one of {item['ctx']['expected']}"
@@ -165,11 +158,8 @@ def _number_in(value: Any) -> float | None:
 
 
 def _elsewhere(name: str, root: type[Section], path: str = "", close: bool = False) -> str | None:
-    """Return the path of a setting with this name in an inner section: `learning_rate` → `train.learning_rate`.
-
-    Args:
-        close: also accept similarly spelled names.
-    """
+    """Return the path of a setting with this name, or with `close` a similar one, in an inner section: `learning_rate`
+    → `train.learning_rate`."""
     for field_name, field in root.model_fields.items():
         for leaf in leaves(field.annotation):
             if isinstance(leaf, type) and issubclass(leaf, Section) and "type" not in leaf.model_fields:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gptworks.config.architecture import MOST_LAYERS, Architecture
+from gptworks.config.architecture import MOST_LAYERS, Architecture, LayerPattern
 from gptworks.config.base import Fixed, PositiveInt
 
 Shape = tuple[int, ...]
@@ -44,10 +44,8 @@ class ModelConfig(Architecture):
         description="From the second layer on, values are a · the layer's + b · the first layer's. a and b are "
         "learned, initially 0.5 (Zhou et al., 2024).",
     )
-    value_embeddings: Fixed[tuple[Literal["none", "table", "projected"], ...]] = Field(
+    value_embeddings: Fixed[LayerPattern[Literal["none", "table", "projected"]]] = Field(
         ("none",),
-        min_length=1,
-        max_length=MOST_LAYERS,
         description="Pattern over the layers: what is added to values, gated per head. table: an embedding of the "
         "token for this layer (modded-nanogpt, nanochat). projected: a projection of the first block's input.",
     )

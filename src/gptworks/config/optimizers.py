@@ -202,9 +202,7 @@ class OptimizerSettings(BatchSettings):
     )
     eps: Steering[float] = Field(1e-8, gt=0, description="Added to the root of the second moment.")
     weight_decay: Steering[float] = Field(
-        0.01,
-        ge=0,
-        description="Decoupled, on matrices only. Default: 0.01; AdamW only: 0.1; from trained weights: 0.",
+        0.01, ge=0, description="Decoupled, on matrices only. Default: 0.01; AdamW only: 0.1; from trained weights: 0."
     )
     cautious_weight_decay: Steering[bool] = Field(
         False, description="Decay only weights that the update moves towards zero (Chen et al., 2025)."

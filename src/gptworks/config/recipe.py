@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from gptworks.config.base import MOST_NAME_CHARACTERS, Fixed, Free, Place, RemotePath, Repeat, Section, Start
+from gptworks.config.base import MOST_NAME_CHARACTERS, Fixed, Free, Name, Place, RemotePath, Repeat, Section, Start
 from gptworks.config.batches import in_whole_numbers, without_shares
 from gptworks.config.data import DataConfig
 from gptworks.config.defaults import train_defaults
@@ -37,12 +37,7 @@ class DatasetRecipe(Section):
 class Recipe(Section):
     """A model, its tokenizer, its data and its training."""
 
-    name: Free[str] = Field(
-        "run",
-        max_length=MOST_NAME_CHARACTERS,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="The run's name. Default: the name of the file.",
-    )
+    name: Free[Name] = Field("run", description="The run's name. Default: the name of the file.")
     run_dir: Free[Annotated[RemotePath, Place.PATH]] = Field(
         default_factory=lambda data: Path("runs") / data["name"],
         description="The run folder, for everything that training writes, or its URL: s3://…, gs://… or "
@@ -50,8 +45,7 @@ class Recipe(Section):
     )
     seed: Repeat[int] = Field(1337, ge=0, lt=2**32, description="Seed of weights, sample order and dropout.")
     initialize_from: Start[Annotated[RemotePath | None, Place.PATH]] = Field(
-        None,
-        description="A run folder or its URL: this run starts from its best weights. None: random, by model.init.",
+        None, description="A run folder or its URL: this run starts from its best weights. None: random, by model.init."
     )
     model: ModelConfig = Field(description="The architecture.")
     tokenizer: TokenizerConfig = TOKENIZER
@@ -232,11 +226,7 @@ class Recipe(Section):
 
 
 def check_tokenizer(tokenizer: TokenizerConfig, data: DataConfig) -> None:
-    """Check that the tokenizer fits the data.
-
-    Raises:
-        ValueError: type=dataset without a built dataset, or a tokenizer to train although a dataset is already built.
-    """
+    """Raise a ValueError for type=dataset without a built dataset, or a tokenizer to train although one is built."""
     built = [member.name for member in data.mixture if member.dataset is not None]
     if isinstance(tokenizer, DatasetTokenizer) and not built:
         raise ValueError("tokenizer.type=dataset needs a built dataset: set `dataset` of a member of data.mixture")

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from gptworks.choices import DeviceName, PrecisionName
-from gptworks.config.base import Fraction, Free, Measured, PositiveInt, Steering, derived
+from gptworks.config.base import Count, Fraction, Free, Measured, PositiveInt, Steering, derived
 from gptworks.config.optimizers import OptimizerSettings
 
 EVALUATED_TOKENS = 2**17
@@ -32,11 +32,8 @@ class TrainConfig(OptimizerSettings):
         description="Learning rate after warmup. cosine: to the end of the run (Loshchilov & Hutter, 2017). wsd: "
         "constant, then decay (Hu et al., 2024).",
     )
-    warmup_steps: Steering[int] = Field(
-        0,
-        ge=0,
-        le=1_000_000_000,
-        description="Optimizer steps of linear warmup. Default: a fiftieth of max_steps, at most 1,000.",
+    warmup_steps: Steering[Count] = Field(
+        0, description="Optimizer steps of linear warmup. Default: a fiftieth of max_steps, at most 1,000."
     )
     decay_fraction: Steering[float] = Field(0.6, gt=0, le=1, description="wsd: last share of the run, which decays.")
     final_rate_fraction: Steering[float] = Field(0.0, ge=0, le=1, description="Last rate as a fraction of the peak.")
@@ -65,10 +62,8 @@ class TrainConfig(OptimizerSettings):
     evaluate_every: Free[PositiveInt] = Field(
         250, description="Steps between evaluations. Default: a fifth of `max_steps`, at most 250."
     )
-    evaluate_sequences: Measured[int | None] = Field(
+    evaluate_sequences: Measured[Count | None] = Field(
         None,
-        ge=0,
-        le=1_000_000_000,
         description="Validation samples per evaluation, evenly spaced: windows of text, rows of conversations, pairs "
         f"or prompts. 0: all. null: as many as hold {EVALUATED_TOKENS:,} tokens at the full context, or all if there "
         "are fewer.",
@@ -79,16 +74,12 @@ class TrainConfig(OptimizerSettings):
         "a quarter of `max_steps`, at most 250.",
     )
     keep_checkpoints: Free[PositiveInt] = Field(2, description="Newest checkpoints to keep; the best is kept too.")
-    keep_every: Free[int] = Field(
+    keep_every: Free[Count] = Field(
         0,
-        ge=0,
-        le=1_000_000_000,
         description="Also keep checkpoints with optimizer state every this many steps, and weights of step 0. 0: none.",
     )
-    sample_every: Free[int] = Field(
+    sample_every: Free[Count] = Field(
         0,
-        ge=0,
-        le=1_000_000_000,
         description="Steps between samples. 0: none. Default: a quarter of `max_steps`, at most 1,000; none for "
         "conversations.",
     )
@@ -119,10 +110,8 @@ class TrainConfig(OptimizerSettings):
     max_skipped_steps: Free[PositiveInt] = Field(
         10, description="Skipped steps in a row after which the run ends or goes back."
     )
-    max_rollbacks: Steering[int] = Field(
+    max_rollbacks: Steering[Count] = Field(
         0,
-        ge=0,
-        le=1_000_000_000,
         description="How often a run may go back to its last checkpoint and continue after the batches that broke it.",
     )
 

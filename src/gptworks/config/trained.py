@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from gptworks.config.base import Fixed, Fraction, PositiveInt, Section, derived
+from gptworks.config.base import Count, Fixed, Fraction, PositiveInt, Section, derived
 
 ADAPTED_MODULES = {"attention": ("query", "key", "value", "out"), "mlp": ("gate", "up", "down")}
 """Linear layers of a block that an adapter can train, by group. `mlp` includes the experts' layers."""
@@ -57,7 +57,7 @@ class FreezeConfig(Section):
     embeddings: Fixed[bool] = Field(
         False, description="Freeze embeddings of tokens, positions, token pairs and values, and a tied head."
     )
-    first_blocks: Fixed[int] = Field(0, ge=0, le=1_000_000_000, description="Number of first blocks to freeze.")
+    first_blocks: Fixed[Count] = Field(0, description="Number of first blocks to freeze.")
     patterns: Fixed[tuple[str, ...]] = Field(
         (), description="Patterns of parameter names, such as `blocks.*.mlp.*` or `norm.weight`."
     )

@@ -87,13 +87,7 @@ class Confined:
     """Sends questions to child processes that all run one module. Thread-safe."""
 
     def __init__(
-        self,
-        kind: str,
-        setup: Any,
-        limits: Limits,
-        *,
-        setup_limits: Limits | None = None,
-        keep_bytes: int = 1 << 26,
+        self, kind: str, setup: Any, limits: Limits, *, setup_limits: Limits | None = None, keep_bytes: int = 1 << 26
     ) -> None:
         """
         Args:
@@ -111,13 +105,9 @@ class Confined:
         self._finalize = weakref.finalize(self, _kill_all, self._idle)
 
     def ask(self, question: Any, task: Task | None = None) -> Any:
-        """Return a child's answer to a question. Both are JSON values.
-
-        Raises:
-            Refused: the child could not answer; the message is the child's.
-            Exceeded: answering the question exceeded a limit.
-            Abandoned: the task was abandoned.
-        """
+        """Return a child's answer to a question. Both are JSON values. Raises Refused if the child could not answer,
+        and the message is the child's; Exceeded if answering the question exceeded a limit; Abandoned if the task was
+        abandoned."""
         task = task or Task()
         with self._places:
             if task.abandoned:
@@ -132,11 +122,7 @@ class Confined:
         return _answer(reply)
 
     def start(self) -> None:
-        """Start a child now, to find out whether the setup works.
-
-        Raises:
-            Refused, Exceeded: the setup failed.
-        """
+        """Start a child now, to find out whether the setup works. Raises Refused or Exceeded if the setup failed."""
         with self._places:
             self._idle.append(self._take(Task()))
 
@@ -174,11 +160,8 @@ class _Child:
         return self.process.poll() is None
 
     def ask(self, question: Any, limits: Limits) -> dict[str, Any]:
-        """Return the child's reply: `answer` or `error`, and `grown_bytes` (of resident memory).
-
-        Raises:
-            Exceeded: the child exceeded a limit.
-        """
+        """Return the child's reply: `answer` or `error`, and `grown_bytes` (of resident memory). Raises Exceeded if the
+        child exceeded a limit."""
         assert self.process.stdin is not None and self.process.stdout is not None
         line = json.dumps([asdict(limits), question]).encode("ascii") + b"\n"
         with contextlib.suppress(BrokenPipeError):  # the child has ended; its exit code gives the reason

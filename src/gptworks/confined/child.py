@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gptworks.errors import reason_of
+
 Answer = Callable[[Any], Any]
 """A function that returns the answer to a question (both JSON values). On an exception, the child sends its message."""
 
@@ -32,7 +34,7 @@ def serve(prepare: Callable[[Any], Answer]) -> None:
         except MemoryError:
             text = '{"out_of_memory": true}'
         except Exception as error:
-            text = json.dumps({"error": " ".join(str(error).split())[:2000] or type(error).__name__})
+            text = json.dumps({"error": reason_of(error, 2000)})
         _lift()
         before = before or resident_bytes()
         reply = json.loads(text) | {"grown_bytes": resident_bytes() - before}
@@ -53,11 +55,8 @@ def _statm(column: int) -> int:
 
 
 def limit_growth(limit: str, n_bytes: int) -> None:
-    """Let allocations of this process fail once it has `n_bytes` more than now; no effect without /proc.
-
-    Args:
-        limit: RLIMIT_AS counts the whole address space; RLIMIT_DATA private writable memory, such as the heap.
-    """
+    """Let allocations of this process fail once it has `n_bytes` more than now; no effect without /proc. The `limit`
+    RLIMIT_AS counts the whole address space; RLIMIT_DATA private writable memory, such as the heap."""
     if used := _statm({"RLIMIT_AS": 0, "RLIMIT_DATA": 5}[limit]):
         import resource
 

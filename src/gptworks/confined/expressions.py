@@ -46,10 +46,7 @@ def find(
     pattern: str, texts: Sequence[str], how: How = "search", seconds: float | None = None
 ) -> list[tuple[str, str] | None]:
     """Return, for each text, the match of `re.search` (or another `how`) and its first group or ""; None: no match.
-
-    Raises:
-        Refused: the pattern does not compile. UserError: searching a text exceeds a limit.
-    """
+    Raises Refused if the pattern does not compile; UserError if searching a text exceeds a limit."""
     found: list[tuple[str, str] | None] = []
     for text, reply in zip(texts, _ask_all(how, pattern, texts, seconds), strict=True):
         if isinstance(reply, dict):

@@ -49,10 +49,7 @@ class Vocabulary:
 
 def read_tokenizer(setup: dict[str, Any], encode: Encode | None = None) -> Any:
     """Make llguidance's tokenizer from the tokens' bytes (as latin-1) or from a SentencePiece tokenizer's JSON.
-
-    Args:
-        encode: function that returns the ids of a text. None: approximate them by greedy longest match.
-    """
+    `encode` returns the ids of a text; None: approximate them by greedy longest match."""
     library = importlib.import_module("llguidance")
     if "json" in setup:
         return library.LLTokenizer(setup["json"], n_vocab=setup["n_tokens"], eos_token=setup["eos"])
@@ -60,11 +57,8 @@ def read_tokenizer(setup: dict[str, Any], encode: Encode | None = None) -> Any:
 
 
 def compile_grammar(tokenizer: Any, grammar: str) -> Any:
-    """Return a matcher at the start of a text. To find errors, a copy of the matcher computes its first mask.
-
-    Raises:
-        ValueError: llguidance does not accept the grammar.
-    """
+    """Return a matcher at the start of a text. To find errors, a copy of the matcher computes its first mask. Raises
+    ValueError if llguidance does not accept the grammar."""
     library = importlib.import_module("llguidance")
     limits = library.LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)

@@ -29,11 +29,8 @@ _LAST_SECONDS = 10.0
 
 
 class Sandbox:
-    """Runs programs isolated from the machine; only on Linux.
-
-    Raises:
-        UserError: the system does not allow the isolation.
-    """
+    """Runs programs isolated from the machine; only on Linux. Raises UserError if the system does not allow the
+    isolation."""
 
     def __init__(self, n_processes: int | None = None) -> None:
         if not sys.platform.startswith("linux"):

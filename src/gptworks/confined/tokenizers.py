@@ -34,11 +34,7 @@ _PARTS = ("normalizers", "pretokenizers", "decoders")
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Check that there are limits to how much a tokenizer lengthens a text, and to the time that it takes.
-
-    Raises:
-        UserError: a component breaks a rule. The message names the component and the rule.
-    """
+    """Raise a UserError if there is no limit to how much a tokenizer lengthens a text, or to the time that it takes."""
     limits = {"normalizer": MAX_GROWTH, "pre_tokenizer": MAX_PIECES_GROWTH, "decoder": MAX_PIECES_GROWTH}
     for name, most in limits.items():
         state = _state(tokenizer, name)
@@ -72,11 +68,8 @@ def check_tokenizer(tokenizer: Tokenizer) -> None:
 
 
 def check_normalized(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
-    """Check that no text becomes too long by normalization. Texts are normalized in parts, to save memory.
-
-    Raises:
-        UserError: a normalized text would be too long; see MAX_NORMALIZED_BYTES.
-    """
+    """Check that no text becomes too long by normalization. Texts are normalized in parts, to save memory. Raises
+    UserError if a normalized text would be too long; see MAX_NORMALIZED_BYTES."""
     most = max(map(len, texts), default=0) * 4
     if most * MAX_GROWTH <= MAX_NORMALIZED_BYTES or tokenizer.normalizer is None:
         return

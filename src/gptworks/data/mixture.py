@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gptworks.config import AnyRecipe, DatasetTokenizer, FileTokenizer, MixtureMember, TrainedTokenizer
-from gptworks.config.mixture import check_mixture
+from gptworks.config.data import check_mixture
 from gptworks.data.opened import Prepared, folder_named, open_prepared, sha256_text
 from gptworks.data.shard_writer import write_manifest
 from gptworks.data.shards import FORMAT_VERSION, SPLITS, TOKENIZER_FOLDER, Manifest, Part, Split, SplitFiles, shares

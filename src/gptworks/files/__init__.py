@@ -30,7 +30,6 @@ from gptworks.files.write import (
     copy_folder,
     link_or_copy,
     make_folder,
-    making,
     new_folder,
     open_new,
     open_to_append,

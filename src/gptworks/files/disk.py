@@ -19,17 +19,9 @@ _SHORT_WRITE = re.compile(r"^\d+ requested and \d+ written$")
 
 @contextlib.contextmanager
 def naming_disk_errors(what: str, place: Path, advice: str, needed_bytes: int | None = None) -> Iterator[None]:
-    """Within the context, turn disk errors into a RunError with the reason and `advice`. Other errors pass.
-
-    Disk errors are those of a full, failing or read-only disk, and OSErrors about `place` or a path above or below it.
-
-    Args:
-        place: the file or folder that is written; it need not exist.
-        needed_bytes: bytes that will be written; None: unknown.
-
-    Raises:
-        RunError: Python or a library raised a disk error.
-    """
+    """Within the context, turn disk errors of Python or a library into a RunError with the reason and `advice`. Other
+    errors pass. Disk errors are those of a full, failing or read-only disk, and OSErrors about `place`, which need not
+    exist, or a path above or below it. `needed_bytes` will be written; None: unknown."""
     try:
         yield
     except UserError:

@@ -55,11 +55,8 @@ _NETWORK = (OSError, http.client.HTTPException)
 
 
 def reach() -> Reach:
-    """Return the allowed origins of downloads, from the environment.
-
-    Raises:
-        UserError: the environment variable REACH has an unknown value.
-    """
+    """Return the allowed origins of downloads, from the environment. Raises UserError if the environment variable REACH
+    has an unknown value."""
     given = os.environ.get(REACH) or "public"
     if given not in get_args(Reach):
         raise UserError(f"{REACH}={given}: it must be one of {', '.join(get_args(Reach))}.")
@@ -74,14 +71,8 @@ def cache_folder() -> Path:
 
 
 def check_url(url: str, within: Reach | None = None) -> SplitResult:
-    """Return the parts of a plain https URL; http is allowed only to this machine, with `private`.
-
-    Args:
-        within: allowed origins; None: `reach()`.
-
-    Raises:
-        UserError: the URL is invalid, has another scheme, or contains a user name or password.
-    """
+    """Return the parts of a plain https URL; http is allowed only to this machine, within the reach `private`. Raises
+    UserError if the URL is invalid, has another scheme, or contains a user name or password."""
     within = within or reach()
     shown = url[:200]
     if not _URL.fullmatch(url):
@@ -102,11 +93,8 @@ def check_url(url: str, within: Reach | None = None) -> SplitResult:
 
 
 def check_public(url: str) -> None:
-    """Check, before any request, that a URL is https and does not name this machine or its network.
-
-    Raises:
-        UserError: the URL is not https (see `check_url`), or its host is not public.
-    """
+    """Check, before any request, that a URL is https and does not name this machine or its network. Raises UserError if
+    the URL is not https (see `check_url`), or its host is not public."""
     host = check_url(url, "public").hostname or ""
     try:
         is_refused = not is_public(host)
@@ -131,11 +119,9 @@ def is_public(address: str) -> bool:
 
 
 def fetched(url: str, sha256: str, folder: Path) -> Path:
-    """Return the local copy of the file at `url`, downloaded once into a folder. The copy gets its name only if its
-    sha256 is right. The next call continues an interrupted download.
-
-    Args:
-        folder: made with mode 0700 if it is missing; files get mode 0600.
+    """Return the local copy of the file at `url`, downloaded once into a folder, which is made with mode 0700 if it is
+    missing. The copy has mode 0600, and gets its name only if its sha256 is right. The next call continues an
+    interrupted download.
 
     Raises:
         UserError: the URL is not allowed, or the download has another sha256.
@@ -171,11 +157,8 @@ def _plain(path: str) -> str:
 
 
 def _is_there(file: Path) -> bool:
-    """Return whether the file exists; if it is the user's own, let no other user read it.
-
-    Raises:
-        UserError: it is not a regular file.
-    """
+    """Return whether the file exists; if it is the user's own, let no other user read it. Raises UserError if it is not
+    a regular file."""
     try:
         found = file.lstat()
     except FileNotFoundError:
@@ -213,8 +196,6 @@ def _fetch(url: str, partial: Path) -> None:
         if place == url:
             raise
         raise UserError(f"{url} redirects to another address: {error}") from None
-    except _Disk as error:
-        raise error.error from None
     except _NETWORK as error:
         kept = partial.stat().st_size if partial.exists() else 0
         fix = "Try again" + (f", which continues after the first {kept:,} bytes" if kept else "")
@@ -222,14 +203,6 @@ def _fetch(url: str, partial: Path) -> None:
         raise RunError(
             f"{url} could not be downloaded: {what}. {fix}, or download it yourself and set `path` to it."
         ) from error
-
-
-class _Disk(Exception):
-    """Wraps a disk error, to distinguish it from a network error."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(error)
-        self.error = error
 
 
 def _save(response: http.client.HTTPResponse, partial: Path, have: int) -> None:
@@ -259,10 +232,11 @@ def _save(response: http.client.HTTPResponse, partial: Path, have: int) -> None:
 
 @contextlib.contextmanager
 def _writing() -> Iterator[None]:
+    """Within the context, turn a disk's error into a RunError, to distinguish it from the network's."""
     try:
         yield
     except OSError as error:
-        raise _Disk(error) from None
+        raise RunError(str(error)) from error
 
 
 def _answer(connection: "_Connection", url: str, have: int) -> http.client.HTTPResponse:
@@ -276,11 +250,8 @@ def _answer(connection: "_Connection", url: str, have: int) -> http.client.HTTPR
 
 @contextlib.contextmanager
 def _within(seconds: float, connection: "_Connection") -> Iterator[None]:
-    """Within the context, end the connection after `seconds`, even if the server sends something now and then.
-
-    Raises:
-        TimeoutError: the context took longer.
-    """
+    """Within the context, end the connection after `seconds`, even if the server sends something now and then. Raises
+    TimeoutError if the context took longer."""
     late = threading.Event()
 
     def end() -> None:
@@ -333,12 +304,8 @@ class _Connection(http.client.HTTPConnection):
 
 
 def _connection(parts: SplitResult) -> _Connection:
-    """Check all addresses of a server, and return a connection to it that is not yet open.
-
-    Raises:
-        UserError: an address of the server is not allowed.
-        OSError: the server's name has no address, and no proxy may resolve it.
-    """
+    """Check all addresses of a server, and return a connection to it that is not yet open. Raises UserError if an
+    address of the server is not allowed; OSError if the server's name has no address, and no proxy may resolve it."""
     host, within = parts.hostname or "", reach()
     given = None if proxy_bypass(host) else getproxies().get(parts.scheme)
     proxy = None if given is None else urlsplit(given if "://" in given else f"http://{given}")

@@ -12,15 +12,8 @@ from gptworks.files.read import check_kind, check_names
 
 def file_lock(path: Path, *, timeout: float = -1, mode: int = 0o644) -> FileLock:
     """Return a lock between processes, not acquired yet. Acquiring it makes a missing file and may truncate an existing
-    one, so a file that has contents and other names (hard links) is refused.
-
-    Args:
-        timeout: seconds to wait for the lock, before `filelock.Timeout`; -1: no limit.
-        mode: mode of a new file.
-
-    Raises:
-        UserError: the file is a link, folder, FIFO, socket or device, or has contents and other names.
-    """
+    one, so a UserError refuses a file that has contents and other names (hard links), or that is a link, folder, FIFO,
+    socket or device. `timeout`: seconds to wait for the lock, before `filelock.Timeout`; -1: no limit."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = path.lstat()
         check_kind(path, found)

@@ -19,6 +19,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from gptworks.errors import RunError, UserError
 from gptworks.files.lock import file_lock, is_locked
 from gptworks.files.read import check_links, read_regular
@@ -47,12 +49,8 @@ def local_path(path: str | PathLike[str]) -> Path:
 
 def fetched_path(path: str | PathLike[str]) -> Path:
     """Return the `local_path` of a path. If the path is in a mirror, first make the mirror current, at most once per
-    `_FRESH_SECONDS`. Tensors of checkpoints are left to `fetch_missing`.
-
-    Raises:
-        UserError: the URL cannot be used, or the store refuses access or holds names that are not read.
-        RunError: the store or the disk fails.
-    """
+    `_FRESH_SECONDS`. Tensors of checkpoints are left to `fetch_missing`. Raises UserError if the URL cannot be used, or
+    the store refuses access or holds names that are not read; RunError if the store or the disk fails."""
     local = local_path(path)
     mirror = mirror_around(local)
     if mirror is not None and time.monotonic() > _fetched_at.get(mirror, -inf) + _FRESH_SECONDS:
@@ -62,16 +60,12 @@ def fetched_path(path: str | PathLike[str]) -> Path:
 
 def fetched_data(url: str) -> Path:
     """Return the local copy of a file or a folder of data in an object store, fetched completely, except hidden files;
-    files that have not changed there are not fetched again.
-
-    Raises:
-        UserError: nothing is there, the URL cannot be used, or the store refuses access. RunError: the store or disk
-            fails.
-    """
+    files that have not changed there are not fetched again. Raises UserError if nothing is there, the URL cannot be
+    used, or the store refuses access; RunError if the store or disk fails."""
     path = mirror_of(url)
     remote = Remote(url)
     make_folder(path.parent)
-    with file_lock(path.with_name(f".{path.name}.lock"), mode=0o600):
+    with _locked(path):
         entries = remote.entries()
         if not entries:
             raise UserError(f"{url}: no such file or folder in the store. Check the path.")
@@ -85,6 +79,10 @@ def fetched_data(url: str) -> Path:
         return path
 
 
+def _locked(path: Path) -> FileLock:
+    return file_lock(path.with_name(f".{path.name}.lock"), mode=0o600)
+
+
 def keep(mirror: Path) -> None:
     """Never fetch the mirror again in this process, because it trains there."""
     _fetched_at[mirror] = inf
@@ -95,18 +93,13 @@ def refresh(mirror: Path, session: dict[str, Any] | None = None) -> bool:
 
     Return False, and change nothing, if a process trains there or if this machine was the last to train there, since
     its mirror may have files that the store lacks. If another machine has trained there since, a mirror with such files
-    is renamed, with a warning.
-
-    Args:
-        session: the last session before this process's own; None: read it from the store.
-
-    Raises:
-        UserError, RunError: see `fetched_path`.
+    is renamed, with a warning. `session` is the last one before this process's own; None: read it from the store.
+    Errors: see `fetched_path`.
     """
     url = url_of(mirror)
     assert url is not None
     make_folder(mirror.parent)
-    with file_lock(mirror.with_name(f".{mirror.name}.lock"), mode=0o600):
+    with _locked(mirror):
         _fetched_at[mirror] = max(_fetched_at.get(mirror, -inf), time.monotonic())
         if is_locked(mirror / ".lock"):
             return False
@@ -224,17 +217,14 @@ def _download(remote: Remote, name: str, n_bytes: int, path: Path, mirror: Path)
 
 def fetch_missing(path: Path, n_bytes: int, sha256: str) -> None:
     """Fetch a mirror's missing file of this size and checksum; no effect on other paths, or if the store has none.
-
-    Raises:
-        UserError: the store sends other bytes several times. RunError: the store fails, or the disk is full.
-    """
+    Raises UserError if the store sends other bytes several times; RunError if the store fails, or the disk is full."""
     mirror = None if path.exists() else mirror_around(path)
     if mirror is None:
         return
     url = url_of(mirror)
     assert url is not None
     remote, name = Remote(url), path.relative_to(mirror).as_posix()
-    with file_lock(mirror.with_name(f".{mirror.name}.lock"), mode=0o600):
+    with _locked(mirror):
         for _ in range(_TRIES):
             if path.exists():  # another process has fetched it
                 return
@@ -252,11 +242,8 @@ def fetch_missing(path: Path, n_bytes: int, sha256: str) -> None:
 
 def send(paths: Iterable[Path]) -> None:
     """Upload files that a command has written to a mirror. Other paths are ignored, and so are mirrors in which a
-    process trains, because that process uploads them.
-
-    Raises:
-        UserError, RunError: the store refuses access, or fails.
-    """
+    process trains, because that process uploads them. Raises UserError or RunError if the store refuses access, or
+    fails."""
     for path in paths:
         mirror = mirror_around(path)
         if mirror is not None and not is_locked(mirror / ".lock"):
@@ -295,13 +282,10 @@ def local_copies() -> list[LocalCopy]:
 
 
 def remove_copy(url: str) -> LocalCopy:
-    """Delete the local copy of a folder or file in a store, and return its description.
-
-    Raises:
-        UserError: there is none, a process trains there, or the store may lack files of it.
-    """
+    """Delete the local copy of a folder or file in a store, and return its description. Raises UserError if there is
+    none, a process trains there, or the store may lack files of it."""
     path = mirror_of(url)
-    with file_lock(path.with_name(f".{path.name}.lock"), mode=0o600):
+    with _locked(path):
         copy = next((each for each in local_copies() if each.path == path), None)
         if copy is None:
             raise UserError(f"{url}: this machine has no copy of it.")

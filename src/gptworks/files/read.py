@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gptworks.errors import UserError, nearest
-from gptworks.files.folder import NO_SURPRISE, O_NONBLOCK, Folder
+from gptworks.files.folder import NO_SURPRISE, O_NONBLOCK, Folder, named
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -73,11 +73,8 @@ def read_regular(path: Path, max_bytes: int, *, inside: Path | None = None) -> b
 
 
 def read_text(path: Path, max_bytes: int, *, inside: Path | None = None) -> str:
-    """Read the text of a regular UTF-8 file, with its line ends unchanged; see `open_regular`.
-
-    Raises:
-        UserError, OSError: as `open_regular`; UserError also if the file is not UTF-8.
-    """
+    """Read the text of a regular file, with its line ends unchanged; see `open_regular`. Raises UserError also if it is
+    not UTF-8."""
     return _decoded(read_regular(path, max_bytes, inside=inside), path)
 
 
@@ -99,11 +96,8 @@ def open_given(path: Path, max_bytes: int) -> BinaryIO:
 
 
 def read_given(path: Path, max_bytes: int) -> str:
-    """Read the UTF-8 text of a file or pipe that a command's option names, without a byte order mark; see `open_given`.
-
-    Raises:
-        UserError, OSError: as `open_given`; UserError also if the text is not UTF-8.
-    """
+    """Read the text of a file or pipe that a command's option names, without a byte order mark; see `open_given`.
+    Raises UserError also if it is not UTF-8."""
     with open_given(path, max_bytes) as file:
         return _decoded(_bounded(file, path, max_bytes).removeprefix(codecs.BOM_UTF8), path)
 
@@ -202,11 +196,8 @@ def check_links(folder: Path) -> None:
 
 def check_tree(folder: Path) -> None:
     """Check a folder, except hidden names, before a library opens files in it whose names this package does not know.
-
-    Raises:
-        UserError: a link leads out of the folder, or an entry is neither a folder nor a regular file.
-        OSError: an entry's status, or a linked file, cannot be read.
-    """
+    Raises UserError if a link leads out of the folder, or an entry is neither a folder nor a regular file; OSError if
+    an entry's status, or a linked file, cannot be read."""
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in (*folders, *names):
@@ -221,20 +212,18 @@ def check_tree(folder: Path) -> None:
                     check_kind(path, found)
 
 
-def open_folder(path: Path, *, inside: Path | None = None) -> Folder:
-    """Open a folder.
-
-    Args:
-        inside: see `open_regular`.
-
-    Raises:
-        UserError: a link leads out of `inside`.
-        OSError: the path is not a folder or cannot be opened.
-    """
-    if inside is None:
-        return Folder(path)
-    with _inside(path, inside) as (above, name):
-        return Folder(name, within=above)
+@contextlib.contextmanager
+def held(path: Path, inside: Path | None = None) -> Iterator[Folder]:
+    """Yield an open folder. Raises UserError if a link leads out of `inside`; OSError if it is not a folder or cannot
+    be opened."""
+    with named(path):
+        if inside is None:
+            folder = Folder(path)
+        else:
+            with _inside(path, inside) as (above, name):
+                folder = Folder(name, within=above)
+    with folder:
+        yield folder
 
 
 def check_names(path: Path, found: os.stat_result) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote, unquote
 
-from gptworks.errors import RunError, UserError, not_installed
+from gptworks.errors import RunError, UserError, not_installed, reason_of
 from gptworks.files.fetch import cache_folder
 from gptworks.files.schemes import PACKAGES, STORE_URL, is_url
 from gptworks.files.write import write_at
@@ -31,14 +31,7 @@ BLOCK_BYTES = 1 << 25
 _THREADS = 4
 """Blocks of a file that are downloaded at the same time."""
 _TRIES, _FIRST_WAIT_SECONDS = 6, 0.5
-_FINAL = (
-    FileNotFoundError,
-    FileExistsError,
-    PermissionError,
-    IsADirectoryError,
-    NotADirectoryError,
-    NotImplementedError,
-)
+_FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
 """Errors that another try does not change."""
 
 
@@ -58,10 +51,8 @@ def cache_root() -> Path:
 
 def mirror_of(url: str | os.PathLike[str]) -> Path:
     """Return the local folder that mirrors a URL: `<cache>/remote/<the URL up to the last slash, quoted>/<last name>`.
-
-    Raises:
-        UserError: the URL has no name below the bucket, a name with other characters than allowed, or is too long.
-    """
+    Raises UserError if the URL has no name below the bucket, a name with other characters than allowed, or is too
+    long."""
     found = STORE_URL.fullmatch(str(url))
     parts = found[2].rstrip("/").split("/") if found else []
     if found is None or len(parts) < 2 or len(parts) > _MOST_PARTS or not all(map(_PART.fullmatch, parts)):
@@ -106,10 +97,7 @@ class Remote:
     """A folder in an object store. Failed calls are repeated, with growing random waits, except `upload` by default."""
 
     def __init__(self, url: str) -> None:
-        """
-        Raises:
-            UserError: the package for the scheme is not installed.
-        """
+        """Raises UserError if the package for the scheme is not installed."""
         scheme = url.partition(":")[0]
         self.url, (self._package, extra) = url.rstrip("/"), PACKAGES[scheme]
         if find_spec(self._package) is None:
@@ -123,7 +111,7 @@ class Remote:
         """Return the result of `work`, tried again after errors that may pass. `what` names the object in messages.
 
         Raises:
-            FileNotFoundError, FileExistsError: from the store, unchanged.
+            FileNotFoundError, FileExistsError: the object does not exist, or must not exist and does.
             UserError: the store refuses the access, or the object does not have the checksum that it stores.
             RunError: the store fails at every try.
         """
@@ -134,7 +122,7 @@ class Remote:
                 raise
             except Exception as error:  # each store's library has its own types
                 name = f"{self.url}{what and '/'}{what}"
-                reason = " ".join(str(error).split())[:300] or type(error).__name__
+                reason = reason_of(error)
                 if isinstance(error, _FINAL) or "Credential" in type(error).__name__:
                     raise UserError(
                         f"{name}: the store refuses the access ({reason}). Check the bucket's name, and the "
@@ -151,13 +139,9 @@ class Remote:
         return f"{self._base}/{name}" if name else self._base
 
     def entries(self) -> dict[str, Entry]:
-        """Return the objects below the folder by relative name, or the one at the URL itself as "".
-
-        Raises:
-            UserError: an object has no size, a name that cannot be a file's (such as `..`), too many levels, or other
-                objects below it; there are too many objects; or the store refuses the access.
-            RunError: the store fails.
-        """
+        """Return the objects below the folder by relative name, or the one at the URL itself as "". Raises UserError if
+        an object has no size, a name that cannot be a file's (such as `..`), too many levels, or other objects below
+        it; there are too many objects; or the store refuses the access; RunError if the store fails."""
         found = self._call("", lambda: self._store.find(self._base, detail=True))
         if len(found) > _MOST_OBJECTS:
             raise UserError(f"{self.url} has {len(found):,} objects; a folder may have {_MOST_OBJECTS:,}.")
@@ -185,12 +169,7 @@ class Remote:
         return entries
 
     def read(self, name: str, max_bytes: int) -> bytes:
-        """Return the bytes of a small object.
-
-        Raises:
-            FileNotFoundError: it does not exist. UserError: no access, or it has more than `max_bytes`.
-            RunError: the store fails.
-        """
+        """Return the bytes of a small object; errors: see `_call`, and UserError if it has more than `max_bytes`."""
 
         def work() -> bytes:
             try:
@@ -207,12 +186,7 @@ class Remote:
 
     def download(self, name: str, n_bytes: int, file: BinaryIO) -> None:
         """Write the bytes of an object, which must have `n_bytes`, to a file: several blocks at once, each tried again
-        if it fails or is too short.
-
-        Raises:
-            FileNotFoundError: the object does not exist. UserError: no access. RunError: the store fails.
-            OSError: the disk fails.
-        """
+        if it fails or is too short. Errors: see `_call`, and OSError if the disk fails."""
         descriptor = file.fileno()
 
         def block(at: int) -> None:
@@ -230,24 +204,14 @@ class Remote:
             list(pool.map(block, range(0, n_bytes, BLOCK_BYTES)))
 
     def put(self, name: str, data: bytes, *, new: bool = False) -> None:
-        """Write an object.
-
-        Args:
-            new: write only if the object does not exist (`If-None-Match: *` on S3 and Azure, `ifGenerationMatch=0` on
-                Google).
-
-        Raises:
-            FileExistsError: with `new`, it exists. UserError: no access. RunError: the store fails.
-        """
+        """Write an object; errors: see `_call`. With `new`, raise a FileExistsError if it exists (`If-None-Match: *` on
+        S3 and Azure, `ifGenerationMatch=0` on Google)."""
         mode = {"mode": "create"} if new else {}
         self._call(name, lambda: self._store.pipe_file(self._at(name), data, **mode))
 
     def upload(self, name: str, file: Path, tries: int = 1) -> None:
-        """Write a file's bytes to an object, which appears only when all of them have arrived.
-
-        Raises:
-            FileNotFoundError: the file does not exist. UserError: no access. RunError: the store fails.
-        """
+        """Write a file's bytes to an object, which appears only when all of them have arrived; errors: see `_call`, and
+        FileNotFoundError if the file does not exist."""
 
         def work() -> None:
             n_bytes = file.stat().st_size
@@ -263,12 +227,8 @@ class Remote:
             self._call(name, lambda: self._store.rm_file(self._at(name)))
 
     def age_seconds(self, name: str, probe: str) -> float:
-        """Return the age of an object by the store's clock. To read the clock, write and delete the object `probe`;
-        this also shows whether this process may write.
-
-        Raises:
-            FileNotFoundError: the object does not exist. UserError: no access. RunError: the store fails.
-        """
+        """Return the age of an object by the store's clock; errors: see `_call`. To read the clock, write and delete
+        the object `probe`; this also shows whether this process may write."""
         self.put(probe, b"")
         try:
             times = [self._call(each, lambda each=each: self._store.modified(self._at(each))) for each in (probe, name)]  # type: ignore[misc]

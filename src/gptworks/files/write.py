@@ -23,20 +23,17 @@ from gptworks.files.folder import (
     NO_SURPRISE,
     O_NOFOLLOW,
     O_NONBLOCK,
+    PREFIX,
     Folder,
     lock_open,
-    set_mode,
-)
-from gptworks.files.read import check_inside, check_kind, check_names, open_regular
-from gptworks.files.schemes import SCHEMES
-from gptworks.files.temporary import (
-    PREFIX,
-    held,
     named,
     new_file,
     new_private_folder,
     remove_leftovers_of,
+    set_mode,
 )
+from gptworks.files.read import check_inside, check_kind, check_names, held, open_regular
+from gptworks.files.schemes import SCHEMES
 
 _ADVICE = "No part of it is left; make room or permission there and try again."
 _COPIED_BYTES = 1 << 20
@@ -57,11 +54,7 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents, and flush their names to the disk.
-
-    Raises:
-        UserError: the path is a URL.
-    """
+    """Make a folder and its missing parents, and flush their names to the disk. Raises UserError for a URL."""
     _check_local(path)
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
@@ -147,14 +140,7 @@ def replacing_by_name(path: Path, *, private: bool = False) -> Iterator[Path]:
 def write_whole(
     path: Path, data: str | bytes, *, inside: Path | None = None, private: bool = False, new: bool = False
 ) -> None:
-    """Write a whole small file, text in UTF-8, in place of an old one; see `replacing`.
-
-    Args:
-        new: the file must not exist yet; see `making`.
-
-    Raises:
-        UserError, RunError: as `replacing`, or `making`.
-    """
+    """Write a whole small file, text in UTF-8, in place of an old one: see `replacing`; with `new`, see `making`."""
     encoded = data.encode("utf-8") if isinstance(data, str) else data
     with (making if new else replacing)(path, inside=inside, private=private) as file:
         file.write(encoded)
@@ -163,16 +149,8 @@ def write_whole(
 @contextlib.contextmanager
 def new_folder(out: Path, needed_bytes: int | None = None, *, inside: Path | None = None) -> Iterator[Path]:
     """Yield a private folder to fill, which is flushed and renamed to `out` at the end: `out` is complete or missing.
-
-    Args:
-        out: a path that does not exist, or an empty folder; see `check_free`.
-        needed_bytes: bytes that will be written, for the error's message; None: unknown.
-        inside: see `replacing`.
-
-    Raises:
-        UserError: a link leads out of `inside`.
-        RunError: the disk is full or fails, or permissions are missing.
-    """
+    Before, `out` does not exist, or is an empty folder; see `check_free`. `inside` and errors: see `replacing`.
+    `needed_bytes` will be written; None: unknown."""
     place = out.absolute()
     advice = "No part of it is kept. Make room or permission there, or give another place, and try again."
     with naming_disk_errors(f"{out} could not be written", out, advice, needed_bytes):
@@ -197,25 +175,16 @@ def new_folder(out: Path, needed_bytes: int | None = None, *, inside: Path | Non
 
 
 def open_new(path: Path, *, inside: Path | None = None, private: bool = False) -> BufferedRandom:
-    """Open a new file to write to; `path` must not exist, not even as a link.
-
-    Args:
-        inside, private: see `replacing`.
-
-    Raises:
-        UserError: a link leads out of `inside`. OSError: the file cannot be made; FileExistsError if the path exists.
-    """
+    """Open a new file to write to; `inside` and `private` as in `replacing`. Raises UserError if a link leads out of
+    `inside`; OSError if the file cannot be made, and FileExistsError if the path exists, be it as a link."""
     with held(path.parent, inside) as folder, named(path):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_SURPRISE
         return os.fdopen(folder.open(path.name, flags, 0o600 if private else 0o666), "w+b")
 
 
 def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
-    """Open a regular file to append to, made if it is missing; it can also be read and truncated.
-
-    Args:
-        inside: a folder above `path` that no link may lead out of; `path` itself must not be a link. None: the user
-            named the file.
+    """Open a regular file to append to, made if it is missing; it can also be read and truncated. With `inside`, a
+    folder that no link may lead out of, `path` itself must not be a link; None: the user named the file.
 
     Raises:
         UserError: the path is a folder, FIFO, socket or device; with `inside`, also if it is a link or has other names.
@@ -227,9 +196,7 @@ def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
 def open_to_change(path: Path, *, inside: Path | None = None) -> BufferedRandom:
     """Open a regular file to read and to overwrite, while other processes write other parts of it. All processes share
     a lock: without it, Linux's NFS client writes whole pages, and so overwrites other machines' bytes with older ones.
-
-    Arguments and errors: see `open_to_append`.
-    """
+    `inside` and errors: see `open_to_append`."""
     descriptor = _open_regular(path, 0, inside)
     lock_open(descriptor, shared=True)
     return os.fdopen(descriptor, "r+b")
@@ -268,15 +235,8 @@ def write_at(descriptor: int, data: bytes | memoryview, at: int) -> None:
 
 @contextlib.contextmanager
 def making(path: Path, *, inside: Path | None = None, private: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new file to write to, which is flushed at the end, or removed if writing fails.
-
-    Args:
-        inside, private: see `replacing`.
-
-    Raises:
-        UserError: the path exists, or a link leads out of `inside`.
-        RunError: the disk is full or fails, or permissions or the folder above are missing.
-    """
+    """Yield a new file to write to, which is flushed at the end, or removed if writing fails. Arguments and errors are
+    those of `replacing`, and a UserError if the path exists."""
     with naming_disk_errors(f"{path} could not be written", path, _ADVICE), held(path.parent, inside) as folder:
         try:
             opened = open_new(path, inside=inside, private=private)
@@ -297,15 +257,8 @@ def making(path: Path, *, inside: Path | None = None, private: bool = False) -> 
 
 
 def copy_file(file: Path, to: Path, max_bytes: int | None = None, *, inside: Path | None = None) -> None:
-    """Copy the bytes of a regular file to a new one, whose mode is the umask's.
-
-    Args:
-        max_bytes, inside: for `file`; see `open_regular`.
-
-    Raises:
-        UserError, OSError: as `open_regular` and `making`. RunError: as `making`, or the file is larger than the free
-            space.
-    """
+    """Copy the bytes of a regular file to a new one, whose mode is the umask's. `max_bytes` and `inside` are for
+    `file`. Errors: see `open_regular` and `making`; also a RunError if the file is larger than the free space."""
     with open_regular(file, inside=inside, max_bytes=max_bytes) as source, making(to) as target:
         n_bytes, free_bytes = os.fstat(source.fileno()).st_size, shutil.disk_usage(to.parent).free
         if n_bytes > free_bytes:  # also if the file is sparse and takes little space now
@@ -316,14 +269,8 @@ def copy_file(file: Path, to: Path, max_bytes: int | None = None, *, inside: Pat
 
 
 def copy_folder(folder: Path, to: Path, *, inside: Path | None = None) -> None:
-    """Copy the files of a folder, but not the folders in it, to a new folder.
-
-    Args:
-        inside: see `open_regular`.
-
-    Raises:
-        UserError, OSError, RunError: as `copy_file`; OSError if `to` exists.
-    """
+    """Copy the files of a folder, but not the folders in it, to a new folder; see `copy_file`. OSError if `to`
+    exists."""
     if inside is not None:
         check_inside(folder, inside)
     to.mkdir()
@@ -339,11 +286,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a folder with its contents, a file, or a link without its target.
-
-    Raises:
-        OSError: something cannot be deleted.
-    """
+    """Delete a folder with its contents, a file, or a link without its target; OSError if something cannot be."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -358,11 +301,8 @@ def check_free(out: Path) -> None:
 
 
 def _mode_of(path: Path, folder: Folder) -> int | None:
-    """Return the permission bits of the file to replace; None if it does not exist, or is a link or a folder.
-
-    Raises:
-        UserError: the path is a FIFO, socket or device, which must not be replaced.
-    """
+    """Return the permission bits of the file to replace; None if it does not exist, or is a link or a folder. Raises
+    UserError if the path is a FIFO, socket or device, which must not be replaced."""
     try:
         found = folder.status(path.name).st_mode
     except OSError:

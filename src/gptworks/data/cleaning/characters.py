@@ -8,7 +8,7 @@ from typing import Any
 
 from gptworks.config.cleaning import NormalizeUnicode, RepairEncoding
 from gptworks.data.cleaning.base import Dropped, Filter
-from gptworks.errors import not_installed
+from gptworks.errors import importing
 
 _LOST = "\ufffd"
 _BOM = "\ufeff"
@@ -28,11 +28,9 @@ class EncodingFilter(Filter):
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
-        try:
+        with importing("ftfy", "clean", "The filter repair-encoding"):
             import ftfy
             from ftfy.badness import BADNESS_RE
-        except ImportError:
-            raise not_installed("ftfy", "clean", "The filter repair-encoding") from None
         self._fix, self._wrong = ftfy.fix_encoding, BADNESS_RE
         self._config = ftfy.TextFixerConfig(explain=False)
 

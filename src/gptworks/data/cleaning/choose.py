@@ -14,11 +14,8 @@ PART_BYTES = 1 << 24
 
 def clean_signature(settings: tuple[FilterConfig, ...]) -> list[str]:
     """Return what decides, besides the settings, how texts are cleaned: for each `decontaminate` filter, the sha256 of
-    the word sequences that it looks for; for each filter with a version above 1, its type and version.
-
-    Raises:
-        UserError: a task file of a `decontaminate` filter is missing or broken.
-    """
+    the word sequences that it looks for; for each filter with a version above 1, its type and version. Raises UserError
+    if a task file of a `decontaminate` filter is missing or broken."""
     sequences = [DecontaminationFilter(one).signature() for one in settings if isinstance(one, Decontaminate)]
     versions = ((one.type, FILTERS[type(one)].version) for one in settings if type(one) in FILTERS)
     return sequences + [f"{name} {version}" for name, version in versions if version > 1]
@@ -26,10 +23,7 @@ def clean_signature(settings: tuple[FilterConfig, ...]) -> list[str]:
 
 def choose_filters(settings: tuple[FilterConfig, ...]) -> list[Filter]:
     """Return the filters that look at single documents, in the recipe's order; leave out those that compare documents.
-
-    Raises:
-        UserError: a library or a file that a filter needs is missing or broken.
-    """
+    Raises UserError if a library or a file that a filter needs is missing or broken."""
     return [FILTERS[type(one)](one) for one in settings if not isinstance(one, GlobalFilter)]
 
 
@@ -37,13 +31,7 @@ class Cleaner:
     """Cleans documents one by one, and counts the documents that each filter kept, changed and dropped."""
 
     def __init__(self, settings: tuple[FilterConfig, ...]) -> None:
-        """
-        Args:
-            settings: a recipe's filters; those that compare documents are ignored (see `duplicates`).
-
-        Raises:
-            UserError: see `choose_filters`.
-        """
+        """Take a recipe's filters, without those that compare documents; errors: see `choose_filters`."""
         self._filters = choose_filters(settings)
         self.take_counts()
 

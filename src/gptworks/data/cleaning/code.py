@@ -1,9 +1,10 @@
 """Filters for code: drop files that teach a model little, and remove licences from the beginning of files."""
 
 import re
+from collections.abc import Iterator
 
 from gptworks.config.cleaning import CodeTables, GeneratedCode, LicenceHeaders, MinifiedCode
-from gptworks.data.cleaning.base import Dropped, Filter, ratio
+from gptworks.data.cleaning.base import Filter, RuleFilter, ratio
 
 _HEAD_CHARACTERS = 4096
 _GENERATED = re.compile(
@@ -13,15 +14,15 @@ _GENERATED = re.compile(
 )
 
 
-class GeneratedFilter(Filter):
+class GeneratedFilter(RuleFilter):
     """Drops files whose first lines say that they were generated, as in the data of Codex (Chen et al. 2021) and
     StarCoder (Li et al. 2023)."""
 
     settings: GeneratedCode
 
-    def apply(self, text: str) -> str | Dropped:
+    def rules(self, text: str) -> Iterator[tuple[str, bool]]:
         lines = text[:_HEAD_CHARACTERS].split("\n", self.settings.lines)[: self.settings.lines]
-        return Dropped("generated") if _GENERATED.search("\n".join(lines)) else text
+        yield "generated", _GENERATED.search("\n".join(lines)) is not None
 
 
 # The pattern matches in linear time: no branch backtracks, and at most two begin with the same character.
@@ -42,14 +43,14 @@ _DATA_LINE = re.compile(
 _LITERAL = re.compile(r"[\"'0-9]")
 
 
-class TableFilter(Filter):
+class TableFilter(RuleFilter):
     """Drops files in which at least `min_lines` lines are data, and these have more than the share `max_data` of all
     characters. A line of data has only literals (numbers, strings and their separators), perhaps with a comment; a line
     of only brackets is not data. White space at the ends of lines does not count."""
 
     settings: CodeTables
 
-    def apply(self, text: str) -> str | Dropped:
+    def rules(self, text: str) -> Iterator[tuple[str, bool]]:
         data = total = data_lines = 0
         for raw in text.split("\n"):
             line = raw.strip()
@@ -57,28 +58,23 @@ class TableFilter(Filter):
             if line and _DATA_LINE.fullmatch(line) and _LITERAL.search(line):
                 data += len(line)
                 data_lines += 1
-        is_table = data_lines >= self.settings.min_lines and ratio(data, total) > self.settings.max_data
-        return Dropped("table") if is_table else text
+        yield "table", data_lines >= self.settings.min_lines and ratio(data, total) > self.settings.max_data
 
 
-class MinifiedFilter(Filter):
+class MinifiedFilter(RuleFilter):
     """Drops files with a line of more than 1,000 characters, with more than 100 characters per line, or with less than
     a quarter letters and digits (Chen et al. 2021; Kocetkov et al. 2022); these limits are settings. Bytes outside
     ASCII count as letters."""
 
     settings: MinifiedCode
 
-    def apply(self, text: str) -> str | Dropped:
-        rules = self.settings
-        lengths = [*map(len, text.split("\n"))]
-        if max(lengths) > rules.max_line_characters:
-            return Dropped("long line")
-        if ratio(sum(lengths), len(lengths)) > rules.max_mean_line_characters:
-            return Dropped("long lines on average")
+    def rules(self, text: str) -> Iterator[tuple[str, bool]]:
+        rules, lengths = self.settings, [*map(len, text.split("\n"))]
+        yield "long line", max(lengths) > rules.max_line_characters
+        yield "long lines on average", sum(lengths) / len(lengths) > rules.max_mean_line_characters
         data = text.encode("utf-8", "surrogatepass")
-        if ratio(len(data.translate(None, _NOT_ALPHANUMERIC)), len(data)) < rules.min_alphanumeric:
-            return Dropped("few letters")
-        return text
+        letters = data.translate(None, _NOT_ALPHANUMERIC)
+        yield "few letters", ratio(len(letters), len(data)) < rules.min_alphanumeric
 
 
 _NOT_ALPHANUMERIC = bytes(code for code in range(128) if not chr(code).isalnum())

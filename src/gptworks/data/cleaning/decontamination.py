@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from gptworks.config.cleaning import Decontaminate
-from gptworks.data.cleaning.base import Dropped, Filter
+from gptworks.data.cleaning.base import RuleFilter
 from gptworks.data.cleaning.ngrams import Hashes, HashSet, hash_ngrams, hash_words, words_of
 from gptworks.data.sources.records import read_jsonl
 from gptworks.errors import UserError
 from gptworks.yaml_files import read_yaml
 
 
-class DecontaminationFilter(Filter):
+class DecontaminationFilter(RuleFilter):
     """Drops documents that share a sequence of `ngram` words with a text of an evaluation task, ignoring case and
     punctuation. The default is 13 words, as for GPT-3 (Brown et al. 2020, appendix C).
 
@@ -41,10 +41,9 @@ class DecontaminationFilter(Filter):
             )
         self._wanted = {n: HashSet(np.concatenate(hashes)) for n, hashes in sorted(found.items())}
 
-    def apply(self, text: str) -> str | Dropped:
+    def rules(self, text: str) -> Iterator[tuple[str, bool]]:
         words = hash_words(words_of(text))
-        found = any(len(wanted.places(hash_ngrams(words, n))) for n, wanted in self._wanted.items())
-        return Dropped("in a task") if found else text
+        yield "in a task", any(len(wanted.places(hash_ngrams(words, n))) for n, wanted in self._wanted.items())
 
     def signature(self) -> str:
         """Return the sha256 of all word sequences that the filter looks for."""
@@ -53,11 +52,8 @@ class DecontaminationFilter(Filter):
 
 
 def task_texts(file: Path) -> Iterator[str]:
-    """Yield the texts of all items of an evaluation task, given its task file or a JSONL file of items.
-
-    Raises:
-        UserError: a file is missing or broken, or `file` is neither a task file nor JSONL.
-    """
+    """Yield the texts of all items of an evaluation task, given its task file or a JSONL file of items. Raises
+    UserError if a file is missing or broken, or `file` is neither a task file nor JSONL."""
     path = file.expanduser()
     try:
         if path.suffix in (".yaml", ".yml"):

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from gptworks.config.cleaning import ExactDuplicates, FilterConfig, NearDuplicates
 from gptworks.data.cleaning.ngrams import Hashes, combine, hash_ngrams, hash_words, words_of
-from gptworks.errors import not_installed
+from gptworks.errors import importing
 
 _SEED = 1
 Verdicts = npt.NDArray[np.uint8]
@@ -27,21 +27,14 @@ class Duplicates:
     """
 
     def __init__(self, settings: tuple[FilterConfig, ...]) -> None:
-        """
-        Args:
-            settings: a recipe's filters; those that look at one document are ignored.
-
-        Raises:
-            UserError: the library that finds near duplicates is not installed.
-        """
+        """Take a recipe's filters; those that look at one document are ignored. Raises UserError if the library that
+        finds near duplicates is not installed."""
         self.exact = any(isinstance(one, ExactDuplicates) for one in settings)
         self.near = next((one for one in settings if isinstance(one, NearDuplicates)), None)
         self._rensa: Any = None
         if self.near:
-            try:
+            with importing("rensa", "clean", "The filter near-duplicates"):
                 import rensa
-            except ImportError:
-                raise not_installed("rensa", "clean", "The filter near-duplicates") from None
             self._rensa = rensa
 
     def __bool__(self) -> bool:

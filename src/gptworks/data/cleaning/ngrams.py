@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
 from zlib import crc32
 
 import numpy as np
@@ -26,7 +25,7 @@ def words_of(text: str) -> list[str]:
 
 
 def hash_words(words: list[str]) -> Hashes:
-    return np.fromiter(map(_hashes().__getitem__, words), dtype=np.uint64, count=len(words))
+    return np.fromiter(map(_HASHES.__getitem__, words), dtype=np.uint64, count=len(words))
 
 
 def hash_ngrams(words: Hashes, n: int) -> Hashes:
@@ -73,6 +72,4 @@ class _WordHashes(dict[str, int]):
         return number
 
 
-@lru_cache
-def _hashes() -> _WordHashes:
-    return _WordHashes()
+_HASHES = _WordHashes()

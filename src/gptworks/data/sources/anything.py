@@ -21,10 +21,10 @@ from gptworks.data.sources.code import NEVER_READ, Code
 from gptworks.data.sources.delimited import CSV, read_table
 from gptworks.data.sources.encodings import UTF_8, find_encoding, open_text
 from gptworks.data.sources.extraction import PACKAGES, extracted, missing_packages
-from gptworks.data.sources.files import is_made_here, local_files
+from gptworks.data.sources.files import contents, given_path, is_made_here, local_files
 from gptworks.data.sources.json_lists import JSON, read_json
 from gptworks.data.sources.opening import about_unpacked_size, compression, has_ending, plain_name
-from gptworks.data.sources.pages import HTML, MOST_PAGE_BYTES, WARC
+from gptworks.data.sources.pages import HTML, WARC
 from gptworks.data.sources.records import (
     JSONL,
     Parquet,
@@ -37,11 +37,9 @@ from gptworks.data.sources.records import (
     text_field,
 )
 from gptworks.data.sources.report import HIDDEN, Item, count_left_out, lines, reasons, table
-from gptworks.data.sources.subtitles import spoken_text
-from gptworks.data.sources.sums import contents
+from gptworks.data.sources.text import spoken_text
 from gptworks.errors import RunError, UserError
-from gptworks.files import is_url, open_regular, stamp
-from gptworks.files.mirror import fetched_data
+from gptworks.files import open_regular, stamp
 from gptworks.machine import usable_cpus
 
 PROSE = (".txt", ".md", ".text", ".rst", ".tex", ".org", ".adoc", ".markdown", ".log", "")
@@ -70,8 +68,7 @@ class Files(Source):
     @cached_property
     def folder(self) -> Path | None:
         """The folder, fetched if it is in an object store; None if the settings name files."""
-        given = self.settings.path
-        path = None if given is None else fetched_data(given) if is_url(given) else Path(given).expanduser()
+        path = None if self.settings.path is None else given_path(self.settings.path)
         return path if path is not None and path.is_dir() else None
 
     def entries(self) -> Iterator[tuple[Path, str]]:
@@ -85,7 +82,13 @@ class Files(Source):
         return [file for file, why in self.entries() if not why]
 
     def units(self) -> list[Unit]:
-        return [unit for file in self.files() for unit in self._units_or_none(file)]
+        units: list[Unit] = []
+        for file in self.files():
+            try:
+                units += self.units_of(file)
+            except Exception as error:
+                _of_the_file(error, file)  # raises an error that is not about the file
+        return units
 
     def units_of(self, file: Path) -> Iterable[Unit]:
         kind, is_packed = self.kind(file), compression(file.name) is not None
@@ -103,11 +106,8 @@ class Files(Source):
         return self._read(unit, lambda error: None)
 
     def check(self) -> None:
-        """Look at all files, and warn of those left out.
-
-        Raises:
-            UserError: no file can be read, or a file's sha256 is not the stated one.
-        """
+        """Look at all files, and warn of those left out. Raises UserError if no file can be read, or a file's sha256 is
+        not the stated one."""
         for file in self.files() if self.settings.sha256 else ():
             self.check_sum(file)
         items = self.look()
@@ -180,13 +180,6 @@ class Files(Source):
             return "made by gptworks" if is_made_here(path) else "a folder that cannot be opened"
         return "" if self.kind(path) else "not a kind that is read; if it is text, list it in the source's `extensions`"
 
-    def _units_or_none(self, file: Path) -> Iterable[Unit]:
-        try:
-            return self.units_of(file)
-        except Exception as error:
-            _of_the_file(error, file)
-            return ()
-
     def _read(self, unit: Unit, skip: Skip) -> Iterator[Piece]:
         """Yield the pieces of a unit, and end a document where an error cuts it off."""
         held: Piece | None = None
@@ -223,7 +216,7 @@ class Files(Source):
             yield from WARC(WARCSource(type="warc", path=str(file))).read_unit(unit, skip)
         else:
             assert kind is not None
-            yield from text_document(extracted(file, kind, *([MOST_PAGE_BYTES] if kind == "html" else [])))
+            yield from text_document(extracted(file, kind))
 
     def _item(self, file: Path, why: str, most_bytes: int | None) -> Item:
         name, ending = self.name(file), _ending(file)
@@ -254,7 +247,8 @@ class Files(Source):
                     is_sampled = True
                     break
             if kind in _RECORDS and n_bytes:
-                notes.append(f"takes {_takes(_text_field(file, kind, stamp(file)))}")
+                field = _text_field(file, kind, stamp(file))
+                notes.append(f"takes {listed_names([field]) if field else 'all fields'}")
         except Exception as error:
             errors.add(_of_the_file(error, file))
         if not n_bytes:
@@ -319,11 +313,8 @@ class _Errors:
 
 
 def _of_the_file(error: Exception, file: Path) -> UserError:
-    """Return any error as a UserError about the file: libraries raise many types of errors for broken files.
-
-    Raises:
-        MemoryError, RunError: the error has this type, so it is not about the file.
-    """
+    """Return any error as a UserError about the file: libraries raise many types of errors for broken files. A
+    MemoryError or a RunError is not about the file, and is raised."""
     if isinstance(error, MemoryError | RunError):
         raise error
     known = isinstance(error, UserError | OSError)
@@ -415,10 +406,6 @@ def _text_field(file: Path, kind: str, _: object) -> str:
     if errors and not rows:
         raise errors[0]
     return text_field(rows)
-
-
-def _takes(name: str) -> str:
-    return listed_names([name]) if name else "all fields"
 
 
 # -------------------------------------------------------------------------------------------------------- archives

@@ -21,6 +21,7 @@ from gptworks.data.sources.base import Piece, Source, Unit, document, grouped, t
 from gptworks.data.sources.delimited import CSV, read_table
 from gptworks.data.sources.encodings import decoded
 from gptworks.data.sources.extraction import PACKAGES, extracted_bytes
+from gptworks.data.sources.files import listed
 from gptworks.data.sources.opening import (
     about_unpacked_size,
     check_ratio,
@@ -28,10 +29,11 @@ from gptworks.data.sources.opening import (
     has_ending,
     open_file,
     plain_name,
+    read_bounded,
     unpacked,
 )
 from gptworks.data.sources.records import JSONL, MOST_LINE_BYTES, Skip, read_jsonl, record_document, refuse
-from gptworks.errors import UserError
+from gptworks.errors import UserError, reason_of
 from gptworks.files import open_regular
 
 _ENDINGS = {"text": (".txt", ".md", ".text"), "jsonl": JSONL.endings, "csv": CSV.endings}
@@ -83,17 +85,15 @@ class Archive(Source):
         return sum(unit.size_bytes for unit in self.units()) if self.settings.path else None
 
     def read_unit(self, unit: Unit, skip: Skip = refuse) -> Iterator[Piece]:
-        members = _tar_members(unit.file) if _is_tar(unit.file) else _zip_members(unit.file, unit.start, unit.end)
         seen: Counter[str] = Counter()
         others: Counter[str] = Counter()
         n_read = 0
-        for member in members:
+        for member in _members(unit):
             name = Path(f"{unit.file}:{member.name}")
             _check_path(unit.file, member.name)
-            _count(seen, PurePosixPath(member.name).suffix or "(none)")
+            _count(seen, _suffix(member.name))
             if not self.wants(member.name):
-                is_hidden = PurePosixPath(member.name).name.startswith(".")
-                _count(others, "hidden" if is_hidden else PurePosixPath(member.name).suffix or "(none)")
+                _count(others, "hidden" if _is_hidden(member.name) else _suffix(member.name))
                 continue
             n_read += 1
             try:
@@ -104,33 +104,27 @@ class Archive(Source):
                 skip(error)
         if self.kinds is not None:
             if others:
-                kinds = ", ".join(f"{ending} ({count})" for ending, count in others.most_common(5))
-                skip(UserError(f"members of other kinds: {kinds}"))
+                skip(UserError(f"members of other kinds: {listed(others)}"))
         elif not n_read and unit.end is None:
-            found = ", ".join(f"{ending} ({count})" for ending, count in seen.most_common(5))
-            if not found:
+            if not seen:
                 raise UserError(f"{unit.file}: this archive is empty. Get it again, or leave it out.")
             wanted = " or ".join(self._patterns)
-            raise UserError(f"{unit.file}: no member matches {wanted}; it has {found}. Set the source's `members`.")
+            raise UserError(
+                f"{unit.file}: no member matches {wanted}; it has {listed(seen)}. Set the source's `members`."
+            )
 
     @property
     def _patterns(self) -> tuple[str, ...]:
         return self.settings.members or _MEMBERS[self.settings.format]
 
     def names(self, file: Path) -> Iterator[str]:
-        """Yield the names of an archive's members.
-
-        Raises:
-            UserError: the archive is broken.
-        """
-        members = _tar_members(file) if _is_tar(file) else _zip_members(file, 0, None)
-        return (member.name for member in members)
+        """Yield the names of an archive's members. Raises UserError if the archive is broken."""
+        return (member.name for member in _members(Unit(file)))
 
     def wants(self, name: str) -> bool:
         """Return whether a member with this name is read."""
         if self.kinds is not None and self.settings.format == "text":
-            is_hidden = PurePosixPath(name).name.startswith(".")
-            return not is_hidden and self.kinds.get(_ending(name)) in ("text", *PACKAGES)
+            return not _is_hidden(name) and self.kinds.get(_ending(name)) in ("text", *PACKAGES)
         names = (name, plain_name(name))
         return any(fnmatch.fnmatchcase(one, pattern) for one in names for pattern in self._patterns)
 
@@ -141,8 +135,7 @@ class Archive(Source):
         except _BROKEN as error:
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # the disk failed
                 raise
-            reason = " ".join(str(error).split())
-            raise UserError(f"{name}: broken data ({reason}). Get the archive again.") from None
+            raise UserError(f"{name}: broken data ({reason_of(error)}). Get the archive again.") from None
 
     def _read_opened(self, name: Path, stream: BinaryIO, size_bytes: int, skip: Skip) -> Iterator[Piece]:
         opened = unpacked(stream, name)
@@ -168,19 +161,28 @@ def _count(endings: Counter[str], ending: str) -> None:
         endings[ending] += 1
 
 
+def _is_hidden(name: str) -> bool:
+    return PurePosixPath(name).name.startswith(".")
+
+
+def _suffix(name: str) -> str:
+    return PurePosixPath(name).suffix or "(none)"
+
+
 def _ending(name: str) -> str:
     return PurePosixPath(plain_name(name)).suffix.lower()
 
 
 def _read_all(stream: BinaryIO, name: Path) -> bytes:
-    data = stream.read(MOST_LINE_BYTES + 1)
-    if len(data) > MOST_LINE_BYTES:
-        raise UserError(f"{name}: a compressed text in an archive may have {MOST_LINE_BYTES:,} bytes. Unpack it.")
-    return data
+    return read_bounded(stream, MOST_LINE_BYTES, f"{name}: ", "a compressed text in an archive, which you may unpack")
 
 
 def _is_tar(file: Path) -> bool:
     return has_ending(file.name, (".tar",))
+
+
+def _members(unit: Unit) -> Iterator[_Member]:
+    return _tar_members(unit.file) if _is_tar(unit.file) else _zip_members(unit.file, unit.start, unit.end)
 
 
 def _check_path(file: Path, name: str) -> None:

@@ -12,9 +12,8 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
-from gptworks.data.sources.files import local_files
+from gptworks.data.sources.files import contents, local_files
 from gptworks.data.sources.opening import about_unpacked_size
-from gptworks.data.sources.sums import contents
 from gptworks.data.workers import batches_of
 from gptworks.errors import UserError
 from gptworks.files import sha256_file
@@ -76,13 +75,9 @@ class Source:
         self.settings = settings
 
     def files(self) -> list[Path]:
-        """Return the local files, sorted, or the downloads, which are fetched first. There is at least one,
-        unless the source leaves out files that cannot be read.
-
-        Raises:
-            UserError: the source has no file, or a link in its folder leads out of the folder.
-            RunError: a download failed.
-        """
+        """Return the local files, sorted, or the downloads, which are fetched first. There is at least one, unless the
+        source leaves out files that cannot be read. Raises UserError if the source has no file, or a link in its folder
+        leads out of the folder; RunError if a download failed."""
         return local_files(self.settings, self.endings)
 
     def units(self) -> list[Unit]:
@@ -93,11 +88,7 @@ class Source:
         return [Unit(file, about_unpacked_size(file))]
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
-        """Yield the documents of a unit, in pieces.
-
-        Raises:
-            UserError: the file is broken; the message names the file and the place.
-        """
+        """Yield the documents of a unit, in pieces. Raises UserError if the file is broken, with the file and place."""
         raise NotImplementedError
 
     def read(self, file: Path) -> Iterator[Piece]:
@@ -106,11 +97,7 @@ class Source:
 
     def opening(self, unit: Unit) -> Piece:
         """Return the first piece of a unit's file. Call this only if the file is one document and the unit begins
-        inside it.
-
-        Raises:
-            UserError: the file cannot be read.
-        """
+        inside it. Raises UserError if the file cannot be read."""
         opening = next(self.read(unit.file), None)
         if opening is None:
             raise UserError(f"{unit.file} changed while it was read. Run it again.")
@@ -123,12 +110,8 @@ class Source:
 
     def check(self) -> None:
         """Find mistakes before long work: missing files, and errors near the beginning of each file, or of the first
-        `files_checked` files.
-
-        Raises:
-            UserError: the source has a mistake, such as a local file whose sha256 is not the stated one.
-            RunError: a download failed.
-        """
+        `files_checked` files. Raises UserError if the source has a mistake, such as a local file whose sha256 is not
+        the stated one; RunError if a download failed."""
         for file in self.files()[: self.files_checked]:
             self.check_sum(file)
             for _ in islice(self.read(file), PIECES_CHECKED):
@@ -145,11 +128,11 @@ class Source:
 
     def signature(self) -> list[list[Any]]:
         """Return the values that decide the source's text, as lists for JSON: files' contents, but not their paths."""
-        return [["sha256", one] for one in self.settings.sums] or contents(self.files())
+        return [["sha256", one] for one in getattr(self.settings, "sums", ())] or contents(self.files())
 
     def size_bytes(self) -> int | None:
         """Return the approximate size of the text; None if it is unknown before files are fetched or read."""
-        is_local = self.size_known and getattr(self.settings, "path", None)
+        is_local = self.size_known and getattr(self.settings, "path", "") is not None
         return sum(map(about_unpacked_size, self.files())) if is_local else None
 
 
@@ -238,11 +221,7 @@ def _cut(data: bytes) -> int:
 
 
 def decoded(data: bytes, offset_bytes: int, file: Path) -> str:
-    """Decode UTF-8 bytes, which begin at `offset_bytes` of a file.
-
-    Raises:
-        UserError: the bytes are not text.
-    """
+    """Decode UTF-8 bytes, which begin at `offset_bytes` of a file. Raises UserError if the bytes are not text."""
     fix = "Leave it out, convert it to UTF-8 text, or use a source of type files, which reads any encoding."
     if (nul := data.find(0)) >= 0:
         raise UserError(f"{file} is binary, not text: a NUL byte at byte {offset_bytes + nul}. {fix}")

@@ -24,12 +24,9 @@ def choose_source(settings: AnySource) -> Source:
 
 
 def iter_documents(sources: Iterable[AnySource]) -> Iterator[Piece]:
-    """Yield all text of the sources in pieces, with local files sorted by path. Empty documents are left out.
-
-    Raises:
-        UserError: a file is missing or binary, or a record is broken; the message names the file and the place.
-        RunError: a download failed.
-    """
+    """Yield all text of the sources in pieces, with local files sorted by path. Empty documents are left out. Raises
+    UserError if a file is missing or binary, or a record is broken, and the message names the file and the place;
+    RunError if a download failed."""
     for source in sources:
         yield from choose_source(source).documents()
 

@@ -9,8 +9,7 @@ from typing import Any
 from gptworks.config.sources import LANGUAGES, CodeSource, PythonStdlibSource
 from gptworks.data.sources.base import Piece, Source, Unit, text_document
 from gptworks.data.sources.files import is_made_here, walk
-from gptworks.data.sources.sums import contents
-from gptworks.errors import UserError, not_installed
+from gptworks.errors import UserError, importing
 from gptworks.files import read_regular
 
 VENDORED = {
@@ -40,12 +39,6 @@ class _SourceFiles(Source):
     def check(self) -> None:
         self.files()  # opens no file: files that are not text are left out later
 
-    def signature(self) -> list[list[Any]]:
-        return contents(self.files())
-
-    def size_bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.files())
-
 
 class PythonStdlib(_SourceFiles):
     """A source of the code of Python's standard library, which comes with Python."""
@@ -57,11 +50,8 @@ class PythonStdlib(_SourceFiles):
 
 
 def stdlib_files() -> list[Path]:
-    """Return the source files of Python's standard library without its tests, sorted.
-
-    Raises:
-        UserError: the library's folder has no .py files.
-    """
+    """Return the source files of Python's standard library without its tests, sorted. Raises UserError if the library's
+    folder has no .py files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [file for file in walk(root, _NOT_LIBRARY) if file.suffix == ".py"]
     if not files:
@@ -91,11 +81,8 @@ class Code(_SourceFiles):
 
     def walk(self) -> Iterator[Path]:
         """Yield the files of all endings below the folder. Leave out links, caches, folders made by gptworks, and, if
-        the settings say so, ignored files and vendored code. A folder that cannot be opened is yielded itself.
-
-        Raises:
-            UserError: a `.gitignore` cannot be read.
-        """
+        the settings say so, ignored files and vendored code. A folder that cannot be opened is yielded itself. Raises
+        UserError if a `.gitignore` cannot be read."""
         return self._walk(Path(self.settings.path).expanduser(), [])
 
     @property
@@ -133,10 +120,8 @@ class Code(_SourceFiles):
 
 
 def _rules(file: Path) -> Any:
-    try:
+    with importing("pathspec", "sources", f"{file}: respecting it"):
         from pathspec import GitIgnoreSpec
-    except ImportError:
-        raise not_installed("pathspec", "sources", f"{file}: respecting it") from None
     if file.stat().st_size > _MOST_IGNORE_BYTES:
         raise UserError(
             f"{file} is larger than {_MOST_IGNORE_BYTES:,} bytes: it is not a list of patterns. Move it away."

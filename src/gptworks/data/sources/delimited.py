@@ -43,11 +43,8 @@ def read_table(
     skip: Skip = refuse,
 ) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the place (FILE:LINE) of each row, and its fields, or only `field`. The first row only names the columns.
-
-    `CSVSource` describes `delimiter` and `quotes`. `read_lines` describes `opened`.
-
-    Args:
-        skip: called with the error of a row that has another number of fields or wrong quotation marks.
+    `CSVSource` describes `delimiter` and `quotes`, `read_lines` describes `opened`. `skip` takes the error of a
+    row that has another number of fields or wrong quotation marks.
 
     Raises:
         UserError: not exactly one column is named `field`, a row is too large, or a line is not UTF-8 text.

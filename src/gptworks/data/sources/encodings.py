@@ -43,12 +43,8 @@ class Encoding(NamedTuple):
 
 
 def find_encoding(file: Path) -> Encoding:
-    """Find the encoding of a text file, which may be compressed, by reading all of it.
-
-    Raises:
-        UserError: the file is binary, in no encoding that can be found, or broken.
-        OSError: the file cannot be read.
-    """
+    """Find the encoding of a text file, which may be compressed, by reading all of it. Raises UserError if the file is
+    binary, in no encoding that can be found, or broken; OSError if the file cannot be read."""
     return _find_encoding(file, stamp(file))
 
 
@@ -58,11 +54,7 @@ def _find_encoding(file: Path, _: Any) -> Encoding:
 
 
 def decoded(data: bytes, name: Path) -> str:
-    """Decode a text in any encoding, without its byte order mark.
-
-    Raises:
-        UserError: see `find_encoding`; the message names `name`.
-    """
+    """Decode a text in any encoding, without its byte order mark; errors, which name `name`: see `find_encoding`."""
     encoding = _found(name, lambda: io.BytesIO(data)).name
     return data.decode(encoding).removeprefix("\ufeff")
 
@@ -115,11 +107,8 @@ _MIXED = re.compile(r"[A-Za-z][\u0370-\u06ff]|[\u0370-\u06ff][A-Za-z]")
 
 
 def open_text(file: Path, encoding: str) -> BinaryIO:
-    """Open a text file as a stream of UTF-8 bytes. If `encoding` is `UTF_8`, the bytes are not checked.
-
-    Raises:
-        UserError: `encoding` is not `UTF_8`, and bytes are read that are not text in `encoding`.
-    """
+    """Open a text file as a stream of UTF-8 bytes. Reading raises UserError at bytes that are not text in `encoding`;
+    if that is `UTF_8`, the bytes are not checked."""
     return _as_utf_8(open_file(file), encoding, file)
 
 
@@ -131,43 +120,30 @@ class _Decoded(io.RawIOBase):
     """A stream of the UTF-8 bytes of a text in another encoding."""
 
     def __init__(self, stream: BinaryIO, encoding: str, file: Path) -> None:
-        self._stream, self._encoding, self._file = stream, encoding, file
-        self._decoder = codecs.getincrementaldecoder(encoding)()
-        self._ready = b""
+        self._text, self._file = io.TextIOWrapper(stream, encoding, newline=""), file
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            chunk = self._stream.read(_CHUNK_BYTES)
-            try:
-                text = self._decoder.decode(chunk, final=not chunk)
-            except UnicodeError as error:
-                raise UserError(
-                    f"{self._file} is not text in {self._encoding}, its likeliest encoding ({error}). Leave it out, "
-                    f"or convert it to UTF-8."
-                ) from None
-            self._ready = text.encode("utf-8", "replace")
-            if not chunk:
-                break
-        taken = self._ready[: len(buffer)]
-        self._ready = self._ready[len(taken) :]
-        buffer[: len(taken)] = taken
-        return len(taken)
+        try:
+            data = self._text.read(len(buffer) // 4).encode("utf-8", "replace")  # a character has at most four bytes
+        except UnicodeError as error:
+            raise UserError(
+                f"{self._file} is not text in {self._text.encoding}, its likeliest encoding ({error}). Leave it out, "
+                f"or convert it to UTF-8."
+            ) from None
+        buffer[: len(data)] = data
+        return len(data)
 
     def close(self) -> None:
-        if not self.closed:
-            self._stream.close()
+        self._text.close()
         super().close()
 
 
 def _checked(file: Path, opened: Open, name: str, is_guessed: bool) -> Encoding:
-    """Return the encoding with the text's size, after decoding all of the text.
-
-    Raises:
-        UserError: the file is not text in this encoding.
-    """
+    """Return the encoding with the text's size, after decoding all of the text. Raises UserError if the file is not
+    text in this encoding."""
     n_bytes = 0
     with _as_utf_8(opened(), name, file) as stream:
         while chunk := stream.read(_CHUNK_BYTES):

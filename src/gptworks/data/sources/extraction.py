@@ -22,60 +22,44 @@ from xml.etree import ElementTree
 from gptworks.confined import Confined, Exceeded, Limits, Refused
 from gptworks.confined.child import Answer, serve
 from gptworks.data.sources.encodings import guessed
-from gptworks.data.sources.opening import compression, open_file
+from gptworks.data.sources.opening import check_size, compression, open_file, read_bounded
 from gptworks.data.sources.records import whole_text
-from gptworks.errors import RunError, UserError, not_installed
+from gptworks.errors import RunError, UserError, not_installed, reason_of
 from gptworks.files import make_folder, read_regular, sha256_file, write_whole
 from gptworks.files.fetch import cache_folder
 
 LIMITS = Limits(seconds=120, n_bytes=2 << 30)
 """Limits of CPU time and memory for one document."""
-MOST_BYTES = 1 << 28
-"""Maximum bytes of a document."""
+MOST_BYTES, MOST_PAGE_BYTES = 1 << 28, 1 << 24
+"""Maximum bytes of a document; of an HTML page, or of a text in a WET file."""
 MOST_TEXT_CHARACTERS = 1 << 24
 """Maximum characters of text in a document."""
+_WHAT = "such a document"
 _MAX_KEPT_BYTES = 1 << 28
 _FORM = 1
 """Raise this number when the same document and packages give another text: texts in the cache are made again."""
 
 
-def extracted(file: Path, kind: str, max_bytes: int = MOST_BYTES) -> str:
-    """Return the text of a document, which may be compressed.
-
-    Args:
-        kind: a key of `PACKAGES`.
-
-    Raises:
-        UserError: the document is broken, encrypted or too large, or the package that reads it is not installed.
-        OSError: the file cannot be read.
-    """
+def extracted(file: Path, kind: str) -> str:
+    """Return the text of a document, which may be compressed; `kind` is a key of `PACKAGES`. Raises UserError if it is
+    broken, encrypted or too large, or the package that reads it is missing; OSError if the file cannot be read."""
     _check_installed(kind, str(file))
-    if file.stat().st_size > max_bytes:
-        raise UserError(f"{file}: {_too_large(max_bytes)}")
+    max_bytes = MOST_PAGE_BYTES if kind == "html" else MOST_BYTES
+    check_size(file.stat().st_size, max_bytes, f"{file}: ", _WHAT)
     question = {"kind": kind, "path": str(file.absolute()), "max_bytes": max_bytes}
     return _kept(question, [compression(file.name), max_bytes, sha256_file(file)], str(file))
 
 
 def extracted_bytes(data: bytes, kind: str, where: str, keep: bool = True) -> str:
-    """Return the text of a document, given its bytes; `where` names it in errors. See `extracted`.
-
-    Args:
-        keep: keep the text in the cache.
-    """
+    """Like `extracted`, given the document's bytes; `where` names it in errors, `keep` keeps the text in the cache."""
     _check_installed(kind, where)
     question = {"kind": kind, "data": base64.b64encode(data).decode("ascii")}
     return _kept(question, [None, None, hashlib.sha256(data).hexdigest()] if keep else None, where)
 
 
 def _kept(question: dict[str, Any], content: list[Any] | None, where: str) -> str:
-    """Return the text from the cache; if it is not there, ask the child, and keep the answer in the cache.
-
-    Args:
-        content: values that identify the document in the cache; None: do not use the cache.
-
-    Raises:
-        UserError: there is no text.
-    """
+    """Return the text from the cache, or ask the child and keep its answer. `content` identifies the document in the
+    cache; None: do not use it. Raises UserError if there is no text."""
     reply = kept = None
     if content is not None:
         package = PACKAGES[question["kind"]]
@@ -100,10 +84,6 @@ def missing_packages(kinds: set[str]) -> list[str]:
     return sorted({PACKAGES[kind] for kind in kinds if importlib.util.find_spec(PACKAGES[kind]) is None})
 
 
-def _too_large(max_bytes: int) -> str:
-    return f"larger than {max_bytes:,} bytes, the limit for such a document. Divide it."
-
-
 def _check_installed(kind: str, where: str) -> None:
     if importlib.util.find_spec(PACKAGES[kind]) is None:
         raise not_installed(PACKAGES[kind], "sources", f"{where}: taking the text out of {kind.upper()}")
@@ -116,11 +96,7 @@ def _children() -> Confined:
 
 
 def _asked(question: dict[str, Any]) -> tuple[str, str]:
-    """Return the text and "", or "" and the reason why there is no text.
-
-    Raises:
-        UserError: a package is missing.
-    """
+    """Return the text and "", or "" and the reason why there is no text. Raises UserError if a package is missing."""
     try:
         reply = _children().ask(question)
         if isinstance(reply, dict):
@@ -151,18 +127,15 @@ def _answer(question: dict[str, Any]) -> str | dict[str, str]:
         data = base64.b64decode(question["data"])
     else:
         with open_file(Path(question["path"])) as stream:
-            data = stream.read(question["max_bytes"] + 1)
-        if len(data) > question["max_bytes"]:
-            raise UserError(_too_large(question["max_bytes"]))
+            data = read_bounded(stream, question["max_bytes"], "", _WHAT)
     try:
         text = _TAKEN[kind](data)
     except (UserError, MemoryError):
         raise
     except Exception as error:  # libraries raise many types of errors for a broken document
         if isinstance(error, ImportError) or type(error).__name__ == "DependencyError":  # all2md's own error
-            return {"missing": " ".join(str(error).split())[:300]}
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"a broken {kind.upper()} file ({reason}). Get it again.") from None
+            return {"missing": reason_of(error)}
+        raise UserError(f"a broken {kind.upper()} file ({reason_of(error)}). Get it again.") from None
     if len(text) > MOST_TEXT_CHARACTERS:
         raise UserError(f"more than {MOST_TEXT_CHARACTERS:,} characters of text. Divide it.")
     return text.strip()
@@ -200,8 +173,7 @@ def _pdf(data: bytes) -> str:
     except (UserError, MemoryError):
         raise
     except Exception as error:  # pypdf raises many types of errors for a broken file
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"page {len(pages) + 1}: a broken PDF ({reason}). Get it again.") from None
+        raise UserError(f"page {len(pages) + 1}: a broken PDF ({reason_of(error)}). Get it again.") from None
     return "\n\n".join(page for page in pages if page)
 
 

@@ -1,18 +1,31 @@
-"""Find the files of a source: local files, or its downloads."""
+"""Find the files of a source, local files or its downloads, and their sha256. A cache has the sha256 of large files by
+path, size, times and inode, so that an unchanged file is not read again."""
 
+import contextlib
 import glob
+import json
 import os
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from gptworks.config.sources import FileSource
 from gptworks.data.shards import MANIFEST_FILE, TOKENIZER_FOLDER
 from gptworks.data.sources.opening import has_ending
-from gptworks.errors import UserError
-from gptworks.files import check_inside, is_url, path_like
+from gptworks.errors import RunError, UserError
+from gptworks.files import check_inside, is_url, make_folder, path_like, read_regular, sha256_file, write_whole
 from gptworks.files.fetch import cache_folder, fetched
 from gptworks.files.mirror import fetched_data
+
+REMEMBERED_BYTES = 1 << 20
+"""The sha256 of smaller files is not cached, since reading such a file is as fast."""
+_SETTLED_NS = 2 * 10**9
+"""Minimum age, in ns, of a file's last change for caching: a second change within a clock tick would go unnoticed."""
+_MOST_KNOWN, _MAX_BYTES = 100_000, 1 << 26
+_THREADS = 8
 
 
 def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
@@ -26,7 +39,7 @@ def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
     """
     if source.path is None:
         return [fetched(url, sha256, cache_folder()) for url, sha256 in source.downloads]
-    path = fetched_data(source.path) if is_url(source.path) else Path(source.path).expanduser()
+    path = given_path(source.path)
     if path.is_file():
         return [path]
     if source.sha256:
@@ -41,26 +54,31 @@ def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
     return sorted(files)
 
 
+def given_path(path: str) -> Path:
+    """Return a source's path on this machine. If it is in an object store, it is fetched first."""
+    return fetched_data(path) if is_url(path) else Path(path).expanduser()
+
+
 def _files_of_folder(folder: Path, endings: tuple[str, ...]) -> list[Path]:
     everything = list(walk(folder))
     files = [file for file in everything if has_ending(file.name, endings) and file.is_file()]
-    check_links_of(folder, files)
+    _check_links(folder, files)
     if not files:
-        found = Counter(file.suffix or "(none)" for file in everything).most_common(5)
-        listed = ", ".join(f"{suffix} ({count})" for suffix, count in found) or "no files at all"
+        found = listed(Counter(file.suffix or "(none)" for file in everything)) or "no files at all"
         raise UserError(
-            f"source {folder}: no file ends in {' or '.join(endings)}; found {listed}. "
+            f"source {folder}: no file ends in {' or '.join(endings)}; found {found}. "
             f"Give another folder, or for a source of type text or lines list its `extensions`."
         )
     return sorted(files)
 
 
-def check_links_of(folder: Path, files: Iterable[Path]) -> None:
-    """Stop with an error if a file is a link out of the folder.
+def listed(endings: Counter[str]) -> str:
+    """Return the five most frequent endings, such as `.csv (3), .log (1)`."""
+    return ", ".join(f"{ending} ({count})" for ending, count in endings.most_common(5))
 
-    Raises:
-        UserError: there is such a link; the message says that a pattern follows links.
-    """
+
+def _check_links(folder: Path, files: Iterable[Path]) -> None:
+    """Raise a UserError if a file is a link out of the folder; the message says that a pattern follows links."""
     for file in files:
         if file.is_symlink():
             try:
@@ -93,3 +111,44 @@ def linked_folders(folder: Path) -> list[Path]:
     """Return the links below a folder that lead to folders outside it. `walk` does not follow them."""
     paths = (Path(parent, name) for parent, folders, _ in os.walk(folder) for name in folders)
     return [path for path in paths if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve())]
+
+
+# -------------------------------------------------------------------------------------------------- their sha256
+
+
+def contents(files: Iterable[Path]) -> list[list[Any]]:
+    """Return a pair for each file: the endings of its name, and its sha256. The pair does not depend on the path."""
+    files, known = list(files), _read()
+    keys = [_key(file) for file in files]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        sums = list(threads.map(lambda file, key: known.get(str(key)) or sha256_file(file), files, keys))
+    settled = time.time_ns() - _SETTLED_NS
+    new = {
+        str(key): one
+        for key, one in zip(keys, sums, strict=True)
+        if key[1] >= REMEMBERED_BYTES and max(key[2:4]) < settled and str(key) not in known
+    }
+    if new:
+        _write(dict(list((known | new).items())[-_MOST_KNOWN:]))
+    return [["".join(file.suffixes), one] for file, one in zip(files, sums, strict=True)]
+
+
+def _key(file: Path) -> tuple[str, int, int, int, int]:
+    status = file.stat()
+    return str(file.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+
+
+def _read() -> dict[str, str]:
+    try:
+        tree = json.loads(read_regular(cache_folder() / "sums.json", _MAX_BYTES))
+    except Exception:  # no cache, or a damaged one: files are read again
+        return {}
+    return tree if isinstance(tree, dict) and all(isinstance(one, str) for one in tree.values()) else {}
+
+
+def _write(known: dict[str, str]) -> None:
+    """Replace the cache. If several processes do this together, one wins, and the sums of the others are lost."""
+    with contextlib.suppress(OSError, RunError):  # if the cache cannot be written, files are read again
+        folder = cache_folder()
+        make_folder(folder)
+        write_whole(folder / "sums.json", json.dumps(known), private=True)

@@ -33,15 +33,9 @@ class JSON(Fields):
 def read_json(
     file: Path, key: str | None = None, opened: BinaryIO | None = None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the place (file and number) of each object in the list, and the object.
-
-    Args:
-        key: the key of the list; None: the file is the list.
-        opened: a stream of the bytes, if `file` is only a name.
-
-    Raises:
-        UserError: the file is not JSON or has no such list, or an item is not an object or is too large.
-    """
+    """Yield the place (file and number) of each object in the list under `key` (None: the file is the list), and the
+    object; `opened` as in `read_lines`. Raises UserError if the file is not JSON or has no such list, or an item is not
+    an object or is too large."""
     with opened or open_file(file) as stream:
         text = _Text(file, stream)
         if key is not None or text.peek() == "{":
@@ -64,11 +58,8 @@ def read_json(
 
 
 def _find(text: "_Text", file: Path, key: str | None) -> None:
-    """Move `text` to the value of `key` in the file's object, whose `{` has been taken.
-
-    Raises:
-        UserError: the object lacks `key`, or `key` is None.
-    """
+    """Move `text` to the value of `key` in the file's object, whose `{` has been taken. Raises UserError if the object
+    lacks `key`, or `key` is None."""
     names: list[str] = []
     while text.peek() != "}":
         if names:

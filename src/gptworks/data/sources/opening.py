@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gptworks.errors import UserError, not_installed
+from gptworks.errors import UserError, importing
 from gptworks.files import open_regular
 
 COMPRESSIONS = {".gz": "gzip", ".xz": "xz", ".bz2": "bzip2", ".zst": "zstandard"}
@@ -52,12 +52,8 @@ def _full(name: str) -> str:
 
 
 def open_file(file: Path) -> BinaryIO:
-    """Open a file as a stream of its unpacked bytes.
-
-    Raises:
-        UserError: the file is not a regular one, or the package that unpacks it is not installed; or, while bytes are
-            read, the compressed data proves broken or a bomb.
-    """
+    """Open a file as a stream of its unpacked bytes. Raises UserError if the file is not a regular one, or the package
+    that unpacks it is not installed; or, while bytes are read, the compressed data proves broken or a bomb."""
     return unpacked(open_regular(file), file)
 
 
@@ -65,6 +61,19 @@ def unpacked(stream: BinaryIO, name: Path) -> BinaryIO:
     """Return a stream of the bytes, unpacked if `name` says that they are compressed; see `open_file`."""
     what = compression(name.name)
     return stream if what is None else io.BufferedReader(_Unpacked(stream, what, name), _CHUNK_BYTES)
+
+
+def read_bounded(stream: BinaryIO, most_bytes: int, where: str, what: str) -> bytes:
+    """Return all bytes of a stream; errors as `check_size`."""
+    data = stream.read(most_bytes + 1)
+    check_size(len(data), most_bytes, where, what)
+    return data
+
+
+def check_size(n_bytes: int, most_bytes: int, where: str, what: str) -> None:
+    """Raise a UserError, which begins with `where`, if there are more than `most_bytes`, the limit for `what`."""
+    if n_bytes > most_bytes:
+        raise UserError(f"{where}larger than {most_bytes:,} bytes, the limit for {what}. Divide it, or leave it out.")
 
 
 def unpacked_size(file: Path) -> int:
@@ -81,11 +90,7 @@ def about_unpacked_size(file: Path) -> int:
 
 
 def check_ratio(name: Path | str, unpacked_bytes: int, packed_bytes: int) -> None:
-    """Stop with an error at a decompression bomb.
-
-    Raises:
-        UserError: the ratio of unpacked to packed bytes is too high.
-    """
+    """Raise a UserError at a decompression bomb, whose ratio of unpacked to packed bytes is too high."""
     if unpacked_bytes > max(FREE_BYTES, MOST_RATIO * packed_bytes):
         raise UserError(
             f"{name}: its first {packed_bytes:,} bytes unpack to {unpacked_bytes:,}, and text unpacks to at most "
@@ -153,10 +158,8 @@ class _Blocks(io.RawIOBase):
 
 def _zstandard(packed: BinaryIO, name: Path) -> Any:
     """Return pyarrow's reader, which detects truncated files and takes at most 128 MiB."""
-    try:
+    with importing("pyarrow", "data", f"{name}: unpacking zstandard"):
         import pyarrow as pa
-    except ImportError:
-        raise not_installed("pyarrow", "data", f"{name}: unpacking zstandard") from None
     return pa.CompressedInputStream(pa.PythonFile(packed, "r"), "zstd")
 
 

@@ -7,13 +7,11 @@ from typing import Any, BinaryIO
 
 from gptworks.config.sources import HTMLSource, PDFSource, WARCSource
 from gptworks.data.sources.base import PIECES_CHECKED, Piece, Source, Unit, text_document
-from gptworks.data.sources.extraction import extracted, extracted_bytes
-from gptworks.data.sources.opening import open_file
+from gptworks.data.sources.extraction import MOST_PAGE_BYTES, extracted, extracted_bytes
+from gptworks.data.sources.opening import open_file, read_bounded
 from gptworks.data.sources.records import Skip, refuse
-from gptworks.errors import UserError, not_installed
+from gptworks.errors import UserError, importing, reason_of
 
-MOST_PAGE_BYTES = 1 << 24
-"""Maximum bytes of an HTML page, or of a text in a WET file."""
 _HTML = ("text/html", "application/xhtml+xml")
 
 
@@ -26,14 +24,7 @@ class HTML(Source):
     files_checked = PIECES_CHECKED  # not all files, because extraction is slow
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
-        yield from text_document(extracted(unit.file, "html", MOST_PAGE_BYTES))
-
-
-def _bounded(stream: Any, where: str) -> bytes:
-    data: bytes = stream.read(MOST_PAGE_BYTES + 1)
-    if len(data) > MOST_PAGE_BYTES:
-        raise UserError(f"{where}: larger than {MOST_PAGE_BYTES:,} bytes, the limit for a page. Leave it out.")
-    return data
+        yield from text_document(extracted(unit.file, "html"))
 
 
 # ------------------------------------------------------------------------------------------------------ web crawls
@@ -51,13 +42,12 @@ class WARC(Source):
             for record in _warc_records(unit.file, stream):
                 address = record.rec_headers.get_header("WARC-Target-URI") or "?"
                 where = f"{unit.file}, record of {address[:200]!r}"
+                is_text = record.rec_type == "conversion"
+                if not is_text and not (record.rec_type == "response" and _is_page(record)):
+                    continue
                 try:
-                    if record.rec_type == "conversion":
-                        text = _bounded(record.content_stream(), where).decode("utf-8", errors="replace")
-                    elif record.rec_type == "response" and _is_page(record):
-                        text = extracted_bytes(_bounded(record.content_stream(), where), "html", where, keep=False)
-                    else:
-                        continue
+                    data = read_bounded(record.content_stream(), MOST_PAGE_BYTES, f"{where}: ", "a page")
+                    text = data.decode("utf-8", "replace") if is_text else extracted_bytes(data, "html", where, False)
                 except UserError as error:
                     skip(error)
                     continue
@@ -71,11 +61,9 @@ def _is_page(record: Any) -> bool:
 
 
 def _warc_records(file: Path, stream: BinaryIO) -> Iterator[Any]:
-    try:
+    with importing("warcio", "sources", f"{file}: reading a crawl"):
         from warcio.archiveiterator import ArchiveIterator
         from warcio.exceptions import ArchiveLoadFailed
-    except ImportError:
-        raise not_installed("warcio", "sources", f"{file}: reading a crawl") from None
     number = 0
     try:
         for record in ArchiveIterator(stream):
@@ -84,8 +72,7 @@ def _warc_records(file: Path, stream: BinaryIO) -> Iterator[Any]:
         if number and getattr(record.raw_stream, "limit", 1):  # `limit`: bytes missing; unset if headers are cut off
             raise EOFError("it is cut off")
     except (ArchiveLoadFailed, EOFError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{file}: broken after {number:,} records ({reason}). Get it again.") from None
+        raise UserError(f"{file}: broken after {number:,} records ({reason_of(error)}). Get it again.") from None
     if not number:
         raise UserError(f"{file} holds no record: it is empty or not a WARC file. Get it again, or leave it out.")
 

@@ -25,10 +25,9 @@ from gptworks.data.sources.base import (
     text_document,
     units_between,
 )
-from gptworks.data.sources.files import walk
+from gptworks.data.sources.files import contents, walk
 from gptworks.data.sources.opening import compression, open_file
-from gptworks.data.sources.sums import contents
-from gptworks.errors import UserError, not_installed, shortened
+from gptworks.errors import UserError, importing, reason_of
 from gptworks.files import check_tree, open_regular
 from gptworks.json_files import without_repeats
 
@@ -92,6 +91,7 @@ class HuggingFace(Source):
     streamed, unless the library `datasets` wrote its folder with `save_to_disk`."""
 
     settings: HuggingFaceSource
+    size_known = False
 
     def signature(self) -> list[list[Any]]:
         return _dataset_signature(self.settings)
@@ -123,11 +123,7 @@ def _dataset_signature(settings: AnyDataset) -> list[list[Any]]:
 
 
 def _check_data_files(builder: Any, dataset: str) -> None:
-    """Stop with an error if a dataset's README.md names data files outside the dataset, by path or address.
-
-    Raises:
-        UserError: the README.md names such a file.
-    """
+    """Raise a UserError if a dataset's README.md names data files outside the dataset, by path or address."""
     folder, own = Path(dataset), f"hf://datasets/{dataset}@".lower()
     for files in (builder.config.data_files or {}).values():
         for file in map(str, files):
@@ -140,11 +136,8 @@ def _check_data_files(builder: Any, dataset: str) -> None:
 
 
 def record_document(where: object, record: Mapping[str, Any], field: str) -> Iterator[Piece]:
-    """Yield the text in a record's field as the pieces of a document.
-
-    Raises:
-        UserError: the record lacks the field, or the field holds no text.
-    """
+    """Yield the text in a record's field as the pieces of a document. Raises UserError if the record lacks the field,
+    or the field holds no text."""
     if field not in record:
         raise UserError(f"{where}: no field `{field}`; its fields are {', '.join(record)}. Set the source's `field`.")
     text = record[field]
@@ -239,11 +232,8 @@ def refuse(error: UserError) -> None:
 def read_jsonl(
     file: Path, start: int = 0, end: int | None = None, opened: BinaryIO | None = None, skip: Skip = refuse
 ) -> Iterator[tuple[Line, Mapping[str, Any]]]:
-    """Yield the place and the object of each line that is not blank; arguments and errors as for `read_lines`.
-
-    Args:
-        skip: called with the error of a line that is not a JSON object.
-    """
+    """Yield the place and the object of each line that is not blank; arguments and errors as for `read_lines`. `skip`
+    is called with the error of a line that is not a JSON object."""
     rule = "Each line must be one JSON object."
     for number, line in read_lines(file, MOST_LINE_BYTES, start, end, opened):
         if not line.strip():
@@ -266,14 +256,8 @@ _BATCH_ROWS = 64
 def read_parquet(
     file: Path, field: str | None = None, start: int = 0, end: int | None = None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the place of each row, and its fields, or only `field`.
-
-    Args:
-        start, end: read only row groups `start` to `end` - 1.
-
-    Raises:
-        UserError: the file is broken, or has no column `field`.
-    """
+    """Yield the place of each row of the row groups `start` to `end` - 1, and its fields, or only `field`. Raises
+    UserError if the file is broken, or has no column `field`."""
     with _parquet_file(file) as table:
         groups = range(table.metadata.num_row_groups)
         row = sum(table.metadata.row_group(i).num_rows for i in groups[:start])
@@ -297,33 +281,27 @@ def _next_records(file: Path, row: int, batches: Iterator[Any]) -> list[dict[str
     except UnicodeDecodeError as error:
         reason = f"a text that is not UTF-8 ({error.reason}), though the type of the column is text"
     except (pa.ArrowException, OSError) as error:
-        reason = f"broken data ({' '.join(str(error).split())})"
+        reason = f"broken data ({reason_of(error)})"
     raise UserError(f"{file}, in the {_BATCH_ROWS} rows from row {row} on: {reason}. Get or write the file again.")
 
 
 def _parquet_file(file: Path) -> Any:
-    try:
+    with importing("pyarrow", "data", f"{file}: reading it"):
         import pyarrow as pa
         import pyarrow.parquet as pq
-    except ImportError:
-        raise not_installed("pyarrow", "data", f"{file}: reading it") from None
     try:
         return pq.ParquetFile(file)
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno:  # the disk failed, not the data
             raise
-        reason = " ".join(str(error).split())
         raise UserError(
-            f"{file} is not a parquet file: {reason}. Check the path, or use another source type."
+            f"{file} is not a parquet file: {reason_of(error)}. Check the path, or use another source type."
         ) from None
 
 
 def iter_rows(where: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a dataset that `open_dataset` opened as `where`.
-
-    Raises:
-        UserError: the library `datasets` cannot read a row, such as one whose columns differ from those before it.
-    """
+    """Yield the rows of a dataset that `open_dataset` opened as `where`. Raises UserError if the library `datasets`
+    cannot read a row, such as one whose columns differ from those before it."""
     n_read = 0
     try:
         for row in rows:
@@ -333,26 +311,21 @@ def iter_rows(where: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping
         raise
     except Exception as error:  # `datasets` raises many types of errors
         raise UserError(
-            f"{where}, after its row {n_read}: {shortened(' '.join(str(error).split()), 300)} If its files differ in "
+            f"{where}, after its row {n_read}: {reason_of(error)} If its files differ in "
             f"their columns, give them as a source with a `path`, which reads each record by itself."
         ) from None
 
 
 def open_dataset(source: AnyDataset) -> tuple[str, Any]:
-    """Open a dataset of the Hugging Face hub or a local folder. Return its name for messages, and its rows.
-
-    Raises:
-        UserError: the split is a slice, the library `datasets` is not installed or cannot open the dataset, or a link
-            or the README.md leads to data outside the dataset.
-    """
+    """Open a dataset of the Hugging Face hub or a local folder. Return its name for messages, and its rows. Raises
+    UserError if the split is a slice, the library `datasets` is not installed or cannot open the dataset, or a link or
+    the README.md leads to data outside the dataset."""
     where, folder = f"dataset {source.dataset}", Path(source.dataset or "")
     if "[" in source.split:
         raise UserError(f"{where}: split={source.split} is a slice, and a dataset is read as a stream, which has none. "
                         f"Name a whole split, such as {source.split.partition('[')[0]}.")  # fmt: skip
-    try:
+    with importing("datasets", "data", f"{where}: reading it"):
         import datasets
-    except ImportError:
-        raise not_installed("datasets", "data", f"{where}: reading it") from None
     if source.dataset:
         check_tree(folder)
     try:
@@ -365,10 +338,8 @@ def open_dataset(source: AnyDataset) -> tuple[str, Any]:
     except UserError:
         raise
     except Exception as error:  # `datasets` raises many types of errors
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{where} could not be opened: {reason}. Check its name, split and revision, and the network."
-        ) from None
+        fix = "Check its name, split and revision, and the network."
+        raise UserError(f"{where} could not be opened: {reason_of(error, 2000)}. {fix}") from None
 
 
 # ------------------------------------------------------------------------------------------ which field is the text
@@ -386,11 +357,8 @@ def listed_names(columns: list[str]) -> str:
 
 def text_field(rows: list[Mapping[str, Any]]) -> str:
     """Return the field that is the text: one with a usual name, the only one with words, or one that is much longer
-    than the others; "" if there is no such field, so that all fields together are the text.
-
-    Raises:
-        UserError: there are no records, or no field has words.
-    """
+    than the others; "" if there is no such field, so that all fields together are the text. Raises UserError if there
+    are no records, or no field has words."""
     if not rows:
         raise UserError("it holds no record")
     names = list(dict.fromkeys(name for row in rows for name in row))

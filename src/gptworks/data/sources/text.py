@@ -1,5 +1,7 @@
-"""The sources of plain text: UTF-8 files that hold one document each, or documents of a given number of lines."""
+"""The sources of plain text, UTF-8 files that hold one document each or documents of a given number of lines, and the
+words of subtitles."""
 
+import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,9 +18,11 @@ from gptworks.data.sources.base import (
     text_document,
     units_between,
 )
+from gptworks.data.sources.encodings import find_encoding, open_text
 from gptworks.data.sources.files import local_files, walk
-from gptworks.data.sources.opening import compression, has_ending, open_file, unpacked_size
+from gptworks.data.sources.opening import compression, has_ending, open_file, read_bounded, unpacked_size
 from gptworks.data.sources.records import MOST_LINE_BYTES, line_borders, read_lines
+from gptworks.errors import UserError
 from gptworks.files import open_regular
 
 
@@ -79,3 +83,24 @@ class Lines(PlainText):
         while data := b"".join(islice(lines, self.settings.lines)):
             yield from text_document(decoded(data, offset_bytes, unit.file))
             offset_bytes += len(data)
+
+
+MOST_SUBTITLE_BYTES = 1 << 24
+_TIMES = re.compile(r"(\d+:)?\d+:\d+[.,]\d+ +--> ")
+_MARKUP = re.compile(r"<[^<>\n]{0,100}>|\{\\[^{}\n]{0,100}\}")
+
+
+def spoken_text(file: Path) -> str:
+    """Return the words of subtitles (SubRip or WebVTT), without numbers, times and markup. Raises UserError if the file
+    is too large, is not text, or has no subtitles."""
+    with open_text(file, find_encoding(file).name) as stream:
+        data = read_bounded(stream, MOST_SUBTITLE_BYTES, f"{file}: ", "subtitles")
+    spoken: list[str] = []
+    for block in re.split(r"\n[ \t]*\n", data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")):
+        lines = block.strip("\n").split("\n")
+        at = next((n for n, line in enumerate(lines[:2]) if _TIMES.match(line)), None)
+        if at is not None:
+            spoken += lines[at + 1 :]
+    if not spoken:
+        raise UserError(f"{file}: no line has the times of subtitles (00:01:02,345 --> …). Get it again.")
+    return "\n".join(filter(None, (_MARKUP.sub("", line).strip() for line in spoken)))
