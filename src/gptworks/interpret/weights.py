@@ -148,7 +148,7 @@ def _stored(path: Path, stored: dict[str, Stored], recipe: Recipe, name: str, sh
         expected |= {a: Expected((adapter.rank, shape[1])), b: Expected((shape[0], adapter.rank))}
     for one, due in expected.items():
         found = stored.get(one)
-        if found is None or (found.shape, found.dtype) != (due.shape, due.dtype):
+        if not due.fits(found):
             raise UserError(
                 f"{path} does not hold the recipe's model: `{one}` is {found or 'missing'} there and {due} in the "
                 f"recipe's model. Restore the file from a copy, or use another checkpoint."
