@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -77,7 +77,10 @@ def stored_tensors(path: Path, *, inside: Path | None = None) -> dict[str, Store
     """
     try:
         with open_regular(path, inside=inside) as held:
-            _check_names(held)
+            n_bytes = int.from_bytes(held.read(8), "little")
+            if n_bytes > min(_MOST_HEADER_BYTES, max(0, os.fstat(held.fileno()).st_size - 8)):
+                raise ValueError(f"its header is said to be of {n_bytes:,} bytes")
+            mapping_of(held.read(n_bytes))  # safetensors would read only one of two tensors of the same name
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
@@ -186,11 +189,3 @@ def open_tensors(path: Path) -> Iterator[Callable[[str], Any]]:
             yield file.get_slice
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} is damaged: {error}. Restore it from a copy.") from None
-
-
-def _check_names(file: BinaryIO) -> None:
-    """Refuse a header in which a name occurs twice; safetensors would read only one of the two tensors."""
-    n_bytes = int.from_bytes(file.read(8), "little")
-    if n_bytes > min(_MOST_HEADER_BYTES, max(0, os.fstat(file.fileno()).st_size - 8)):
-        raise ValueError(f"its header is said to be of {n_bytes:,} bytes")
-    mapping_of(file.read(n_bytes))
