@@ -21,6 +21,10 @@ class Layout:
 
     join: Callable[[Sequence[Tensor], ModelConfig], Tensor]
     split: Callable[[Tensor, ModelConfig], Sequence[Tensor]]
+    transposed: bool = False
+    """Whether the other program stores the matrix as [in, out]; in gptworks it is [out, in]."""
+    stacked: bool = False
+    """Whether the tensor holds all experts of a layer."""
 
 
 def _swapped(x: Tensor) -> Tensor:
@@ -45,9 +49,11 @@ def _split_heads(whole: Tensor, config: ModelConfig) -> Sequence[Tensor]:
 PLAIN = Layout(lambda parts, _: parts[0], lambda whole, _: [whole])
 LESS_ONE = Layout(lambda parts, _: parts[0] - 1, lambda whole, _: [whole + 1])
 """Gemma's norms multiply by 1 + w, and ours by w. `split` adds 1 in fp32, as transformers does: no bit differs."""
-TRANSPOSED = Layout(lambda parts, _: _swapped(parts[0]), lambda whole, _: [_swapped(whole)])
-"""A matrix as in GPT-2's files, [in, out]; in gptworks it is [out, in]."""
-TRANSPOSED_THIRDS = Layout(lambda parts, _: _swapped(torch.cat(list(parts))), lambda whole, _: _swapped(whole).chunk(3))
+TRANSPOSED = Layout(lambda parts, _: _swapped(parts[0]), lambda whole, _: [_swapped(whole)], transposed=True)
+"""A matrix as in GPT-2's files, [in, out]."""
+TRANSPOSED_THIRDS = Layout(
+    lambda parts, _: _swapped(torch.cat(list(parts))), lambda whole, _: _swapped(whole).chunk(3), transposed=True
+)
 """One matrix with query, key and value side by side, [C, 3·C]."""
 QUERY_KEY_VALUE = Layout(
     lambda parts, _: torch.cat(list(parts)),
@@ -58,11 +64,12 @@ HEAD_BY_HEAD = Layout(_join_heads, _split_heads)
 """One matrix with query, key and value of head 0, then of head 1, and so on, [H·3·D, C]."""
 HALVES = Layout(lambda parts, _: torch.cat(list(parts)), lambda whole, _: whole.chunk(2))
 """One matrix with the MLP's gate, then its up projection, [2·F, C]."""
-STACKED = Layout(lambda parts, _: torch.stack(list(parts)), lambda whole, _: whole.unbind())
+STACKED = Layout(lambda parts, _: torch.stack(list(parts)), lambda whole, _: whole.unbind(), stacked=True)
 """One tensor that stacks the same matrix of all experts, [E, out, in]."""
 STACKED_HALVES = Layout(
     lambda parts, config: _rows(torch.cat(list(parts)), config.n_experts),
     lambda whole, config: whole.flatten(0, 1).chunk(2 * config.n_experts),
+    stacked=True,
 )
 """One tensor that stacks the joined gate and up projections of all experts, [E, 2·F, C]."""
 
@@ -139,20 +146,17 @@ def each_tensor(
         yield place.theirs, place.layout.join([ours[name] for name in place.ours], config)
 
 
-def their_tensors(rules: Collection[Place], config: ModelConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert our tensors to the other program's; return them by their names there."""
-    return dict(each_tensor(rules, config, ours))
+def our_tensors(
+    rules: Collection[Place], config: ModelConfig, read: Callable[[str, torch.Size], Tensor]
+) -> dict[str, Tensor]:
+    """Convert the other program's tensors to ours, in fp32, by our names: the inverse of `each_tensor`.
 
-
-def our_tensors(rules: Collection[Place], config: ModelConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the other program's tensors to ours, in fp32, by our names: the inverse of `their_tensors`."""
-    ours: dict[str, Tensor] = {}
-    for place in tensor_places(rules, config, expected_tensors(config)):
-        parts = place.layout.split(theirs[place.theirs].float(), config)
+    Args:
+        read: returns the other program's tensor of this name, for which our model makes this shape.
+    """
+    expected, ours = expected_tensors(config), dict[str, Tensor]()
+    for place in tensor_places(rules, config, expected):
+        shape = place.layout.join([expected[name] for name in place.ours], config).shape
+        parts = place.layout.split(read(place.theirs, shape).float(), config)
         ours |= {name: part.contiguous() for name, part in zip(place.ours, parts, strict=True)}
-    return ours
-
-
-def their_shape(place: Place, config: ModelConfig, expected: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Return the shape of the tensor in the other program's file."""
-    return tuple(place.layout.join([expected[name] for name in place.ours], config).shape)
+    return {name: ours[name] for name in expected}

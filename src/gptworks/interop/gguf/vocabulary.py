@@ -146,11 +146,8 @@ def _is_by_character(tree: Mapping[str, Any]) -> bool:
 
 
 def _bpe_pattern(tree: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name for the splitting pattern of a byte-level BPE.
-
-    Raises:
-        UserError: the tokenizer is not a byte-level BPE, or llama.cpp lacks its pattern or one of its settings.
-    """
+    """Return llama.cpp's name for the splitting pattern of a byte-level BPE. Raises a UserError if the tokenizer is not
+    a byte-level BPE, or llama.cpp lacks its pattern or one of its settings."""
     model = tree["model"]
     if model["type"] != "BPE":
         raise _refusal(
