@@ -67,14 +67,9 @@ Wanted = Mapping[str, Expected] | Callable[[Mapping[str, Stored]], Mapping[str, 
 
 
 def stored_tensors(path: Path, *, inside: Path | None = None) -> dict[str, Stored]:
-    """Read shape and dtype of each tensor, by name, from the header of a safetensors file.
-
-    Args:
-        inside: a folder out of which links may not lead; see `gptworks.files.open_regular`.
-
-    Raises:
-        UserError: the file is missing, not regular or not `inside`, or its header is damaged or contradicts its size.
-    """
+    """Read shape and dtype of each tensor, by name, from the header of a safetensors file. `inside`: a folder out of
+    which links may not lead; see `gptworks.files.open_regular`. Raises a UserError if the file is missing, not regular
+    or not `inside`, or its header is damaged or contradicts its size."""
     try:
         with open_regular(path, inside=inside) as held:
             n_bytes = int.from_bytes(held.read(8), "little")

@@ -189,22 +189,16 @@ def run_harness(
             example, `chat` is set and the run has no chat template.
         RunError: the model's scores are not numbers.
     """
-    names, folders = [], []
-    for task in tasks:
-        path = Path(task)
-        if path.suffix in (".yaml", ".yml"):
-            names.append(_name_in(path))
-            folders.append(str(path.parent))
-        else:
-            names.append(task)
-    only_files = len(folders) == len(names)
-    manager = TaskManager(include_path=list(dict.fromkeys(folders)) or None, include_defaults=not only_files)
+    files = {task: Path(task) for task in tasks if Path(task).suffix in (".yaml", ".yml")}
+    names = [_name_in(files[task]) if task in files else task for task in tasks]
+    folders = list(dict.fromkeys(str(path.parent) for path in files.values()))
+    manager = TaskManager(include_path=folders or None, include_defaults=not files.keys() >= set(tasks))
     if unknown := [name for name in names if name not in manager.all_tasks]:
         raise UserError(
             f"lm-evaluation-harness has no task {unknown[0]!r}: name one of its tasks, or a task's YAML file."
         )
     found = evaluator.simple_evaluate(
-        GptworksLM(engine), tasks=list(names), task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=True,
+        GptworksLM(engine), tasks=names, task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=True,
         apply_chat_template=chat,
     )  # fmt: skip
     of_tasks = {name: _evaluation(name, found, run, step) for name in found["samples"]}

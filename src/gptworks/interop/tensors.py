@@ -37,15 +37,6 @@ def _rows(x: Tensor, n: int) -> Tensor:
     return x.reshape(n, -1, *x.shape[1:])
 
 
-def _join_heads(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
-    """Join query, key and value, each [H·D, ...], to [H·3·D, ...]: q, k and v of head 0, of head 1, and so on."""
-    return torch.stack([_rows(part, config.n_heads) for part in parts], dim=1).flatten(0, 2)
-
-
-def _split_heads(whole: Tensor, config: ModelConfig) -> Sequence[Tensor]:
-    return [part.flatten(0, 1) for part in _rows(_rows(whole, 3 * config.n_heads), config.n_heads).unbind(1)]
-
-
 PLAIN = Layout(lambda parts, _: parts[0], lambda whole, _: [whole])
 LESS_ONE = Layout(lambda parts, _: parts[0] - 1, lambda whole, _: [whole + 1])
 """Gemma's norms multiply by 1 + w, and ours by w. `split` adds 1 in fp32, as transformers does: no bit differs."""
@@ -60,7 +51,10 @@ QUERY_KEY_VALUE = Layout(
     lambda whole, config: torch.split(whole, [n * config.d_head for n in (config.n_heads, *[config.n_kv_heads] * 2)]),
 )
 """One matrix with all queries, then all keys, then all values, [(H + 2·G)·D, C]."""
-HEAD_BY_HEAD = Layout(_join_heads, _split_heads)
+HEAD_BY_HEAD = Layout(
+    lambda parts, config: torch.stack([_rows(part, config.n_heads) for part in parts], dim=1).flatten(0, 2),
+    lambda whole, config: [x.flatten(0, 1) for x in _rows(_rows(whole, 3 * config.n_heads), config.n_heads).unbind(1)],
+)
 """One matrix with query, key and value of head 0, then of head 1, and so on, [H·3·D, C]."""
 HALVES = Layout(lambda parts, _: torch.cat(list(parts)), lambda whole, _: whole.chunk(2))
 """One matrix with the MLP's gate, then its up projection, [2·F, C]."""
@@ -114,10 +108,7 @@ def places(names: Mapping[str, str], norms: Layout = PLAIN) -> tuple[Place, ...]
 
 def tensor_places(rules: Collection[Place], config: ModelConfig, names: Collection[str]) -> Iterator[Place]:
     """Yield the `Place` of every tensor, block by block: apply the rules to each layer, expert, weight and bias.
-
-    Args:
-        names: names of the model's tensors, as in `expected_tensors`; a rule for other tensors yields nothing.
-    """
+    `names`: names of the model's tensors, as in `expected_tensors`; a rule for other tensors yields nothing."""
     for in_blocks, group in itertools.groupby(rules, lambda rule: "{layer}" in rule.theirs):
         for layer, rule in itertools.product(range(config.n_layers if in_blocks else 1), [*group]):
             per_expert = "{expert}" in rule.theirs
@@ -149,11 +140,8 @@ def each_tensor(
 def our_tensors(
     rules: Collection[Place], config: ModelConfig, read: Callable[[str, torch.Size], Tensor]
 ) -> dict[str, Tensor]:
-    """Convert the other program's tensors to ours, in fp32, by our names: the inverse of `each_tensor`.
-
-    Args:
-        read: returns the other program's tensor of this name, for which our model makes this shape.
-    """
+    """Convert the other program's tensors to ours, in fp32, by our names: the inverse of `each_tensor`. `read`: returns
+    the other program's tensor of this name, for which our model makes this shape."""
     expected, ours = expected_tensors(config), dict[str, Tensor]()
     for place in tensor_places(rules, config, expected):
         shape = place.layout.join([expected[name] for name in place.ours], config).shape

@@ -143,11 +143,8 @@ def unpack_all(tensors: Mapping[str, Tensor], kinds: Mapping[str, Weights]) -> d
 
 
 def packed_kinds(model: GPT, dtypes: Mapping[str, object]) -> dict[str, Weights]:
-    """Return the kind of each packed matrix in a checkpoint, by module name; empty if all matrices are fp32.
-
-    Args:
-        model: the unpacked model, on any device. dtypes: dtypes of the checkpoint's tensors, by name.
-    """
+    """Return the kind of each packed matrix in a checkpoint whose tensors have these `dtypes`, by module name; empty if
+    all matrices are fp32. `model`: the unpacked model, on any device."""
     kinds = {
         name: kind_of(dtypes.get(f"{name}.weight"), module.weight.size(1)) for name, module in _packable(model).items()
     }

@@ -75,13 +75,8 @@ class Vocabulary:
 
 def read_vocabulary(tokenizer: Tokenizer, n_rows: int, turn_end: int | None = None) -> Vocabulary:
     """Convert a run's tokenizer to llama.cpp's form, filled with unused tokens up to the embedding's `n_rows` rows.
-
-    Args:
-        turn_end: the id of the token that the chat template puts after an answer.
-
-    Raises:
-        UserError: no tokenizer of llama.cpp produces the same ids, or the run's has no token that ends a text.
-    """
+    `turn_end`: the id of the token that the chat template puts after an answer. Raises a UserError if no tokenizer of
+    llama.cpp produces the same ids, or the run's has no token that ends a text."""
     tree = json.loads(tokenizer.to_str())
     characters = _is_by_character(tree)
     pattern = None if characters else _bpe_pattern(tree)

@@ -72,14 +72,8 @@ def check_file(
     file: Path, split: bool, model: GPT, weights: str, capacity: int, cache: torch.dtype, tokenizer: Tokenizer,
     template: ChatTemplate | None,
 ) -> Check | str:  # fmt: skip
-    """Compare a file with the engine; return the result, or the reason why this machine cannot compare them.
-
-    Args:
-        split: whether the page reads files next to it.
-
-    Raises:
-        RunError: something differs, or the file does not open.
-    """
+    """Compare a file with the engine; return the result, or the reason why this machine cannot compare them. `split`:
+    whether the page reads files next to it. Raises a RunError if something differs, or the file does not open."""
     try:
         backend = NativeBackend(model, 1, capacity, dtype=cache)
     except NoKernels as error:

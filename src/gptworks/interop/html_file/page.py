@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,8 @@ from gptworks.pages.parts import environment
 _JS = Path(__file__).with_name("js")
 _STUDIO = Path(__file__).parents[2] / "studio" / "static"
 _STYLES = (
-    _STUDIO / "style.css",
-    _STUDIO / "shared.css",
-    _STUDIO / "play.css",
-    _STUDIO / "card.css",
-    _STUDIO / "read.css",
-    _STUDIO / "model.css",
-    _JS.parent / "about.css",
-    _JS.parent / "explain.css",
-    _JS.parent / "explain-pictures.css",
+    *(_STUDIO / f"{name}.css" for name in ("style", "shared", "play", "card", "read", "model")),
+    *(_JS.parent / f"{name}.css" for name in ("about", "explain", "explain-pictures")),
 )
 
 _ICON = (
@@ -38,12 +31,6 @@ _ICON = (
     "rx='2' fill='%233f55b5'/%3E%3Cpath d='M2 6V4m2 2V2m2 4V3' stroke='%23fff' stroke-linecap='round'/%3E%3C/svg%3E"
 )
 """Three bars: the probabilities of a token and its alternatives."""
-
-
-@cache
-def script() -> str:
-    """Return the page's script."""
-    return str(_inside(bundle(_JS / "main.js", {_STUDIO / "js" / "api.js": _JS / "api.js"})))
 
 
 def as_json(tree: Any) -> str:
@@ -101,21 +88,19 @@ _EXPORT_LIST = re.compile(r"(?:^|(?<=;))export\s*\{([^}]*)\};", re.MULTILINE)
 _EXPORTED = re.compile(r"^export\s+((?:async\s+)?function\s*\*?\s*|class\s+|const\s+|let\s+)(\w+)", re.MULTILINE)
 
 
-def bundle(entry: Path, instead: Mapping[Path, Path]) -> str:
-    """Return one script with the module `entry` and all that it imports.
-
-    Args:
-        instead: module to replace → module to take in its place.
+@cache
+def script() -> str:
+    """Return the page's script: main.js and all that it imports, with the page's api.js instead of the studio's.
 
     Raises:
         ValueError: modules import one another in a circle, or have a form of import or export that is not read.
     """
-    replaced = {theirs.resolve(): ours.resolve() for theirs, ours in instead.items()}
+    own = {(_STUDIO / "js" / "api.js").resolve(): (_JS / "api.js").resolve()}
     numbers: dict[Path, int] = {}
     made: list[str] = []
 
-    def add(file: Path, above: tuple[Path, ...]) -> int:
-        file = replaced.get(file.resolve(), file.resolve())
+    def add(file: Path, above: tuple[Path, ...] = ()) -> int:
+        file = own.get(file.resolve(), file.resolve())
         if file in above:
             raise ValueError(f"{file.name} imports itself, through {', '.join(one.name for one in above)}")
         if file not in numbers:
@@ -124,8 +109,8 @@ def bundle(entry: Path, instead: Mapping[Path, Path]) -> str:
             made.append(f"modules[{numbers[file]}] = {text};\n")
         return numbers[file]
 
-    add(entry, ())
-    return '"use strict";\n{\nconst modules = [];\n' + "".join(made) + "}\n"
+    add(_JS / "main.js")
+    return str(_inside('"use strict";\n{\nconst modules = [];\n' + "".join(made) + "}\n"))
 
 
 def _as_function(file: Path, number: Callable[[str], int]) -> str:

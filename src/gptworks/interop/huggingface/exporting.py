@@ -13,13 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from gptworks import __version__
-from gptworks.chat_template import (
-    TEMPLATE_FOLDER,
-    ChatTemplate,
-    load_chat_template,
-    other_templates,
-    save_chat_template,
-)
+from gptworks.chat_template import TEMPLATE_FOLDER, load_chat_template, other_templates, save_chat_template
 from gptworks.checkpoint import Report, load_run
 from gptworks.choices import ExportPrecision
 from gptworks.config import ModelConfig, Recipe
@@ -28,7 +22,7 @@ from gptworks.evaluation.results import MAX_CARD_BYTES
 from gptworks.files import check_free, new_folder, read_text, write_whole
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.fitting import adapt_weights, choose_family
-from gptworks.interop.huggingface.original import Original, read_original
+from gptworks.interop.huggingface.original import read_original
 from gptworks.interop.huggingface.verify import Verification, logit_bound, require, verify_folder
 from gptworks.interop.steps import leave_out_heads
 from gptworks.interop.tensors import each_tensor, our_tensors
@@ -99,7 +93,9 @@ def export_huggingface(
     theirs = _rounded(dict(each_tensor(family.places, adapted, weights)), DTYPES[precision])
     with new_folder(out, sum(tensor.nbytes for tensor in theirs.values())) as aside:
         report(f"writing a {family.architecture} of {sum(w.numel() for w in weights.values()):,} parameters")
-        _write_settings(aside, family, config, tokenizer, template, original, precision)
+        # an imported model ends as it did before, another one also at the tokens that end a turn in its chat template
+        ends = template.end_token_ids if template and original is None else special_tokens(tokenizer).ends
+        _write_settings(aside, family, config, tokenizer, ends, precision)
         _write_tokenizer(aside, tokenizer, config)
         if template is not None:
             save_chat_template(template, aside)
@@ -160,21 +156,10 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _write_settings(
-    folder: Path,
-    family: Family,
-    config: ModelConfig,
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    original: Original | None,
-    precision: str,
+    folder: Path, family: Family, config: ModelConfig, tokenizer: Tokenizer, ends: tuple[int, ...], precision: str
 ) -> None:
-    """Write config.json and generation_config.json.
-
-    Generation ends at the tokenizer's end tokens and, unless the model was imported, at the tokens that end a turn in
-    its chat template.
-    """
+    """Write config.json and generation_config.json. `ends`: ids of the tokens that end generation."""
     stated, special = stated_of(tokenizer), special_tokens(tokenizer)
-    ends = special.ends if template is None or original is not None else template.end_token_ids
     if stated is None or not stated.has_tokens:
         bos, sampling = special.eos if special.separator else special.bos, {} if stated is None else stated.generation
         generation = Stated(special.names, ends, bos, special.pad, sampling).generation_config()
@@ -193,7 +178,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) ->
     exported = tokenizer_from_json(tokenizer.to_str())
     if encodings(exported, ["a"], add_special_tokens=True)[0].ids != prompt_ids(tokenizer, "a"):
         separates = special_tokens(tokenizer).separator
-        begin_with(exported, [] if separates else [tokenizer.id_to_token(i) for i in prompt_ids(tokenizer, "")])
+        begin_with(exported, [] if separates else [tokenizer.id_to_token(i) or "" for i in prompt_ids(tokenizer, "")])
     write_whole(folder / "tokenizer.json", exported.to_str(pretty=True), new=True)
     names = dict(special_tokens(tokenizer).names)
     settings = our_config(names) | {"model_max_length": config.context_length}

@@ -209,11 +209,8 @@ def _windowed(window: int | None, layers: list[bool], ours: Values) -> Values:
 
 
 def window_everywhere(absent: int | None = None, switch: str | None = None) -> Clause:
-    """Return a clause for a window in every layer, or in none.
-
-    Args:
-        switch: name of the flag that turns the window on; a missing flag means false.
-    """
+    """Return a clause for a window in every layer, or in none. `switch`: name of the flag that turns the window on; a
+    missing flag means false."""
 
     def write(config: ModelConfig) -> Values:
         window = config.window if all(config.layer_windows) else None
