@@ -104,7 +104,7 @@ LISTED = {
     ("kernels/wasm/build.py", "build", "tempfile.TemporaryDirectory"): BUILD,
     ("kernels/wasm/build.py", "sources", ".read_text"): BUILD,
     ("kernels/wasm/build.py", "sum_of_sources", ".read_bytes"): BUILD,
-    ("interop/html_file/bundle.py", "_as_function", ".read_text"): PACKAGE,
+    ("interop/html_file/page.py", "_as_function", ".read_text"): PACKAGE,
     ("interop/html_file/page.py", "model_page", ".read_text"): PACKAGE,
     ("kernels/wasm/__init__.py", "module", ".read_bytes"): PACKAGE,
     ("interop/html_file/checking.py", "_script", ".read_text"): PACKAGE,

@@ -22,9 +22,8 @@ from gptworks.infer.backends import native
 from gptworks.infer.fitting import ContextExceeded, fit_conversation
 from gptworks.infer.sampling import SamplingSettings, filter_whole
 from gptworks.interop.html_file import browser, export_html, exporting
-from gptworks.interop.html_file.how import how_made
-from gptworks.interop.html_file.patterns import as_javascript
-from gptworks.interop.html_file.words import words_of
+from gptworks.interop.html_file.shown import how_made
+from gptworks.interop.html_file.words import as_javascript, words_of
 from gptworks.kernels import wasm
 from gptworks.kernels.build import Unavailable
 from gptworks.kernels.wasm import build

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from gptworks.errors import UserError
-from gptworks.interop.html_file.strings import TEXTS
+from gptworks.interop.html_file.checking import TEXTS
 from gptworks.interop.html_file.words import words_of
 from gptworks.tokenizer import StreamDecoder, encode_text, tokenizer_from_json
 from test_html_file import JS, in_node

@@ -25,7 +25,7 @@ from gptworks.interop.huggingface.importing import read_config
 from gptworks.interop.huggingface.keys import CONFIG_HARMLESS
 from gptworks.interop.huggingface.settings import Settings, fixed
 from gptworks.interop.huggingface.verify import quiet
-from gptworks.interop.tensors import their_tensors
+from gptworks.interop.tensors import each_tensor
 from gptworks.presets import PRESETS, preset
 from gptworks.tokenizer import load_tokenizer
 from tiny import plain_model
@@ -404,7 +404,7 @@ def test_several_files_are_read_and_written(tmp_path: Path) -> None:
     out = export_huggingface(tmp_path / "run", tmp_path / "out").folder
     family, adapted = choose_family(model.config, load_tokenizer(out))
     (out / "model.safetensors").unlink()
-    write_tensors(out, their_tensors(family.places, adapted, model.state_dict()), shard_bytes=40_000)
+    write_tensors(out, dict(each_tensor(family.places, adapted, model.state_dict())), shard_bytes=40_000)
     files = sorted(out.glob("*.safetensors"))
     assert len(files) > 3
     assert all(path.stat().st_size < 45_000 for path in files)

@@ -20,7 +20,7 @@ from gptworks.errors import RunError, UserError
 from gptworks.interop.huggingface import export_huggingface, exporting, import_huggingface, verify
 from gptworks.interop.huggingface.architectures import FAMILIES
 from gptworks.interop.huggingface.fitting import adapt_weights, choose_family
-from gptworks.interop.huggingface.kinds import REASONS, about
+from gptworks.interop.huggingface.keys import REASONS, about
 from gptworks.tokenizer import load_tokenizer, prompt_ids
 from tiny import plain_model
 

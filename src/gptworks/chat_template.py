@@ -227,10 +227,7 @@ class ChatTemplate:
 
     def missing_tokens(self) -> tuple[str, ...]:
         """Return the names like <|this|> in a rendered question and answer that are not added tokens of the tokenizer.
-
-        Raises:
-            UserError: the template refuses a question with an answer.
-        """
+        Raises a UserError if the template refuses a question with an answer."""
         known = {token.content for token in self.tokenizer.get_added_tokens_decoder().values()}
         written = _NAMES.findall(self.render(_PROBE, add_generation_prompt=False))
         return tuple(name for name in dict.fromkeys(written) if name not in known)
@@ -266,11 +263,8 @@ _NAMES = re.compile(r"<\|[^|<>\s]+\|>")
 
 
 def _unused_character(messages: Sequence[Message]) -> str:
-    """Return a private-use character that no message contains.
-
-    Raises:
-        UserError: the messages contain all 6,400 private-use characters.
-    """
+    """Return a private-use character that no message contains. Raises a UserError if the messages contain all 6,400
+    private-use characters."""
     held = set(json.dumps(list(messages), ensure_ascii=False))
     free = next((chr(code) for code in range(0xE000, 0xF900) if chr(code) not in held), None)
     if free is None:
@@ -322,11 +316,8 @@ def _confined(source: str) -> _Render:
 
 
 def load_chat_template(tokenizer_folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Load the chat template in a run's tokenizer folder; None if the folder has none.
-
-    Raises:
-        UserError: the file is not a regular UTF-8 file or is too large, or the template does not compile.
-    """
+    """Load the chat template in a run's tokenizer folder; None if the folder has none. Raises a UserError if the file
+    is not a regular UTF-8 file or is too large, or the template does not compile."""
     file = tokenizer_folder / TEMPLATE_FILE
     if not file.exists():
         return None
@@ -346,6 +337,11 @@ class FolderTemplates:
     def default(self) -> str | None:
         """The template for conversations without tools; None if the folder has none."""
         return self.named.get("default")
+
+    @property
+    def others(self) -> dict[str, str]:
+        """The templates other than `default`, by name."""
+        return {name: source for name, source in self.named.items() if name != "default"}
 
 
 def read_templates(folder: Path) -> FolderTemplates:
@@ -397,7 +393,7 @@ def other_templates(folder: Path) -> dict[str, str]:
     Raises:
         UserError: a file is not readable, or does not contain templates.
     """
-    named = dict(read_templates(folder).named)
+    named = read_templates(folder).others
     for file in (_ORIGINAL_FILE, _OTHERS_FILE):
         kept = read_json(folder / file).get("templates") if (folder / file).exists() else None
         if kept is not None and not isinstance(kept, dict):
@@ -405,20 +401,14 @@ def other_templates(folder: Path) -> dict[str, str]:
                 f"{folder / file} has `templates` of a wrong type, {type(kept).__name__}: names are expected."
             )
         named |= _named([{"name": name, "template": source} for name, source in (kept or {}).items()], file)
-    return {name: source for name, source in named.items() if name != "default"}
+    return FolderTemplates(named, "").others
 
 
 def find_other_templates(config: TokenizerConfig) -> dict[str, str]:
     """Return the templates, except the default one, of the folder in `config.path`; none if `config` names a template,
-    or if its path is not a folder.
-
-    Raises:
-        UserError: for the reasons of `other_templates`.
-    """
-    path = config.path if isinstance(config, FileTokenizer | GPT2Tokenizer) else None
-    if config.chat_template is not None or path is None or not path.expanduser().is_dir():
-        return {}
-    return other_templates(path.expanduser())
+    or if its path is not a folder. Raises a UserError for the reasons of `other_templates`."""
+    folder = _template_folder(config)
+    return {} if folder is None or config.chat_template is not None else other_templates(folder)
 
 
 def save_other_templates(named: Mapping[str, str], tokenizer_folder: Path) -> None:
@@ -439,8 +429,7 @@ def find_chat_template(config: TokenizerConfig) -> str | None:
         UserError: neither a built-in template nor a file has the name given; or as `read_templates`.
     """
     if config.chat_template is None:
-        path = config.path if isinstance(config, FileTokenizer | GPT2Tokenizer) else None
-        return None if path is None or not path.expanduser().is_dir() else read_templates(path.expanduser()).default
+        return None if (folder := _template_folder(config)) is None else read_templates(folder).default
     if config.chat_template in BUILT_IN:
         return BUILT_IN[config.chat_template]
     file = Path(config.chat_template).expanduser()
@@ -450,6 +439,12 @@ def find_chat_template(config: TokenizerConfig) -> str | None:
             f"tokenizer.chat_template={config.chat_template}: neither a file nor one of {', '.join(BUILT_IN)}{hint}"
         )
     return read_text(file, MAX_TEMPLATE_BYTES)
+
+
+def _template_folder(config: TokenizerConfig) -> Path | None:
+    """Return the folder of the tokenizer that a recipe names; None if it names none, or a file."""
+    path = config.path if isinstance(config, FileTokenizer | GPT2Tokenizer) else None
+    return path.expanduser() if path is not None and path.expanduser().is_dir() else None
 
 
 def save_chat_template(template: ChatTemplate, tokenizer_folder: Path) -> None:

@@ -43,9 +43,8 @@ from gptworks.json_files import mapping_of
 from gptworks.model.gpt import GPT
 from gptworks.model.lora import add_lora, has_adapter, remove_lora
 from gptworks.model.shapes import ShapesOnly
-from gptworks.quantize.convert import packed_kinds, unpack_all
+from gptworks.quantize.convert import kinds_to_pack, packed_kinds, read_packed, unpack_all
 from gptworks.quantize.linear import QuantizedGPT
-from gptworks.quantize.load import kinds_to_pack, read_packed
 from gptworks.recipe import load_recipe, not_a_run
 from gptworks.tensors import Expected, Stored, TensorFile, Wanted, read_tensors, stored_tensors
 
@@ -146,11 +145,7 @@ class Checkpoint:
 
     @property
     def weights_sha256(self) -> str:
-        """SHA-256 of the weights' file, from the manifest.
-
-        Raises:
-            UserError: the manifest is missing or damaged.
-        """
+        """SHA-256 of the weights' file, from the manifest. Raises a UserError if the manifest is missing or damaged."""
         return str(self._described_files()["model.safetensors"]["sha256"])
 
     @property
@@ -180,11 +175,8 @@ class Checkpoint:
         return any(tensor.dtype != torch.float32 for tensor in stored.values()) and not has_adapter(stored)
 
     def optimizer_tensors(self, wanted: Wanted | None = None) -> dict[str, Tensor]:
-        """Read the optimizer's state by `parameter/key`; `read_tensors` checks it against `wanted`.
-
-        Raises:
-            UserError: the checkpoint has only weights; or as `read_tensors`.
-        """
+        """Read the optimizer's state by `parameter/key`; `read_tensors` checks it against `wanted`. Raises a UserError
+        if the checkpoint has only weights; or as `read_tensors`."""
         if self.weights_only:
             run = shlex.quote(str(self.run_dir))
             raise UserError(
@@ -337,8 +329,6 @@ def load_run(
     if run_dir.is_file() and run_dir.suffix in (".yaml", ".yml"):
         made = load_recipe(run_dir).run_dir
         raise UserError(f"{run_dir} is a file, not a run folder. Give the folder that training it makes: {made}.")
-    if not run_dir.is_dir():
-        raise not_a_run(run_dir)
     checkpoint = choose_checkpoint(run_dir, which, report)
     if full:
         require_full_weights(checkpoint)

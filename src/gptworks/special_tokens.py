@@ -35,8 +35,6 @@ THEIR_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"
 """The sampling settings that transformers and llama.cpp read from a model's files."""
 STATED_SAMPLING = tuple(SAMPLING_RULES)
 """The sampling settings that a generation_config.json may state."""
-OUR_CLASS = "PreTrainedTokenizerFast"
-"""Name of transformers' class in a run's tokenizer_config.json; this class uses tokenizer.json unchanged."""
 
 _BOS = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", "[BOS]")
 _EOS = ("<eos>", "</s>", SEPARATOR, "<|end_of_text|>", "<|im_end|>", "<｜end▁of▁sentence｜>", "[EOS]")
@@ -163,11 +161,8 @@ def as_stated(tokenizer: Tokenizer, stated: Stated) -> SpecialTokens:
 
 
 def post_processed(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids that a tokenizer's post-processor adds before and after a text.
-
-    Raises:
-        UserError: the post-processor does more than that.
-    """
+    """Return the ids that a tokenizer's post-processor adds before and after a text. Raises a UserError if the
+    post-processor does more than that."""
     if tokenizer.post_processor is None:
         return (), ()
     return _around(json.loads(tokenizer.post_processor.__getstate__()))
@@ -253,8 +248,9 @@ def stating_files(folder: Path) -> list[Path]:
 
 
 def our_config(names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the contents of a run's tokenizer_config.json: transformers' class, and these special tokens by role."""
-    return {"tokenizer_class": OUR_CLASS, "clean_up_tokenization_spaces": False, **names}
+    """Return the contents of a run's tokenizer_config.json: transformers' class that uses tokenizer.json unchanged, and
+    these special tokens by role."""
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -4,14 +4,13 @@ A file may come from anyone, and checksums only prove that it is unchanged. Code
 beyond the end of a tensor of another shape or dtype, and one NaN makes every logit NaN.
 """
 
-import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from gptworks.errors import UserError
 from gptworks.files import open_regular
+from gptworks.json_files import mapping_of
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -30,25 +30,7 @@ _MOST_HEADER_BYTES = 100_000_000
 """Size limit of a file's header, the same as in safetensors."""
 
 _ELEMENTS_AT_ONCE = 2**20
-"""Number of elements that `check_finite` reads at a time, so that they stay in the processor's cache."""
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Shape, dtype and minimum that a reader expects of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-    least: float = -math.inf
-    """Minimum of the tensor's elements."""
-
-    @classmethod
-    def like(cls, tensor: Tensor) -> "Expected":
-        """Return an expectation with the shape and dtype of `tensor`, which may be on the meta device."""
-        return cls(tuple(tensor.shape), tensor.dtype)
-
-    def __str__(self) -> str:
-        return _describe(self.dtype, self.shape)
+"""Number of elements checked at a time, so that they stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +42,24 @@ class Stored:
     """The tensor's dtype, or the dtype's name in safetensors if gptworks does not know it."""
 
     def __str__(self) -> str:
-        return _describe(self.dtype, self.shape)
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Expected(Stored):
+    """Shape, dtype and minimum that a reader expects of a tensor."""
+
+    dtype: torch.dtype = torch.float32
+    least: float = -math.inf
+    """Minimum of the tensor's elements."""
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> "Expected":
+        """Return an expectation with the shape and dtype of `tensor`, which may be on the meta device."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def fits(self, found: Stored | None) -> bool:
+        return found is not None and (found.shape, found.dtype) == (self.shape, self.dtype)
 
 
 Wanted = Mapping[str, Expected] | Callable[[Mapping[str, Stored]], Mapping[str, Expected]]
@@ -68,17 +67,15 @@ Wanted = Mapping[str, Expected] | Callable[[Mapping[str, Stored]], Mapping[str, 
 
 
 def stored_tensors(path: Path, *, inside: Path | None = None) -> dict[str, Stored]:
-    """Read shape and dtype of each tensor, by name, from the header of a safetensors file.
-
-    Args:
-        inside: a folder out of which links may not lead; see `gptworks.files.open_regular`.
-
-    Raises:
-        UserError: the file is missing, not regular or not `inside`, or its header is damaged or contradicts its size.
-    """
+    """Read shape and dtype of each tensor, by name, from the header of a safetensors file. `inside`: a folder out of
+    which links may not lead; see `gptworks.files.open_regular`. Raises a UserError if the file is missing, not regular
+    or not `inside`, or its header is damaged or contradicts its size."""
     try:
         with open_regular(path, inside=inside) as held:
-            _check_names(held)
+            n_bytes = int.from_bytes(held.read(8), "little")
+            if n_bytes > min(_MOST_HEADER_BYTES, max(0, os.fstat(held.fileno()).st_size - 8)):
+                raise ValueError(f"its header is said to be of {n_bytes:,} bytes")
+            mapping_of(held.read(n_bytes))  # safetensors would read only one of two tensors of the same name
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
@@ -87,7 +84,7 @@ def stored_tensors(path: Path, *, inside: Path | None = None) -> dict[str, Store
             }
     except FileNotFoundError:
         raise UserError(f"{path} is missing: restore it from a copy.") from None
-    except (OSError, SafetensorError, ValueError, RecursionError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path} is damaged or no safetensors file: {error}. Restore it from a copy.") from None
@@ -117,14 +114,14 @@ class TensorFile:
                 The message names the tensor, and its stored and expected shape and dtype.
         """
         self.path, self.stored, self._fix = path, stored_tensors(path, inside=inside), fix
+        absent = "absent" if wanted is not None else "of a dtype that gptworks does not read"
+        if wanted is None:
+            known = {name: x.dtype for name, x in self.stored.items() if isinstance(x.dtype, torch.dtype)}
+            wanted = {name: Expected(self.stored[name].shape, dtype) for name, dtype in known.items()}
         self._expected = wanted(self.stored) if callable(wanted) else wanted
-        for name in sorted({*self.stored, *(self._expected or {})}):
-            found = self.stored.get(name)
-            due = None if self._expected is None else self._expected.get(name)
-            if self._expected is None and found is not None and isinstance(found.dtype, torch.dtype):
-                continue
-            if found is None or due is None or (found.shape, found.dtype) != (due.shape, due.dtype):
-                absent = "of a dtype that gptworks does not read" if self._expected is None else "absent"
+        for name in sorted({*self.stored, *self._expected}):
+            found, due = self.stored.get(name), self._expected.get(name)
+            if due is None or not due.fits(found):
                 raise UserError(
                     f"{path} does not hold {owner}: `{name}` is {found or 'missing'} there and {due or absent} in "
                     f"{owner}. {fix}"
@@ -147,9 +144,23 @@ class TensorFile:
         except (OSError, SafetensorError) as error:
             raise UserError(f"{self.path} is damaged: {error}. {self._fix}") from None
         for name, tensor in tensors.items():
-            least = self._expected[name].least if self._expected else -math.inf
-            check_finite(name, tensor, self.path, least=least, fix=self._fix)
+            self._check_elements(name, tensor)
         return tensors
+
+    def _check_elements(self, name: str, tensor: Tensor) -> None:
+        """Refuse a floating-point tensor with NaN, an infinity, or an element below its minimum."""
+        if not tensor.is_floating_point() or tensor.numel() == 0:
+            return
+        least = self._expected[name].least
+        for part in torch.split(tensor.reshape(-1), _ELEMENTS_AT_ONCE):
+            low, high = (float(end) for end in part.aminmax())  # both are NaN if an element is NaN
+            if not (math.isfinite(low) and math.isfinite(high)):
+                wrong, rule = low if not math.isfinite(low) else high, "every element must be a finite number"
+            elif low < least:
+                wrong, rule = low, f"no element may be below {least:g}"
+            else:
+                continue
+            raise UserError(f"{self.path}: `{name}` holds {wrong:g}, and {rule}. {self._fix}")
 
 
 def read_tensors(
@@ -173,42 +184,3 @@ def open_tensors(path: Path) -> Iterator[Callable[[str], Any]]:
             yield file.get_slice
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} is damaged: {error}. Restore it from a copy.") from None
-
-
-def check_finite(name: str, tensor: Tensor, path: Path, *, least: float = -math.inf, fix: str = "") -> None:
-    """Refuse a floating-point tensor with NaN, an infinity, or an element below `least`.
-
-    Raises:
-        UserError: the tensor has such an element; the message has the tensor's name and the element.
-    """
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return
-    for part in torch.split(tensor.reshape(-1), _ELEMENTS_AT_ONCE):
-        low, high = (float(end) for end in part.aminmax())  # both are NaN if an element is NaN
-        if not (math.isfinite(low) and math.isfinite(high)):
-            worst = low if not math.isfinite(low) else high
-            raise UserError(f"{path}: `{name}` holds {worst}, and every element must be a finite number. {fix}")
-        if low < least:
-            raise UserError(f"{path}: `{name}` holds {low:g}, and no element may be below {least:g}. {fix}")
-
-
-def _check_names(file: BinaryIO) -> None:
-    """Refuse a header in which a name occurs twice; safetensors would read only one of the two tensors."""
-    n_bytes = int.from_bytes(file.read(8), "little")
-    if n_bytes > min(_MOST_HEADER_BYTES, max(0, os.fstat(file.fileno()).st_size - 8)):
-        raise ValueError(f"its header is said to be of {n_bytes:,} bytes")
-    header = file.read(n_bytes)
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        known: set[str] = set()
-        for name, _ in pairs:
-            if name in known:
-                raise ValueError(f"its header names `{name}` twice")
-            known.add(name)
-        return dict(pairs)
-
-    json.loads(header, object_pairs_hook=unique)
-
-
-def _describe(dtype: torch.dtype | str, shape: Collection[int]) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

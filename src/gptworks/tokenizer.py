@@ -151,10 +151,15 @@ def _train_bpe(config: BPETokenizer, texts: Iterable[str], report: Callable[[str
             f"pair that occurs twice. Set tokenizer.vocab_size to {reached} or less, or give more text."
         )
     if config.begin_prompts:
-        before = {"single": [SEPARATOR, "$A"], "pair": [SEPARATOR, "$A", "$B"]}
-        special = [(SEPARATOR, tokenizer.token_to_id(SEPARATOR))]
-        tokenizer.post_processor = processors.TemplateProcessing(**before, special_tokens=special)
+        begin_with(tokenizer, [SEPARATOR])
     return tokenizer
+
+
+def begin_with(tokenizer: Tokenizer, names: Sequence[str]) -> None:
+    """Make the tokenizer's post-processor put these special tokens, and no others, before a text."""
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*names, "$A"], pair=[*names, "$A", "$B"], special_tokens=[(n, tokenizer.token_to_id(n)) for n in names]
+    )
 
 
 def _train_char(texts: Iterable[str]) -> Tokenizer:
@@ -281,11 +286,8 @@ def is_panic(error: BaseException) -> bool:
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of a text, without adding special tokens.
-
-    Raises:
-        UserError: for the reasons of `encodings`.
-    """
+    """Return the token ids of a text, without adding special tokens. Raises a UserError for the reasons of
+    `encodings`."""
     ids: list[int] = encodings(tokenizer, [text])[0].ids
     return ids
 

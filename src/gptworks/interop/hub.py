@@ -88,11 +88,8 @@ def _fetch(name: str, revision: str | None, report: Report) -> Fetched:
 
 
 def _needed(name: str, folder: Path) -> list[str]:
-    """Return the names of a model's weight files, according to the settings already fetched to `folder`.
-
-    Raises:
-        UserError: gptworks does not support the model.
-    """
+    """Return the names of a model's weight files, according to the settings already fetched to `folder`. Raises a
+    UserError if gptworks does not support the model."""
     if (folder / "adapter_config.json").exists():
         return [_ADAPTER]
     if not (folder / "config.json").exists():

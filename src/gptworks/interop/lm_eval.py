@@ -63,13 +63,7 @@ class GptworksLM(TemplateLM):  # type: ignore[misc]
         batch_size: Any = None,
         max_batch_size: Any = None,
     ) -> None:
-        """
-        Args:
-            run: a run folder, or an engine.
-            checkpoint, device, backend: as on the command line.
-            max_gen_toks: default number of tokens to generate.
-            batch_size, max_batch_size: ignored; the engine chooses its own batches.
-        """
+        """`batch_size` and `max_batch_size` are ignored: the engine chooses its own batches."""
         super().__init__()
         options: Any = {"backend": backend, "n_slots": SLOTS}
         self.engine = run if isinstance(run, Engine) else load(run, checkpoint, device=device, **options)
@@ -195,22 +189,16 @@ def run_harness(
             example, `chat` is set and the run has no chat template.
         RunError: the model's scores are not numbers.
     """
-    names, folders = [], []
-    for task in tasks:
-        path = Path(task)
-        if path.suffix in (".yaml", ".yml"):
-            names.append(_name_in(path))
-            folders.append(str(path.parent))
-        else:
-            names.append(task)
-    only_files = len(folders) == len(names)
-    manager = TaskManager(include_path=list(dict.fromkeys(folders)) or None, include_defaults=not only_files)
+    files = {task: Path(task) for task in tasks if Path(task).suffix in (".yaml", ".yml")}
+    names = [_name_in(files[task]) if task in files else task for task in tasks]
+    folders = list(dict.fromkeys(str(path.parent) for path in files.values()))
+    manager = TaskManager(include_path=folders or None, include_defaults=not files.keys() >= set(tasks))
     if unknown := [name for name in names if name not in manager.all_tasks]:
         raise UserError(
             f"lm-evaluation-harness has no task {unknown[0]!r}: name one of its tasks, or a task's YAML file."
         )
     found = evaluator.simple_evaluate(
-        GptworksLM(engine), tasks=list(names), task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=True,
+        GptworksLM(engine), tasks=names, task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=True,
         apply_chat_template=chat,
     )  # fmt: skip
     of_tasks = {name: _evaluation(name, found, run, step) for name in found["samples"]}
@@ -245,12 +233,19 @@ def _evaluation(name: str, found: dict[str, Any], run: str, step: int) -> Evalua
                 metrics[TIES_SHARED] = Measured.of("mean", means(shares))
         else:
             metrics[label] = Measured("mean", np.empty((0, 2)), float(value), None, None)
-    version, questions = found["versions"].get(name), sorted(one["doc_hash"] + one["prompt_hash"] for one in samples)
-    fingerprint = hashlib.sha256(" ".join(questions).encode("ascii")).hexdigest()
+    questions = sorted(one["doc_hash"] + one["prompt_hash"] for one in samples)
+    return _result(name, found, run, step, len({one["doc_id"] for one in samples}), metrics, questions)
+
+
+def _result(
+    name: str, found: dict[str, Any], run: str, step: int, n_items: int, metrics: dict[str, Measured],
+    parts: Sequence[str],
+) -> Evaluation:  # fmt: skip
+    """Return the result of a task or a group of tasks, with the hash of its `parts` as fingerprint."""
     return Evaluation(
-        name=f"harness-{name}", kind="harness", run=run, step=step, n_items=len({one["doc_id"] for one in samples}),
-        metrics=metrics, shots=found["n-shot"].get(name), fingerprint=fingerprint,
-        settings={"task_version": version, "lm_eval": found.get("lm_eval_version")},
+        name=f"harness-{name}", kind="harness", run=run, step=step, n_items=n_items, metrics=metrics,
+        shots=found["n-shot"].get(name), fingerprint=hashlib.sha256(" ".join(parts).encode("ascii")).hexdigest(),
+        settings={"task_version": found["versions"].get(name), "lm_eval": found.get("lm_eval_version")},
     )  # fmt: skip
 
 
@@ -292,13 +287,8 @@ def _of_group(name: str, tasks: Sequence[Evaluation], found: dict[str, Any]) -> 
             metrics[label] = Measured.of("mean", _pooled(tasks, label, by_task))
         elif label == stated:
             metrics[label] = Measured("mean", np.empty((0, 2)), float(value), None, None)
-    shots, version = found["n-shot"].get(name), found["versions"].get(name)
-    fingerprint = hashlib.sha256(" ".join(one.fingerprint for one in tasks).encode("ascii")).hexdigest()
-    return Evaluation(
-        name=f"harness-{name}", kind="harness", run=tasks[0].run, step=tasks[0].step,
-        n_items=sum(one.n_items for one in tasks), metrics=metrics, shots=shots, fingerprint=fingerprint,
-        settings={**tasks[0].settings, "task_version": version},
-    )  # fmt: skip
+    n_items, fingerprints = sum(one.n_items for one in tasks), [one.fingerprint for one in tasks]
+    return _result(name, found, tasks[0].run, tasks[0].step, n_items, metrics, fingerprints)
 
 
 def _pooled(tasks: Sequence[Evaluation], label: str, by_task: bool) -> Floats:

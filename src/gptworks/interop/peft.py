@@ -26,7 +26,6 @@ from gptworks.checkpoint import LoadedRun, Report, load_run
 from gptworks.config import ADAPTED_MODULES, LoRAConfig, ModelConfig
 from gptworks.errors import UserError
 from gptworks.files import check_free, check_tree, copy_folder, new_folder, write_whole
-from gptworks.interop.exports import leave_out_heads
 from gptworks.interop.huggingface.exporting import export_huggingface
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.fitting import choose_family
@@ -40,16 +39,9 @@ from gptworks.interop.huggingface.verify import (
     sequences_for,
     verify_import,
 )
-from gptworks.interop.imported import further_training, write_run
 from gptworks.interop.peft_settings import CONFIG_FILE, MERGE, LoraSettings, read_settings
-from gptworks.interop.tensors import (
-    STACKED,
-    STACKED_HALVES,
-    TRANSPOSED,
-    TRANSPOSED_THIRDS,
-    Place,
-    tensor_places,
-)
+from gptworks.interop.steps import further_training, leave_out_heads, write_run
+from gptworks.interop.tensors import Place, tensor_places
 from gptworks.model.lora import is_adapter, remove_lora
 from gptworks.recipe import parse_section, run_name
 from gptworks.tensors import read_tensors
@@ -57,9 +49,6 @@ from gptworks.tokenizer import load_tokenizer
 
 TENSORS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-
-UPRIGHT = (TRANSPOSED, TRANSPOSED_THIRDS)
-"""Layouts of matrices that transformers stores as [I, O]. PEFT stores A as [r, I] and B as [O, r] for these too."""
 
 Pair = tuple[Tensor, Tensor]
 """A [r, I] and B [O, r] of one matrix, to which the adapter adds scale · B·A."""
@@ -149,11 +138,8 @@ def export_adapter(
 
 
 def to_peft(family: Family, config: ModelConfig, adapter: LoRAConfig, tensors: Mapping[str, Tensor]) -> dict[str, Pair]:
-    """Return A and B of each adapted module, by the module's name in transformers.
-
-    Raises:
-        UserError: PEFT's format cannot represent one of the adapters.
-    """
+    """Return A and B of each adapted module, by the module's name in transformers. Raises a UserError if PEFT's format
+    cannot represent one of the adapters."""
     adapters = [name.removesuffix(".lora_a") for name in tensors if name.endswith(".lora_a")]
     ours = {module: (tensors[f"{module}.lora_a"], tensors[f"{module}.lora_b"]) for module in adapters}
     adapted = family.adapted(config)
@@ -172,15 +158,12 @@ def to_peft(family: Family, config: ModelConfig, adapter: LoRAConfig, tensors: M
 
 
 def _places(family: Family, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Place, list[str]]]:
-    """Yield the `Place` in transformers of each weight, and our names of the modules that it holds.
-
-    Raises:
-        UserError: an adapter belongs to experts that transformers stores as one tensor, not as modules.
-    """
+    """Yield the `Place` in transformers of each weight, and our names of the modules that it holds. Raises a UserError
+    if an adapter belongs to experts that transformers stores as one tensor, not as modules."""
     names = [name for name in tensors if name.endswith(".weight")]
     for place in tensor_places(family.places, config, names):
         modules = [name.removesuffix(".weight") for name in place.ours]
-        if place.layout in (STACKED, STACKED_HALVES) and any(f"{module}.lora_a" in tensors for module in modules):
+        if place.layout.stacked and any(f"{module}.lora_a" in tensors for module in modules):
             raise UserError(
                 f"a `{family.model_type}` stores all experts in one tensor, which PEFT cannot adapt: export the "
                 f"run merged, without --adapter, or train with adapter.targets=attention."
@@ -205,7 +188,7 @@ def _joined(parts: list[Pair | None], place: Place, config: ModelConfig, tensors
 
 def _upright(x: Tensor, place: Place) -> Tensor:
     """Transpose `x` if transformers stores the matrix of this place as [I, O]: PEFT's B is always [O, r]."""
-    return x.T if place.layout in UPRIGHT else x
+    return x.T if place.layout.transposed else x
 
 
 def _write(folder: Path, pairs: dict[str, Pair], adapter: LoRAConfig, base: str, family: Family) -> None:
@@ -350,7 +333,7 @@ def from_peft(
         parts = place.layout.split(_upright(b.float(), place), config)
         scale = settings.scale_of(theirs)
         found |= {module: (a.float(), part, scale) for module, part in zip(modules, parts, strict=True)}
-        if (taken := settings.part_of_base(theirs, whole, place.layout in UPRIGHT)) is not None:
+        if (taken := settings.part_of_base(theirs, whole, place.layout.transposed)) is not None:
             rest = place.layout.split(whole - taken, config)
             changed |= {n: (w / s).contiguous() for n, w, s in zip(place.ours, rest, scales, strict=True)}
     targets = {module.rpartition(".")[2] for module in found}

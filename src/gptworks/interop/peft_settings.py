@@ -184,11 +184,8 @@ def _of_pattern(patterns: Mapping[str, Number], module: str, otherwise: Number) 
 
 
 def read_settings(folder: Path) -> LoraSettings:
-    """Read and check the settings of an adapter.
-
-    Raises:
-        UserError: the file is not readable, or describes an adapter that gptworks does not support.
-    """
+    """Read and check the settings of an adapter. Raises a UserError if the file is not readable, or describes an
+    adapter that gptworks does not support."""
     path = folder / CONFIG_FILE
     settings = read_json(path, "Give a folder that PEFT's `save_pretrained` wrote.")
     if settings.get("peft_type") != "LORA":
@@ -212,13 +209,12 @@ def read_settings(folder: Path) -> LoraSettings:
 def _check_init(init: Any, path: Path) -> None:
     if isinstance(init, bool) or (isinstance(init, str) and _start(init) in INITS):
         return
-    reason = "gptworks does not know this initialization, which may change the base"
-    if isinstance(init, str) and init.startswith("pissa_niter_"):
-        reason = "its part of the base was found by a random search, so it cannot be computed again, not even by PEFT"
-    elif isinstance(init, str):
-        reason = {
-            "loftq": REFUSED["loftq_config"], "lora_ga": REFUSED["lora_ga_config"], "corda": REFUSED["corda_config"],
-        }.get(init.lower().split("_niter")[0], reason)  # fmt: skip
+    reasons = {
+        "pissa_niter": "its part of the base was found by a random search, so not even PEFT can compute it again",
+        "loftq": REFUSED["loftq_config"], "lora_ga": REFUSED["lora_ga_config"], "corda": REFUSED["corda_config"],
+    }  # fmt: skip
+    unknown = "gptworks does not know this initialization, which may change the base"
+    reason = next((why for start, why in reasons.items() if str(init).lower().startswith(start)), unknown)
     raise UserError(f"{path} has `init_lora_weights`={_short(init)}: {reason}. {_CONVERT}.")
 
 

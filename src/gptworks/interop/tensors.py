@@ -21,6 +21,10 @@ class Layout:
 
     join: Callable[[Sequence[Tensor], ModelConfig], Tensor]
     split: Callable[[Tensor, ModelConfig], Sequence[Tensor]]
+    transposed: bool = False
+    """Whether the other program stores the matrix as [in, out]; in gptworks it is [out, in]."""
+    stacked: bool = False
+    """Whether the tensor holds all experts of a layer."""
 
 
 def _swapped(x: Tensor) -> Tensor:
@@ -33,36 +37,33 @@ def _rows(x: Tensor, n: int) -> Tensor:
     return x.reshape(n, -1, *x.shape[1:])
 
 
-def _join_heads(parts: Sequence[Tensor], config: ModelConfig) -> Tensor:
-    """Join query, key and value, each [H·D, ...], to [H·3·D, ...]: q, k and v of head 0, of head 1, and so on."""
-    return torch.stack([_rows(part, config.n_heads) for part in parts], dim=1).flatten(0, 2)
-
-
-def _split_heads(whole: Tensor, config: ModelConfig) -> Sequence[Tensor]:
-    return [part.flatten(0, 1) for part in _rows(_rows(whole, 3 * config.n_heads), config.n_heads).unbind(1)]
-
-
 PLAIN = Layout(lambda parts, _: parts[0], lambda whole, _: [whole])
 LESS_ONE = Layout(lambda parts, _: parts[0] - 1, lambda whole, _: [whole + 1])
 """Gemma's norms multiply by 1 + w, and ours by w. `split` adds 1 in fp32, as transformers does: no bit differs."""
-TRANSPOSED = Layout(lambda parts, _: _swapped(parts[0]), lambda whole, _: [_swapped(whole)])
-"""A matrix as in GPT-2's files, [in, out]; in gptworks it is [out, in]."""
-TRANSPOSED_THIRDS = Layout(lambda parts, _: _swapped(torch.cat(list(parts))), lambda whole, _: _swapped(whole).chunk(3))
+TRANSPOSED = Layout(lambda parts, _: _swapped(parts[0]), lambda whole, _: [_swapped(whole)], transposed=True)
+"""A matrix as in GPT-2's files, [in, out]."""
+TRANSPOSED_THIRDS = Layout(
+    lambda parts, _: _swapped(torch.cat(list(parts))), lambda whole, _: _swapped(whole).chunk(3), transposed=True
+)
 """One matrix with query, key and value side by side, [C, 3·C]."""
 QUERY_KEY_VALUE = Layout(
     lambda parts, _: torch.cat(list(parts)),
     lambda whole, config: torch.split(whole, [n * config.d_head for n in (config.n_heads, *[config.n_kv_heads] * 2)]),
 )
 """One matrix with all queries, then all keys, then all values, [(H + 2·G)·D, C]."""
-HEAD_BY_HEAD = Layout(_join_heads, _split_heads)
+HEAD_BY_HEAD = Layout(
+    lambda parts, config: torch.stack([_rows(part, config.n_heads) for part in parts], dim=1).flatten(0, 2),
+    lambda whole, config: [x.flatten(0, 1) for x in _rows(_rows(whole, 3 * config.n_heads), config.n_heads).unbind(1)],
+)
 """One matrix with query, key and value of head 0, then of head 1, and so on, [H·3·D, C]."""
 HALVES = Layout(lambda parts, _: torch.cat(list(parts)), lambda whole, _: whole.chunk(2))
 """One matrix with the MLP's gate, then its up projection, [2·F, C]."""
-STACKED = Layout(lambda parts, _: torch.stack(list(parts)), lambda whole, _: whole.unbind())
+STACKED = Layout(lambda parts, _: torch.stack(list(parts)), lambda whole, _: whole.unbind(), stacked=True)
 """One tensor that stacks the same matrix of all experts, [E, out, in]."""
 STACKED_HALVES = Layout(
     lambda parts, config: _rows(torch.cat(list(parts)), config.n_experts),
     lambda whole, config: whole.flatten(0, 1).chunk(2 * config.n_experts),
+    stacked=True,
 )
 """One tensor that stacks the joined gate and up projections of all experts, [E, 2·F, C]."""
 
@@ -107,10 +108,7 @@ def places(names: Mapping[str, str], norms: Layout = PLAIN) -> tuple[Place, ...]
 
 def tensor_places(rules: Collection[Place], config: ModelConfig, names: Collection[str]) -> Iterator[Place]:
     """Yield the `Place` of every tensor, block by block: apply the rules to each layer, expert, weight and bias.
-
-    Args:
-        names: names of the model's tensors, as in `expected_tensors`; a rule for other tensors yields nothing.
-    """
+    `names`: names of the model's tensors, as in `expected_tensors`; a rule for other tensors yields nothing."""
     for in_blocks, group in itertools.groupby(rules, lambda rule: "{layer}" in rule.theirs):
         for layer, rule in itertools.product(range(config.n_layers if in_blocks else 1), [*group]):
             per_expert = "{expert}" in rule.theirs
@@ -139,20 +137,14 @@ def each_tensor(
         yield place.theirs, place.layout.join([ours[name] for name in place.ours], config)
 
 
-def their_tensors(rules: Collection[Place], config: ModelConfig, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert our tensors to the other program's; return them by their names there."""
-    return dict(each_tensor(rules, config, ours))
-
-
-def our_tensors(rules: Collection[Place], config: ModelConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the other program's tensors to ours, in fp32, by our names: the inverse of `their_tensors`."""
-    ours: dict[str, Tensor] = {}
-    for place in tensor_places(rules, config, expected_tensors(config)):
-        parts = place.layout.split(theirs[place.theirs].float(), config)
+def our_tensors(
+    rules: Collection[Place], config: ModelConfig, read: Callable[[str, torch.Size], Tensor]
+) -> dict[str, Tensor]:
+    """Convert the other program's tensors to ours, in fp32, by our names: the inverse of `each_tensor`. `read`: returns
+    the other program's tensor of this name, for which our model makes this shape."""
+    expected, ours = expected_tensors(config), dict[str, Tensor]()
+    for place in tensor_places(rules, config, expected):
+        shape = place.layout.join([expected[name] for name in place.ours], config).shape
+        parts = place.layout.split(read(place.theirs, shape).float(), config)
         ours |= {name: part.contiguous() for name, part in zip(place.ours, parts, strict=True)}
-    return ours
-
-
-def their_shape(place: Place, config: ModelConfig, expected: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Return the shape of the tensor in the other program's file."""
-    return tuple(place.layout.join([expected[name] for name in place.ours], config).shape)
+    return {name: ours[name] for name in expected}

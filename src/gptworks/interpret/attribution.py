@@ -84,9 +84,8 @@ Place = tuple[int | None, int | None]
 def _parts(model: GPT, recording: Recording, row: int) -> Iterator[tuple[Kind, Place, Tensor]]:
     """Yield the terms whose sum is the residual stream at a position, float64 [C] each, with kind, layer and head."""
     position, config = recording.rows[row], model.config
-    ids = torch.as_tensor(recording.ids[: position + 1], device=model.device)[
-        None, -2:
-    ]  # the token, and the one before it
+    two = recording.ids[: position + 1][-2:]  # the token, and the one before it
+    ids = torch.as_tensor(two, device=model.device)[None]
     whole, shares = _shares(model)
     yield "embedding", (None, None), _wide(model.embed(ids, previous_tokens(ids))[0, -1]) * whole
     if model.bigram_embedding is not None:

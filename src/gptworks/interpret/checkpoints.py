@@ -1,25 +1,11 @@
-"""The loss of each token of a text at each checkpoint of a run, and the step at which the run learned the token."""
+"""The checkpoints of a run at which a text is read, and the step at which the run learned a token."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from gptworks.checkpoint import all_checkpoints, load_run
-from gptworks.interpret.hooks import Check, never
-from gptworks.interpret.text import Costs, TokenizedText
+from gptworks.checkpoint import all_checkpoints
 
 MOST_CHECKPOINTS = 32
-
-
-@dataclass(frozen=True)
-class AtStep:
-    """The loss of each token of a text at a checkpoint."""
-
-    step: int
-    nats: Costs
-    """Loss of each token, [T]; see `TokenizedText.token_nats`."""
 
 
 def chosen_steps(run_dir: Path, most: int = MOST_CHECKPOINTS) -> list[int]:
@@ -28,25 +14,6 @@ def chosen_steps(run_dir: Path, most: int = MOST_CHECKPOINTS) -> list[int]:
     if len(steps) <= most:
         return steps
     return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
-
-
-def through_checkpoints(
-    run_dir: Path,
-    text: TokenizedText,
-    steps: Sequence[int],
-    *,
-    device: torch.device | str = "cpu",
-    check: Check = never,
-) -> Iterator[AtStep]:
-    """Yield the loss of a text's tokens at each step, with one model in memory at a time.
-
-    Raises:
-        UserError: a checkpoint is gone or damaged, or the text has ids outside the model's vocabulary.
-    """
-    for step in steps:
-        check()
-        model = load_run(run_dir, str(step), device=device).model
-        yield AtStep(step, text.token_nats(model, check))
 
 
 def learned_at(steps: Sequence[int], probabilities: Sequence[float], threshold: float = 0.5) -> int | None:

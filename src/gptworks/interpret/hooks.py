@@ -44,8 +44,5 @@ def _hooked(register: Callable[..., Any], call: Callable[..., None]) -> Iterator
         if threading.get_ident() == thread:
             call(*arguments)
 
-    handle = register(hook)
-    try:
+    with register(hook):
         yield
-    finally:
-        handle.remove()

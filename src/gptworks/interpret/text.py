@@ -45,11 +45,8 @@ class TokenizedText:
 
     @classmethod
     def of_text(cls, tokenizer: Tokenizer, text: str) -> Self:
-        """Tokenize a text as `evaluate_text` does, with the token that begins a document first if there is one.
-
-        Raises:
-            UserError: the text is empty or has too many tokens, or the tokenizer cannot read it.
-        """
+        """Tokenize a text as `evaluate_text` does, with the token that begins a document first if there is one. Raises
+        a UserError if the text is empty or has too many tokens, or the tokenizer cannot read it."""
         tokens = TextTokens(tokenizer, text)
         _check_length(tokens.n_tokens)
         n_before = len(document_frame(tokenizer)[0])
@@ -60,11 +57,8 @@ class TokenizedText:
 
     @classmethod
     def of_document(cls, tokenizer: Tokenizer, shards: TokenShards, number: int) -> Self:
-        """Read document `number` of a split (0 is the first), cut to its first MOST_TOKENS tokens.
-
-        Raises:
-            UserError: the document does not exist.
-        """
+        """Read document `number` of a split (0 is the first), cut to its first MOST_TOKENS tokens. Raises a UserError
+        if the document does not exist."""
         start, end = shards.document(number)
         ids = shards.read(start, min(end - start, MOST_TOKENS))
         pieces, framed = _decoded(tokenizer, ids.tolist())
@@ -74,11 +68,7 @@ class TokenizedText:
     @classmethod
     def of_tokens(cls, tokenizer: Tokenizer, ids: list[int]) -> Self:
         """Make a text from token ids that a model wrote or read. `predicted_bytes` is None unless the tokenizer splits
-        the text into exactly these tokens.
-
-        Raises:
-            UserError: `ids` is empty or has too many tokens.
-        """
+        the text into exactly these tokens. Raises a UserError if `ids` is empty or has too many tokens."""
         _check_length(len(ids))
         given = np.array(ids, dtype=np.int64)
         pieces, framed = _decoded(tokenizer, ids)
@@ -89,21 +79,15 @@ class TokenizedText:
         return cls(given, pieces, framed, None)
 
     def token_nats(self, model: GPT, check: Check = never) -> Costs:
-        """Return the loss of each token in nats, [T], as `evaluate --text` computes it; NaN for the first token.
-
-        Raises:
-            UserError: the text has fewer than two tokens, or ids outside the model's vocabulary.
-        """
+        """Return the loss of each token in nats, [T], as `evaluate --text` computes it; NaN for the first token. Raises
+        a UserError if the text has fewer than two tokens, or ids outside the model's vocabulary."""
         check_ids(model, self.ids)
         with stoppable(model, check):
             return np.concatenate([[math.nan], text_nats(model, self)])
 
     def window(self, context: int, index: int) -> tuple[int, int]:
         """Return the range (first, end) of the tokens that the model read when `token_nats` predicted token `index`.
-
-        Raises:
-            UserError: there is no such token, or it is the first, which is not predicted.
-        """
+        Raises a UserError if there is no such token, or it is the first, which is not predicted."""
         if not 1 <= index < self.n_tokens:
             raise UserError(f"token {index} is not predicted: choose one from 1 to {self.n_tokens - 1}.")
         stride = default_stride(context)
@@ -112,11 +96,8 @@ class TokenizedText:
 
 
 def _decoded(tokenizer: Tokenizer, ids: list[int]) -> tuple[tuple[str, ...], bool]:
-    """Return the text that each token adds, and whether the first token marks the beginning of a document.
-
-    Raises:
-        UserError: `ids` is empty.
-    """
+    """Return the text that each token adds, and whether the first token marks the beginning of a document. Raises a
+    UserError if `ids` is empty."""
     if not ids:
         raise UserError("there are no tokens to read: give at least one.")
     stream = StreamDecoder(tokenizer)

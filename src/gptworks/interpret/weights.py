@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gptworks.checkpoint import Checkpoint
-from gptworks.choices import Weights
 from gptworks.config import LoRAConfig, Recipe
 from gptworks.errors import UserError
 from gptworks.interpret.hooks import Check, never
 from gptworks.planning.params import ParameterCount, Shape, count_parameters
-from gptworks.quantize.formats import GROUP, KINDS, dequantize, empty
+from gptworks.quantize.formats import GROUP, dequantize, empty, kind_of
 from gptworks.tensors import Expected, Stored, open_tensors, stored_tensors
 
 AT_ONCE = 2**18
@@ -61,13 +60,7 @@ class StoredWeights:
     def parts(self, check: Check = never) -> Iterator[Tensor]:
         """Yield the whole tensor in float32, part by part: whole rows of a tall matrix, whole columns of a wide one."""
         with open_tensors(self.path) as opened:
-            if len(self.shape) == 1:
-                for first in range(0, self.size, AT_ONCE):
-                    check()
-                    yield opened(self.name)[first : first + AT_ONCE]
-                return
-            n_rows, n_columns = self.shape
-            for rows, columns in _cuts(n_rows, n_columns):
+            for rows, columns in _cuts(*self.shape):
                 check()
                 yield self._values(opened, rows, columns)
 
@@ -78,7 +71,7 @@ class StoredWeights:
             weight = opened(self.name)[rows, halves]
             scale = opened(_scale(self.name))[rows, columns.start // GROUP : columns.stop // GROUP]
         else:
-            weight = opened(self.name)[rows, columns]
+            weight = opened(self.name)[(rows, columns)[: len(self.shape)]]
             scale = opened(_scale(self.name))[rows] if self.kind == "int8" else None
         values = dequantize(weight, scale, torch.float32)
         if self.adapter is None:
@@ -88,8 +81,9 @@ class StoredWeights:
         return (values.double() + self.adapter.scale * product).float()
 
 
-def _cuts(n_rows: int, n_columns: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of rows and columns that cut a matrix along its longer side, never inside an int4 group."""
+def _cuts(n_rows: int, n_columns: int = 1) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of rows and columns that cut a matrix along its longer side, never inside an int4 group; or a
+    vector."""
     if n_rows >= n_columns:
         step = max(1, AT_ONCE // n_columns)
         for first in range(0, n_rows, step):
@@ -101,11 +95,8 @@ def _cuts(n_rows: int, n_columns: int) -> Iterator[tuple[slice, slice]]:
 
 
 def count_tensors(recipe: Recipe) -> ParameterCount:
-    """Count the parameters of a run's model.
-
-    Raises:
-        UserError: the model has too many tensors to be shown, or its vocabulary is not known.
-    """
+    """Count the parameters of a run's model. Raises a UserError if the model has too many tensors to be shown, or its
+    vocabulary is not known."""
     count = count_parameters(recipe.model)
     n_tensors = sum(group.repeats * len(group.tensors) for group in count.groups.values())
     if n_tensors > MOST_TENSORS:
@@ -117,11 +108,8 @@ def count_tensors(recipe: Recipe) -> ParameterCount:
 
 
 def stored_weights(checkpoint: Checkpoint, recipe: Recipe, names: Sequence[str]) -> list[StoredWeights]:
-    """Return the tensors `names` of a run's model in one of its checkpoints.
-
-    Raises:
-        UserError: the model has no such tensor; the file is missing or damaged, or does not match the recipe.
-    """
+    """Return the tensors `names` of a run's model in one of its checkpoints. Raises a UserError if the model has no
+    such tensor; the file is missing or damaged, or does not match the recipe."""
     shapes, path = count_tensors(recipe).shapes, checkpoint.folder / "model.safetensors"
     for name in names:
         if name not in shapes:
@@ -131,11 +119,7 @@ def stored_weights(checkpoint: Checkpoint, recipe: Recipe, names: Sequence[str])
 
 
 def _stored(path: Path, stored: dict[str, Stored], recipe: Recipe, name: str, shape: Shape) -> StoredWeights:
-    kind: Weights | None = None
-    if name in stored and len(shape) == 2 and isinstance(stored[name].dtype, torch.dtype):
-        kind = KINDS.get(stored[name].dtype)  # type: ignore[arg-type]
-    if kind == "int4" and shape[1] % GROUP:
-        kind = None
+    kind = kind_of(stored[name].dtype, shape[1]) if name in stored and len(shape) == 2 else None
     expected = {name: Expected(shape)}
     if kind is not None:
         with torch.device("meta"):
@@ -148,7 +132,7 @@ def _stored(path: Path, stored: dict[str, Stored], recipe: Recipe, name: str, sh
         expected |= {a: Expected((adapter.rank, shape[1])), b: Expected((shape[0], adapter.rank))}
     for one, due in expected.items():
         found = stored.get(one)
-        if found is None or (found.shape, found.dtype) != (due.shape, due.dtype):
+        if not due.fits(found):
             raise UserError(
                 f"{path} does not hold the recipe's model: `{one}` is {found or 'missing'} there and {due} in the "
                 f"recipe's model. Restore the file from a copy, or use another checkpoint."
@@ -256,11 +240,8 @@ class Spectrum:
 
 
 def spectrum(weights: StoredWeights, check: Check = never) -> Spectrum:
-    """Compute the singular values of a matrix of bounded size.
-
-    Raises:
-        UserError: the tensor is not a matrix, is too large, or holds weights that are not finite.
-    """
+    """Compute the singular values of a matrix of bounded size. Raises a UserError if the tensor is not a matrix, is too
+    large, or holds weights that are not finite."""
     if len(weights.shape) != 2:
         raise UserError(f"`{weights.name}` is a vector: only matrices have singular values.")
     rows, columns = weights.shape

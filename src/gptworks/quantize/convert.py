@@ -1,4 +1,5 @@
-"""Quantizes a model in memory.
+"""Quantizes a model in memory, or packs a run's weights while loading them, rounded to the nearest values. GPTQ needs a
+text, so only `gptworks quantize` offers it.
 
 Matrices of linear layers and embeddings get the requested kind. Norms, biases, position embeddings, gates and the
 routers of experts stay fp32: they are a thousandth of the weights. With int4, some matrices are stored in int8: those
@@ -8,22 +9,23 @@ outside the blocks, except the head if int4 is requested for it, and those whose
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from gptworks.choices import HeadWeights, Weights
+from gptworks.choices import HeadWeights, LoadedWeights, Weights
+from gptworks.config import LoRAConfig
 from gptworks.errors import UserError, did_you_mean
 from gptworks.kernels.dispatch import product
-from gptworks.model.gpt import GPT
+from gptworks.model.gpt import GPT, eval_mode
+from gptworks.model.lora import is_adapter, merged_weight
 from gptworks.model.shapes import ShapesOnly
-from gptworks.quantize.formats import DTYPES, GROUP, KINDS, dequantize, empty, pack_int4, rows_at_once, unpacked
+from gptworks.quantize.formats import GROUP, Packed, dequantize, gptq, kind_of, pack, pack_rounded, unpacked
 from gptworks.quantize.linear import QuantizedGPT, packed_matrices
-from gptworks.quantize.rounding import Rounded, gptq, round_int4, round_int8
-
-Packed = tuple[Tensor, Tensor | None]
-"""Weight and scale of a packed matrix, see formats.py; the scale is None for bf16 and fp16."""
+from gptworks.tensors import TensorFile
 
 
 @torch.no_grad()
@@ -74,11 +76,8 @@ def quantize_model(
 
 
 def matrix_kinds(model: GPT, weights: Weights, head: HeadWeights = "int8") -> dict[str, Weights]:
-    """Return the kind to which each matrix of the model is quantized, by module name.
-
-    Raises:
-        UserError: `weights` or `head` is unknown, the head cannot be int4, or the model is quantized already.
-    """
+    """Return the kind to which each matrix of the model is quantized, by module name. Raises a UserError if `weights`
+    or `head` is unknown, the head cannot be int4, or the model is quantized already."""
     check_known(weights, get_args(Weights))
     check_known(head, get_args(HeadWeights), of="head")
     if head == "int4":
@@ -108,14 +107,7 @@ def head_name(model: GPT) -> str:
 
 
 def check_known(weights: str, known: Sequence[str], of: str = "weights") -> None:
-    """Check that `weights` is one of the `known` kinds.
-
-    Args:
-        of: the setting's name, for the error message.
-
-    Raises:
-        UserError: `weights` is unknown; the message suggests the most similar known kind.
-    """
+    """Refuse a value of the setting `of` that is not one of the `known` ones; the message suggests the most similar."""
     if weights not in known:
         raise UserError(f"{of}={weights}: it must be one of {', '.join(known)}{did_you_mean(weights, known)}")
 
@@ -127,10 +119,7 @@ def base_kinds(model: GPT, weights: Weights) -> dict[str, Weights]:
 
 def pack_for(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Pack those of the fp32 `tensors` that are packed in `model`, rounded to the nearest values; return all tensors.
-
-    Raises:
-        UserError: a weight is too large for its kind.
-    """
+    Raises a UserError if a weight is too large for its kind."""
     held = dict(tensors)
     for name, matrix in packed_matrices(model):
         held |= packed_parts(name, held[f"{name}.weight"].to(matrix.weight.device), matrix.kind)
@@ -139,10 +128,7 @@ def pack_for(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def packed_parts(name: str, matrix: Tensor, kind: Weights) -> dict[str, Tensor]:
     """Pack the matrix of module `name`, rounding to the nearest values; return weight and scale by checkpoint name.
-
-    Raises:
-        UserError: a weight is too large for the kind.
-    """
+    Raises a UserError if a weight is too large for the kind."""
     _check_holds(name, matrix, kind)
     weight, scale = pack(matrix, kind)
     return {f"{name}.weight": weight} | ({} if scale is None else {f"{name}.scale": scale})
@@ -157,18 +143,12 @@ def unpack_all(tensors: Mapping[str, Tensor], kinds: Mapping[str, Weights]) -> d
 
 
 def packed_kinds(model: GPT, dtypes: Mapping[str, object]) -> dict[str, Weights]:
-    """Return the kind of each packed matrix in a checkpoint, by module name; empty if all matrices are fp32.
-
-    Args:
-        model: the unpacked model, on any device. dtypes: dtypes of the checkpoint's tensors, by name.
-    """
-    kinds = {}
-    for name, module in _packable(model).items():
-        dtype = dtypes.get(f"{name}.weight")
-        kind = KINDS.get(dtype) if isinstance(dtype, torch.dtype) else None
-        if kind is not None and (kind != "int4" or module.weight.size(1) % GROUP == 0):
-            kinds[name] = kind
-    return kinds
+    """Return the kind of each packed matrix in a checkpoint whose tensors have these `dtypes`, by module name; empty if
+    all matrices are fp32. `model`: the unpacked model, on any device."""
+    kinds = {
+        name: kind_of(dtypes.get(f"{name}.weight"), module.weight.size(1)) for name, module in _packable(model).items()
+    }
+    return {name: kind for name, kind in kinds.items() if kind is not None}
 
 
 def _packable(model: GPT) -> dict[str, nn.Linear | nn.Embedding]:
@@ -176,25 +156,6 @@ def _packable(model: GPT) -> dict[str, nn.Linear | nn.Embedding]:
     would change."""
     matrices = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
     return {name: m for name, m in matrices.items() if not name.endswith(("position_embedding", "mlp.router"))}
-
-
-def pack(matrix: Tensor, kind: Weights) -> Packed:
-    """Pack a matrix [N, K], rounding each weight to the nearest value, a few rows at a time to save memory."""
-    if DTYPES[kind].is_floating_point:
-        return matrix.to(DTYPES[kind]), None
-    with torch.device(matrix.device):
-        weight, scale = empty(kind, *matrix.shape)
-    assert scale is not None, f"{kind} has scales"
-    n_rows = rows_at_once(matrix, matrix.size(1))
-    for first in range(0, len(matrix), n_rows):
-        rows = slice(first, first + n_rows)
-        rounded = round_int4(matrix[rows]) if kind == "int4" else round_int8(matrix[rows])
-        weight[rows], scale[rows] = _pack_rounded(rounded, kind)
-    return weight, scale
-
-
-def _pack_rounded(rounded: Rounded, kind: Weights) -> tuple[Tensor, Tensor]:
-    return (pack_int4(rounded.levels) if kind == "int4" else rounded.levels), rounded.scale
 
 
 def _check_holds(name: str, matrix: Tensor, weights: Weights) -> None:
@@ -206,6 +167,80 @@ def _check_holds(name: str, matrix: Tensor, weights: Weights) -> None:
     limit = torch.finfo(torch.float16).max if weights in ("fp16", "int4") else torch.finfo(torch.float32).max
     if largest > limit:
         raise UserError(f"`{name}` holds a weight of magnitude {largest:g}, which {weights} cannot hold.")
+
+
+# ------------------------------------------------------------------------------------------------ while loading
+
+
+def kinds_to_pack(model: GPT, weights: LoadedWeights, stored: Mapping[str, Weights], run: str) -> dict[str, Weights]:
+    """Return the kinds of the matrices to pack while loading, by module name; empty if all stay as stored.
+
+    Args:
+        model: the unpacked model, on any device.
+        stored: the kinds of the run's packed matrices, by module name, except matrices with an adapter.
+        run: the run's name, for the error message.
+
+    Raises:
+        UserError: `weights` is unknown, or the run is quantized already, to other kinds.
+    """
+    check_known(weights, get_args(LoadedWeights))
+    if weights == "auto":
+        return {}
+    asked = {} if weights == "fp32" else matrix_kinds(model, weights)
+    head = head_name(model)  # not compared: int4 runs store the head in int8 or int4
+    if stored and {**stored, head: None} != {**asked, head: None}:
+        raise UserError(
+            f"weights={weights}: {run} is quantized already, to {', '.join(sorted(set(stored.values())))}. Leave "
+            f"--weights out, or take the run that it was made from; its model-card.md names it."
+        )
+    return {} if stored else asked
+
+
+@torch.no_grad()
+def read_packed(
+    file: TensorFile,
+    kinds: Mapping[str, Weights],
+    under_adapter: Mapping[str, Weights],
+    adapter: LoRAConfig | None,
+    device: torch.device | str,
+) -> dict[str, Tensor]:
+    """Read a run's weights and pack them on the device, with one fp32 matrix in memory at a time.
+
+    Args:
+        kinds: the kinds of the matrices to pack, by module name.
+        under_adapter: the kinds of the file's packed matrices that have an adapter, by module name.
+        adapter: the settings of the file's adapter, which is merged into the weights; None: the file has none.
+
+    Raises:
+        UserError: the file cannot be read (see `TensorFile.read`), or a weight exceeds its kind's range.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name in file.stored:
+        module, _, part = name.rpartition(".")
+        if is_adapter(name) or (part == "scale" and module in under_adapter):
+            continue
+        # a function, because a variable with the tensor would keep it in memory
+        read = partial(_read_merged, file, name, module in under_adapter, adapter)
+        if part == "weight" and module in kinds:
+            tensors |= packed_parts(module, read().to(device), kinds[module])
+        else:
+            tensors[name] = read().clone()
+    return tensors
+
+
+def _read_merged(file: TensorFile, name: str, is_packed: bool, adapter: LoRAConfig | None) -> Tensor:
+    """Read a tensor; unpack it to fp32 if it `is_packed`, and merge its adapter into it."""
+    module, _, part = name.rpartition(".")
+    tensor = file.read(name)[name]
+    if part != "weight":
+        return tensor
+    if is_packed:
+        scale = f"{module}.scale"
+        tensor = unpacked(tensor, file.read(scale)[scale] if scale in file.stored else None, torch.float32)
+    if adapter is not None and f"{module}.lora_a" in file.stored:
+        lora_a, lora_b = file.read(f"{module}.lora_a", f"{module}.lora_b").values()
+        tensor = merged_weight(tensor, lora_a, lora_b, adapter.scale)
+    return tensor
 
 
 # -------------------------------------------------------------------------------------------------- calibration
@@ -228,7 +263,7 @@ def _calibrated(
         }
         for name, hessian in _hessians(rounded, matrices, inputs).items():
             matrix = matrices[name].weight
-            found = _pack_rounded(gptq(matrix, hessian), "int4")
+            found = pack_rounded(gptq(matrix, hessian))
             matrix.copy_(dequantize(*found, matrix.dtype))
             packed[f"blocks.{i}.{name}"] = found
         if rounding is None:
@@ -245,41 +280,31 @@ def _calibrate_head(packed: Any, whole: Any, model: QuantizedGPT, batches: Itera
     for tokens in batches:
         features = model.features(tokens.to(model.device)).flatten(0, -2).float()
         hessian += product(features.T, features)
-    packed.weight, packed.scale = _pack_rounded(gptq(whole.weight, hessian), "int4")
+    packed.weight, packed.scale = pack_rounded(gptq(whole.weight, hessian))
 
 
 def _inputs_of_block(model: GPT, batches: Iterable[Tensor], layer: int) -> list[tuple[Any, ...]]:
     """Run the model on each batch; return the arguments that block number `layer` was called with."""
     calls: list[tuple[Any, ...]] = []
-    hook = model.blocks[layer].register_forward_pre_hook(lambda _, given: calls.append(given))
-    training = model.training
-    try:
-        model.eval()
+    with eval_mode(model), model.blocks[layer].register_forward_pre_hook(lambda _, given: calls.append(given)):
         for tokens in batches:
             model.features(tokens.to(model.device))
-    finally:
-        hook.remove()
-        model.train(training)
     return calls
 
 
 def _hessians(block: nn.Module, matrices: dict[str, nn.Linear], inputs: list[tuple[Any, ...]]) -> dict[str, Tensor]:
     """Run the block on `inputs`; return the sum of x·xᵀ over the inputs x [K] of each matrix, [K, K], by name."""
     sums = {}
-    hooks = []
-    for name, module in matrices.items():
-        columns = module.weight.size(1)
-        sums[name] = total = torch.zeros(columns, columns, device=module.weight.device)
+    with ExitStack() as hooks:
+        for name, module in matrices.items():
+            columns = module.weight.size(1)
+            sums[name] = total = torch.zeros(columns, columns, device=module.weight.device)
 
-        def add(_: nn.Module, given: tuple[Tensor], total: Tensor = total) -> None:
-            x = given[0].flatten(0, -2).float()
-            total += product(x.T, x)
+            def add(_: nn.Module, given: tuple[Tensor], total: Tensor = total) -> None:
+                x = given[0].flatten(0, -2).float()
+                total += product(x.T, x)
 
-        hooks.append(module.register_forward_pre_hook(add))
-    try:
+            hooks.enter_context(module.register_forward_pre_hook(add))
         for given in inputs:
             block(*given)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return sums

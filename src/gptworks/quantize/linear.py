@@ -159,10 +159,7 @@ class QuantizedGPT(GPT):
 
     def __init__(self, config: ModelConfig, kinds: Mapping[str, Weights]) -> None:
         """Build the model with uninitialized weights; on the meta device, it takes no memory until they are loaded.
-
-        Args:
-            kinds: the kind of each packed matrix, by module name, such as `blocks.0.mlp.up`.
-        """
+        `kinds`: the kind of each packed matrix, by module name, such as `blocks.0.mlp.up`."""
         super().__init__(config)
         hold_packed(self, kinds)
 

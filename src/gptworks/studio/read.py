@@ -10,10 +10,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field, model_validator
 
+from gptworks.checkpoint import load_run
 from gptworks.data.shards import TokenShards
 from gptworks.evaluation.loss import LossReport
 from gptworks.interpret.attribution import attribute
-from gptworks.interpret.checkpoints import chosen_steps, learned_at, through_checkpoints
+from gptworks.interpret.checkpoints import chosen_steps, learned_at
 from gptworks.interpret.hooks import Check
 from gptworks.interpret.lens import Guess, logit_lens
 from gptworks.interpret.ngrams import LONGEST, NGrams, find_ngrams
@@ -229,7 +230,8 @@ async def read_checkpoints(request: Request) -> Response:
             def one(check: Check, step: int = step) -> Costs:
                 run.choose(step)  # raises an error if the checkpoint was deleted
                 run.check_inside()
-                return next(through_checkpoints(run.folder, text, [step], device=device, check=check)).nats
+                check()
+                return text.token_nats(load_run(run.folder, str(step), device=device).model, check)
 
             found.append(await studio.reader.compute(one))
             loss = float(found[-1][1:].mean())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gptworks.config import LABORATORY, ModelConfig
 from gptworks.errors import UserError
-from gptworks.interop.exports import nearest_architectures
+from gptworks.interop.steps import nearest_architectures
 from gptworks.interop.tensors import (
     KEY_IN_PAIRS,
     PLAIN,
@@ -126,11 +126,8 @@ ARCHITECTURES = (
 
 
 def choose_architecture(config: ModelConfig) -> Architecture:
-    """Return the first architecture of llama.cpp that supports a model.
-
-    Raises:
-        UserError: no architecture fits; the message names the nearest ones and what they lack.
-    """
+    """Return the first architecture of llama.cpp that supports a model. Raises a UserError if no architecture fits; the
+    message names the nearest ones and what they lack."""
     obstacles = {architecture.name: architecture.obstacles(config) for architecture in ARCHITECTURES}
     fitting = next((architecture for architecture in ARCHITECTURES if not obstacles[architecture.name]), None)
     if fitting is None:

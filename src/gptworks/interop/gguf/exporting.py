@@ -13,9 +13,10 @@ from gptworks.checkpoint import Report, load_run
 from gptworks.choices import GGUFType
 from gptworks.errors import UserError
 from gptworks.files import replacing_by_name
-from gptworks.interop.exports import leave_out_heads
 from gptworks.interop.gguf.architectures import APPROXIMATE_GELU, add_settings, choose_architecture, file_tensors
 from gptworks.interop.gguf.vocabulary import add_sampling, add_vocabulary, read_vocabulary
+from gptworks.interop.steps import leave_out_heads
+from gptworks.quantize.convert import check_known
 from gptworks.special_tokens import stated_of
 from gptworks.tokenizer import load_tokenizer
 
@@ -51,7 +52,6 @@ def export_gguf(
             A matrix whose row length is not a multiple of 32 is stored in f16; norms, biases, position embeddings
             and routers in f32.
         tokenizer: also write the tokenizer. Without it, the file works only with token ids.
-        report: called with a message about each damaged checkpoint that is skipped.
 
     Raises:
         UserError: the run does not exist or is quantized; `out` exists; llama.cpp lacks the run's architecture or
@@ -61,8 +61,7 @@ def export_gguf(
     out = Path(out)
     if out.exists():
         raise UserError(f"{out} exists: choose another path, or delete it.")
-    if quantization not in get_args(GGUFType):
-        raise UserError(f"quantization={quantization}: it must be one of {', '.join(get_args(GGUFType))}.")
+    check_known(quantization, get_args(GGUFType), "quantization")
     loaded = load_run(run, checkpoint, full=True, report=report)
     notes = leave_out_heads(loaded.model)
     config, weights = loaded.model.config, loaded.model.state_dict()

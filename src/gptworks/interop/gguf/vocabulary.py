@@ -75,13 +75,8 @@ class Vocabulary:
 
 def read_vocabulary(tokenizer: Tokenizer, n_rows: int, turn_end: int | None = None) -> Vocabulary:
     """Convert a run's tokenizer to llama.cpp's form, filled with unused tokens up to the embedding's `n_rows` rows.
-
-    Args:
-        turn_end: the id of the token that the chat template puts after an answer.
-
-    Raises:
-        UserError: no tokenizer of llama.cpp produces the same ids, or the run's has no token that ends a text.
-    """
+    `turn_end`: the id of the token that the chat template puts after an answer. Raises a UserError if no tokenizer of
+    llama.cpp produces the same ids, or the run's has no token that ends a text."""
     tree = json.loads(tokenizer.to_str())
     characters = _is_by_character(tree)
     pattern = None if characters else _bpe_pattern(tree)
@@ -146,11 +141,8 @@ def _is_by_character(tree: Mapping[str, Any]) -> bool:
 
 
 def _bpe_pattern(tree: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name for the splitting pattern of a byte-level BPE.
-
-    Raises:
-        UserError: the tokenizer is not a byte-level BPE, or llama.cpp lacks its pattern or one of its settings.
-    """
+    """Return llama.cpp's name for the splitting pattern of a byte-level BPE. Raises a UserError if the tokenizer is not
+    a byte-level BPE, or llama.cpp lacks its pattern or one of its settings."""
     model = tree["model"]
     if model["type"] != "BPE":
         raise _refusal(

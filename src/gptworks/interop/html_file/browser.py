@@ -92,18 +92,19 @@ def opened(file: Path, seconds: float, served: bool = False) -> Iterator["Page"]
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(_serving(file)) if served else file.absolute().as_uri()
         named = tempfile.TemporaryDirectory(prefix="gptworks-browser-", ignore_cleanup_errors=True)
-        pipe = stack.enter_context(_running(program, stack.enter_context(named)))
-        pipe.limit(START_SECONDS, Unavailable(f"{program} does not answer"))
-        version = pipe.ask("Browser.getVersion")["product"]
-        target = pipe.ask("Target.createTarget", url="about:blank")["targetId"]
-        pipe.session = pipe.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        page = stack.enter_context(_running(program, stack.enter_context(named)))
+        page.limit(START_SECONDS, Unavailable(f"{program} does not answer"))
+        name, _, version = page.ask("Browser.getVersion")["product"].removeprefix("Headless").partition("/")
+        page.program = f"{name} {version.partition('.')[0]}"
+        target = page.ask("Target.createTarget", url="about:blank")["targetId"]
+        page.session = page.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for part in ("Page", "Runtime", "Log"):
-            pipe.ask(f"{part}.enable")
-        if problem := pipe.ask("Page.navigate", url=url).get("errorText"):
+            page.ask(f"{part}.enable")
+        if problem := page.ask("Page.navigate", url=url).get("errorText"):
             raise Unavailable(f"{program} may not read the file: {problem}")
-        pipe.limit(seconds, RunError(f"{file}: {program} took more than {seconds:.0f} s to compute"))
-        pipe.wait("Page.loadEventFired")
-        yield Page(pipe, _name(version))
+        page.limit(seconds, RunError(f"{file}: {program} took more than {seconds:.0f} s to compute"))
+        page.wait("Page.loadEventFired")
+        yield page
 
 
 @contextlib.contextmanager
@@ -133,53 +134,12 @@ def _serving(file: Path) -> Iterator[str]:
             server.shutdown()
 
 
-def _name(product: str) -> str:
-    name, _, version = product.removeprefix("Headless").partition("/")
-    return f"{name} {version.partition('.')[0]}"
-
-
 class Page:
-    """A page that is open in a browser."""
-
-    def __init__(self, pipe: "_Pipe", program: str) -> None:
-        self._pipe, self.program = pipe, program
-        """The browser's name and version, such as Chrome 140."""
-
-    def evaluate(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression; a promise is awaited.
-
-        Raises:
-            RunError: the expression throws, or the time limit is exceeded.
-            Unavailable: the browser has ended.
-        """
-        found = self._pipe.ask("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
-        if thrown := found.get("exceptionDetails"):
-            raise RunError(f"the page fails in {self.program}: {_thrown(thrown)}")
-        return found["result"].get("value")
-
-    def faults(self) -> list[str]:
-        """Return the errors that the page has reported so far, including what its security policy blocked."""
-        self._pipe.ask("Runtime.evaluate", expression="0")  # reads all earlier events
-        found = []
-        for event, content in self._pipe.events:
-            if event == "Runtime.exceptionThrown":
-                found.append(_thrown(content["exceptionDetails"]))
-            elif event == "Log.entryAdded" and content["entry"]["level"] == "error":
-                found.append(content["entry"]["text"])
-            elif event == "Runtime.consoleAPICalled" and content["type"] in ("error", "assert"):
-                found.append(" ".join(str(one.get("value", one.get("description"))) for one in content["args"]))
-        return found
-
-
-def _thrown(details: Any) -> str:
-    said = details.get("exception", {}).get("description") or details["text"]
-    return str(said)[:800]
-
-
-class _Pipe:
-    """Messages to and from a browser: JSON, each ended by a zero byte."""
+    """A page in a browser, and the messages to and from the browser: JSON, each ended by a zero byte."""
 
     def __init__(self, to: int, back: int) -> None:
+        self.program = ""
+        """The browser's name and version, such as Chrome 140."""
         self._to, self._back = to, back
         self._read, self._waiting = bytearray(), deque[bytes]()
         self._n, self.session = 0, ""
@@ -191,11 +151,8 @@ class _Pipe:
         self._end, self._late = time.monotonic() + seconds, error
 
     def ask(self, method: str, **values: Any) -> Any:
-        """Call a method of the DevTools protocol; return the browser's answer.
-
-        Raises:
-            Unavailable: the browser has ended, or refuses the call.
-        """
+        """Call a method of the DevTools protocol; return the browser's answer. Raises an Unavailable if the browser has
+        ended, or refuses the call."""
         self._n += 1
         message = {"id": self._n, "method": method, "params": values}
         rest = json.dumps(message | ({"sessionId": self.session} if self.session else {})).encode() + b"\0"
@@ -237,10 +194,40 @@ class _Pipe:
             if not selector.select(max(0.0, self._end - time.monotonic())):
                 raise self._late
 
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of a JavaScript expression; a promise is awaited.
+
+        Raises:
+            RunError: the expression throws, or the time limit is exceeded.
+            Unavailable: the browser has ended.
+        """
+        found = self.ask("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        if thrown := found.get("exceptionDetails"):
+            raise RunError(f"the page fails in {self.program}: {_thrown(thrown)}")
+        return found["result"].get("value")
+
+    def faults(self) -> list[str]:
+        """Return the errors that the page has reported so far, including what its security policy blocked."""
+        self.ask("Runtime.evaluate", expression="0")  # reads all earlier events
+        found = []
+        for event, content in self.events:
+            if event == "Runtime.exceptionThrown":
+                found.append(_thrown(content["exceptionDetails"]))
+            elif event == "Log.entryAdded" and content["entry"]["level"] == "error":
+                found.append(content["entry"]["text"])
+            elif event == "Runtime.consoleAPICalled" and content["type"] in ("error", "assert"):
+                found.append(" ".join(str(one.get("value", one.get("description"))) for one in content["args"]))
+        return found
+
+
+def _thrown(details: Any) -> str:
+    said = details.get("exception", {}).get("description") or details["text"]
+    return str(said)[:800]
+
 
 @contextlib.contextmanager
-def _running(program: str, profile: str) -> Iterator[_Pipe]:
-    """Run a browser and yield the pipe to it; all its processes end with the context."""
+def _running(program: str, profile: str) -> Iterator[Page]:
+    """Run a browser and yield its page, not yet opened; all its processes end with the context."""
     with contextlib.ExitStack() as stack:
         commands, to, back, answers = (*os.pipe(), *os.pipe())
         for one in (to, back):
@@ -259,7 +246,7 @@ def _running(program: str, profile: str) -> Iterator[_Pipe]:
             os.close(commands)
             os.close(answers)
         stack.callback(_end, process)
-        yield _Pipe(to, back)
+        yield Page(to, back)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -5,9 +5,9 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from gptworks.infer.backends.backend import Chunk
 from gptworks.infer.backends.native import NativeBackend
 from gptworks.infer.text import DECODER_CONTEXT_TOKENS
 from gptworks.interop.html_file.browser import Unavailable, opened
-from gptworks.interop.html_file.strings import TEXTS
+from gptworks.interop.steps import CHATS
 from gptworks.kernels.build import Unavailable as NoKernels
 from gptworks.model.gpt import GPT
 from gptworks.tokenizer import StreamDecoder, encode_text
@@ -31,6 +31,16 @@ PROMPT_TOKENS = 32
 TOLERANCES = {"fp32": 1e-3, "bf16": 3e-2, "int8": 1e-2, "int4": 1e-2}
 """Largest accepted difference of logits, as a share of the largest logit: processors round activations differently."""
 SECONDS = 600
+_PARTS = (
+    "hello", " world", "  two  spaces", "\t\ttabs", "\r\n\r\n  x", "it's", "I'LL we'Ve", "'\u017f", "na\u00efve",
+    "\u00c0\u00c9\u01c5", "\u0130stanbul", "\u0391\u03a3 \u03c2", "\u65e5\u672c\u8a9e",
+    "\U0001f916\U0001f468\u200d\U0001f469", "a\u0301 e\u0308", "12345 \u0661\u0662 \u2177 \u00bd\u2070",
+    "<|endoftext|>", "<unk><bos>", "\ufeff\u0085\u180e\u200b\u2028", "x\u00a0y", "_under-score.x", "\x00\x01",
+    "\ufb01 \u24b6",
+)  # fmt: skip
+TEXTS = ("", *_PARTS, "a" * 300, "-" * 70, *map("".join, product(_PARTS, repeat=2)))
+"""Some 550 texts whose token ids are compared: words, spaces, scripts, special tokens and control characters, alone and
+in pairs."""
 _JS = Path(__file__).with_name("js")
 
 
@@ -62,14 +72,8 @@ def check_file(
     file: Path, split: bool, model: GPT, weights: str, capacity: int, cache: torch.dtype, tokenizer: Tokenizer,
     template: ChatTemplate | None,
 ) -> Check | str:  # fmt: skip
-    """Compare a file with the engine; return the result, or the reason why this machine cannot compare them.
-
-    Args:
-        split: whether the page reads files next to it.
-
-    Raises:
-        RunError: something differs, or the file does not open.
-    """
+    """Compare a file with the engine; return the result, or the reason why this machine cannot compare them. `split`:
+    whether the page reads files next to it. Raises a RunError if something differs, or the file does not open."""
     try:
         backend = NativeBackend(model, 1, capacity, dtype=cache)
     except NoKernels as error:
@@ -93,14 +97,15 @@ def check_file(
     expected = -wanted[:-1].log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
     if not float((losses - expected).abs().max()) <= 2 * near:
         raise RunError(f"{file}: losses differ from the engine's by {float((losses - expected).abs().max()):.2e}.")
-    n_equal = _equal_greedy(found, tokens, n_prompt, near)
-    if n_equal < len(tokens) - n_prompt:
-        raise RunError(f"{file}: {n_equal} of {len(tokens) - n_prompt} greedy tokens are the engine's.")
+    made, n_new = found[n_prompt - 1 : -1], len(tokens) - n_prompt
+    behind = made.amax(-1) - made.gather(1, torch.tensor(tokens[n_prompt:])[:, None])[:, 0]
+    if (n_equal := int((behind <= near).sum())) < n_new:
+        raise RunError(f"{file}: {n_equal} of {n_new} greedy tokens are the engine's.")
     _compare_ids(given, tokenizer, chats, file)
     _compare_texts(given, tokenizer, tokens, n_prompt, wanted, near, file)
     mean = float(losses.mean())
     return Check(
-        program, no_browser, difference / float(wanted.abs().max()), mean, abs(mean - float(expected.mean())), n_equal,
+        program, no_browser, difference / float(wanted.abs().max()), mean, abs(mean - float(expected.mean())), n_new,
         len(TEXTS), len(chats), given["tokens_per_second"],
     )  # fmt: skip
 
@@ -151,22 +156,12 @@ def _greedy(backend: NativeBackend, n_prompt: int, capacity: int) -> tuple[list[
     return tokens, torch.cat(rows)
 
 
-def _equal_greedy(found: torch.Tensor, tokens: Sequence[int], n_prompt: int, near: float) -> int:
-    chosen = torch.tensor(tokens[n_prompt:])
-    rows = found[n_prompt - 1 : -1]
-    behind = rows.amax(-1) - rows.gather(1, chosen[:, None])[:, 0]
-    return int((behind <= near).sum())
-
-
 def _compare_texts(
     given: dict[str, Any], tokenizer: Tokenizer, tokens: list[int], n_prompt: int, wanted: torch.Tensor, near: float,
     file: Path,
 ) -> None:  # fmt: skip
     """Compare the text that the page writes with the engine's, up to the first token that differs because of rounding.
-
-    Raises:
-        RunError: the texts differ by more than rounding.
-    """
+    Raises a RunError if the texts differ by more than rounding."""
     read, decoder = StreamDecoder(tokenizer), StreamDecoder(tokenizer)
     if given["prompt"] != [read.push(one) for one in tokens[:n_prompt]]:
         raise RunError(f"{file}: the texts of the tokens {tokens[:n_prompt]} are not the engine's.")
@@ -184,25 +179,14 @@ def _compare_texts(
 
 
 def accepted(template: ChatTemplate) -> list[tuple[list[dict[str, Any]], list[int]]]:
-    """Return those conversations of `_CHATS` that the template accepts, each with its token ids."""
+    """Return those conversations of `CHATS` that the template accepts, each with its token ids."""
     made = []
-    for messages in _CHATS:
+    for messages in CHATS:
         try:
             made.append((messages, template.encode(messages, add_generation_prompt=True)))
         except UserError:  # for example, the template takes no system message
             continue
     return made
-
-
-_CHATS: tuple[list[dict[str, Any]], ...] = (
-    [{"role": "user", "content": "Hello"}],
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "  What is <|im_end|> <|endoftext|>?\n"}],
-    [
-        {"role": "user", "content": "é 日本 🤖"},
-        {"role": "assistant", "content": "<b>yes</b> & 'no' {{ x }}"},
-        {"role": "user", "content": "\n"},
-    ],
-)
 
 
 def _compare_ids(given: dict[str, Any], tokenizer: Tokenizer, chats: list[Any], file: Path) -> None:

@@ -10,24 +10,24 @@ from typing import Any, get_args
 
 import torch
 
-from gptworks.chat_template import ChatTemplate, load_chat_template
+from gptworks.chat_template import load_chat_template
 from gptworks.checkpoint import Report, choose_checkpoint, load_run
 from gptworks.choices import HTMLWeights
 from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.files import fetched_path, new_folder, open_new, replacing_by_name, write_whole
-from gptworks.interop.exports import leave_out_heads
 from gptworks.interop.html_file.blocks import blocks
 from gptworks.interop.html_file.checking import Check, accepted, check_file
-from gptworks.interop.html_file.how import public
 from gptworks.interop.html_file.image import Image, make_image
 from gptworks.interop.html_file.page import model_page
-from gptworks.interop.html_file.shown import shown
+from gptworks.interop.html_file.shown import public, shown
 from gptworks.interop.html_file.words import words_of
+from gptworks.interop.steps import leave_out_heads
 from gptworks.kernels.step import refused_architecture
 from gptworks.kernels.wasm import module
 from gptworks.model.gpt import GPT
 from gptworks.planning.params import count_parameters
+from gptworks.quantize.convert import check_known
 from gptworks.quantize.linear import weights_of
 from gptworks.recipe import load_recipe
 from gptworks.special_tokens import special_tokens
@@ -90,7 +90,6 @@ def export_html(
         verify: compare the file with the engine, in a browser or else in Node; a file that differs is deleted. On a
             machine that cannot compare them, the file stays unchecked.
         split: make `out` a folder for a static host: index.html, and the kernels and weights in files next to it.
-        report: called with the sizes before the file is written, and with other messages.
 
     Raises:
         UserError: the run does not exist, or is quantized in another format than `weights`; `out` exists, or is a file
@@ -103,8 +102,8 @@ def export_html(
         raise UserError(f"{out} exists: choose another path, or delete it.")
     if not split and out.suffix not in (".html", ".htm"):
         raise UserError(f"{out}: give it a name that ends in .html, without which browsers show a page as plain text.")
-    if weights is not None and weights not in get_args(HTMLWeights):
-        raise UserError(f"weights={weights}: it must be one of {', '.join(get_args(HTMLWeights))}.")
+    if weights is not None:
+        check_known(weights, get_args(HTMLWeights))
     folder = fetched_path(run)
     chosen = choose_checkpoint(folder, checkpoint, report)
     _check_computable(load_recipe(folder))
@@ -131,8 +130,14 @@ def export_html(
     )
     about = {
         "name": public(loaded.recipe.name), "step": loaded.checkpoint.step, "context": capacity,
-        "module_bytes": len(module()), "words": words, "chat": _chat(template, words),
-        "model": _model(image, model, capacity),
+        "module_bytes": len(module()), "words": words,
+        "chat": template and {
+            "source": template.source, "names": dict(special_tokens(tokenizer).names), "ends": template.end_token_ids,
+        },
+        "model": {
+            "vocabulary": model.config.vocab_size, "capacity": capacity, "model": image.model,
+            "pointers": image.pointers, "n_bytes": image.n_bytes, "n_room": image.n_room, "shape": shape_of(model),
+        },
     }  # fmt: skip
     page = shown(loaded, image, kind, capacity, template is not None)
     found: Check | str = "--no-verify"
@@ -204,21 +209,6 @@ def _cache_of(model: GPT, notes: list[str]) -> tuple[int, torch.dtype]:
     return min(most, config.context_length), cache
 
 
-def _model(image: Image, model: GPT, capacity: int) -> dict[str, Any]:
-    return {
-        "vocabulary": model.config.vocab_size, "capacity": capacity, "model": image.model,
-        "pointers": image.pointers, "n_bytes": image.n_bytes, "n_room": image.n_room,
-        "shape": shape_of(model),
-    }  # fmt: skip
-
-
 def shape_of(model: GPT) -> dict[str, int]:
     """Return the sizes of the values that a trace records (js/trace.js)."""
     return {name: getattr(model.config, name) for name in ("n_layers", "n_heads", "d_head", "d_model", "d_ff")}
-
-
-def _chat(template: ChatTemplate | None, words: dict[str, Any]) -> dict[str, Any] | None:
-    if template is None:
-        return None
-    names = dict(special_tokens(template.tokenizer).names)
-    return {"source": template.source, "names": names, "ends": template.end_token_ids}

@@ -47,12 +47,8 @@ class Image:
 
 
 def make_image(model: GPT, capacity: int, cache: torch.dtype) -> Image:
-    """Return the image of a model that the C++ kernels can compute (see `native.refusal`), with room for one text.
-
-    Args:
-        model: with quantized matrices (gptworks.quantize), or in fp32.
-        capacity, cache: positions of the cache, and its dtype: fp32 or bf16.
-    """
+    """Return the image of a model, packed or fp32, that the C++ kernels can compute (see `native.refusal`), with room
+    for one text: `capacity` positions of a cache in the dtype `cache`, fp32 or bf16."""
     return _ForImage(model, capacity, cache).image()
 
 

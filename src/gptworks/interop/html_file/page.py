@@ -1,9 +1,15 @@
-"""The page of a model: the studio's own code and styles, a strict content security policy, and blocks of data."""
+"""The page of a model: the studio's own code and styles, a strict content security policy, and blocks of data.
+
+JavaScript modules are bundled into one script: each becomes a function that returns its exports, imported modules
+first. Imports and exports must have one of the forms that the studio's modules use, and begin a line. A list of exports
+may also follow a semicolon.
+"""
 
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,21 +17,13 @@ from typing import Any
 from markupsafe import Markup
 
 from gptworks.interop.html_file.blocks import as_text
-from gptworks.interop.html_file.bundle import bundle
 from gptworks.pages.parts import environment
 
 _JS = Path(__file__).with_name("js")
 _STUDIO = Path(__file__).parents[2] / "studio" / "static"
 _STYLES = (
-    _STUDIO / "style.css",
-    _STUDIO / "shared.css",
-    _STUDIO / "play.css",
-    _STUDIO / "card.css",
-    _STUDIO / "read.css",
-    _STUDIO / "model.css",
-    _JS.parent / "about.css",
-    _JS.parent / "explain.css",
-    _JS.parent / "explain-pictures.css",
+    *(_STUDIO / f"{name}.css" for name in ("style", "shared", "play", "card", "read", "model")),
+    *(_JS.parent / f"{name}.css" for name in ("about", "explain", "explain-pictures")),
 )
 
 _ICON = (
@@ -33,12 +31,6 @@ _ICON = (
     "rx='2' fill='%233f55b5'/%3E%3Cpath d='M2 6V4m2 2V2m2 4V3' stroke='%23fff' stroke-linecap='round'/%3E%3C/svg%3E"
 )
 """Three bars: the probabilities of a token and its alternatives."""
-
-
-@cache
-def script() -> str:
-    """Return the page's script."""
-    return str(_inside(bundle(_JS / "main.js", {_STUDIO / "js" / "api.js": _JS / "api.js"})))
 
 
 def as_json(tree: Any) -> str:
@@ -79,13 +71,82 @@ def _policy(scripts: Iterable[str], style: str, fetches: bool) -> str:
 
 
 def _inside(text: str) -> Markup:
-    """Return code, styles or data as markup, which a template inserts into an element without escaping.
-
-    Raises:
-        ValueError: the text would end the element or change how a page reads it.
-    """
+    """Return code, styles or data as markup, which a template inserts into an element without escaping. Raises a
+    ValueError if the text would end the element or change how a page reads it."""
     lower = text.lower()
     for end in ("</script", "<script", "<!--", "</style"):
         if end in lower:
             raise ValueError(f"a part of the page holds {end}, which is read as markup")
     return Markup(text)  # noqa: S704 - made here, and checked
+
+
+# ----------------------------------------------------------------------------------------------------- the script
+
+_IMPORT = re.compile(r'^import\s+(?:\*\s+as\s+(\w+)|\{([^}]*)\})\s+from\s+"([^"]+)";$', re.MULTILINE)
+_EXPORT_FROM = re.compile(r'^export\s+\{([^}]*)\}\s+from\s+"([^"]+)";$', re.MULTILINE)
+_EXPORT_LIST = re.compile(r"(?:^|(?<=;))export\s*\{([^}]*)\};", re.MULTILINE)
+_EXPORTED = re.compile(r"^export\s+((?:async\s+)?function\s*\*?\s*|class\s+|const\s+|let\s+)(\w+)", re.MULTILINE)
+
+
+@cache
+def script() -> str:
+    """Return the page's script: main.js and all that it imports, with the page's api.js instead of the studio's.
+
+    Raises:
+        ValueError: modules import one another in a circle, or have a form of import or export that is not read.
+    """
+    own = {(_STUDIO / "js" / "api.js").resolve(): (_JS / "api.js").resolve()}
+    numbers: dict[Path, int] = {}
+    made: list[str] = []
+
+    def add(file: Path, above: tuple[Path, ...] = ()) -> int:
+        file = own.get(file.resolve(), file.resolve())
+        if file in above:
+            raise ValueError(f"{file.name} imports itself, through {', '.join(one.name for one in above)}")
+        if file not in numbers:
+            text = _as_function(file, lambda path: add(file.parent / path, (*above, file)))
+            numbers[file] = len(numbers)
+            made.append(f"modules[{numbers[file]}] = {text};\n")
+        return numbers[file]
+
+    add(_JS / "main.js")
+    return str(_inside('"use strict";\n{\nconst modules = [];\n' + "".join(made) + "}\n"))
+
+
+def _as_function(file: Path, number: Callable[[str], int]) -> str:
+    text = file.read_text(encoding="utf-8")
+    exports: list[tuple[str, str]] = []
+
+    def imported(found: re.Match[str]) -> str:
+        whole, names, path = found.groups()
+        target = whole or "{ " + ", ".join(f"{a}: {b}" for a, b in _names(names)) + " }"
+        return f"const {target} = modules[{number(path)}];"
+
+    def passed_on(found: re.Match[str]) -> str:
+        names, path = found.groups()
+        module = number(path)
+        exports.extend((f"modules[{module}].{a}", b) for a, b in _names(names))
+        return ""
+
+    def listed(found: re.Match[str]) -> str:
+        exports.extend(_names(found[1]))
+        return ""
+
+    def declared(found: re.Match[str]) -> str:
+        exports.append((found[2], found[2]))
+        return found[1] + found[2]
+
+    for pattern, replace in (
+        (_IMPORT, imported), (_EXPORT_FROM, passed_on), (_EXPORT_LIST, listed), (_EXPORTED, declared),
+    ):  # fmt: skip
+        text = pattern.sub(replace, text)
+    if left := re.search(r"^(?:import|export)\b.*|\bimport\(.*", text, re.MULTILINE):
+        raise ValueError(f"{file.name}: the bundle does not read {left[0][:80]!r}")
+    getters = ", ".join(f"get {name}() {{ return {value}; }}" for value, name in exports)
+    return f"(() => {{\n{text}\nreturn {{ {getters} }};\n}})()"
+
+
+def _names(text: str) -> list[tuple[str, str]]:
+    """Return the names of an import or export list, each with the name after `as`."""
+    pairs = [part.split(" as ") for part in re.sub(r"\s+", " ", text).split(",") if part.strip()]
+    return [(pair[0].strip(), pair[-1].strip()) for pair in pairs]

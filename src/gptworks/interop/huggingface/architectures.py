@@ -7,8 +7,13 @@ test_huggingface.py compares each entry with its class.
 from typing import Any
 
 from gptworks.interop.huggingface.family import Family
-from gptworks.interop.huggingface.layers import ROTATED_LAYERS, WINDOW_BY_PATTERN, window_by_layer, window_everywhere
-from gptworks.interop.huggingface.rotary import rope
+from gptworks.interop.huggingface.positions import (
+    ROTATED_LAYERS,
+    WINDOW_BY_PATTERN,
+    rope,
+    window_by_layer,
+    window_everywhere,
+)
 from gptworks.interop.huggingface.settings import (
     EMBEDDING_ROOT,
     QUERY_SCALAR,
@@ -63,18 +68,8 @@ _LAYER_NORM = fixed(norm="layernorm", norm_bias=True)
 _QK_NORM = fixed(qk_norm=True)
 _LEARNED, _ROPE = fixed(position="learned"), fixed(position="rope")
 _NO_BIASES = fixed(attention_bias=False, mlp_bias=False)
-_ATTENTION_FLAG = bias_flags({"attention_bias": False}, {(False,): (False, False), (True,): (True, False)})
-_BOTH_FLAGS = bias_flags(
-    {"attention_bias": False, "mlp_bias": False},
-    {(attention, mlp): (attention, mlp) for attention in (False, True) for mlp in (False, True)},
-)
-_SEED_FLAGS = bias_flags(
-    {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
-    {
-        (qkv, out, mlp): ((True if out else "qkv") if qkv else ("out" if out else False), mlp)
-        for qkv in (False, True) for out in (False, True) for mlp in (False, True)
-    },
-)  # fmt: skip
+_ATTENTION_FLAG = bias_flags(attention_bias=(False, "qkv out"))
+_BOTH_FLAGS = bias_flags(attention_bias=(False, "qkv out"), mlp_bias=(False, "mlp"))
 _MULTIPLIERS = optional({
     "embedding_multiplier": ("embedding_scale", 1.0),
     "residual_multiplier": ("residual_scale", 1.0),
@@ -245,7 +240,7 @@ _ALL = (
         (
             _SIZES, needed(intermediate_size="d_ff"), heads(kv_absent=2), _ROPE, rope(), _LAYER_NORM,
             activation("hidden_act", _UNGATED, "gelu_pytorch_tanh"), window_everywhere(), *_ALONE,
-            bias_flags({"use_bias": True}, {(False,): (False, False), (True,): (True, True)}),
+            bias_flags(use_bias=(True, "qkv out mlp")),
             _more("norm_epsilon", 1e-5, tied=True, std=0.018042),
             _dropouts(embedding_dropout="embedding", attention_dropout="attention", residual_dropout="residual"),
         ),
@@ -261,7 +256,7 @@ _ALL = (
         (
             _SIZES, needed(intermediate_size="d_ff"), heads(width=None, kv_absent=32), _ROPE, _LAYER_NORM,
             rope(fraction="partial_rotary_factor", fraction_absent=0.25), _SILU,
-            bias_flags({"use_qkv_bias": False}, {(False,): (False, False), (True,): ("qkv", False)}),
+            bias_flags(use_qkv_bias=(False, "qkv")),
             only("qk_layernorm", False, absent=False), only("use_parallel_residual", False, absent=False), *_ALONE,
             _more("layer_norm_eps", 1e-5, tied=False), _dropouts(attention_dropout="attention"),
         ),
@@ -275,7 +270,7 @@ _ALL = (
             rope("rotary_emb_base", fraction="rotary_pct", fraction_absent=0.25),
             optional({"use_parallel_residual": ("parallel_residual", True)}),
             activation("hidden_act", _UNGATED, "gelu"), *_ALONE,
-            bias_flags({"attention_bias": True}, {(True,): (True, True), (False,): (False, True)}),
+            bias_flags("mlp", attention_bias=(True, "qkv out")),
             _more("layer_norm_eps", 1e-5, tied=False),
             _dropouts(attention_dropout="attention", hidden_dropout="residual"),
         ),
@@ -416,12 +411,13 @@ _ALL = (
         ),
     ),
     like_llama(
-        "seed_oss", "SeedOssForCausalLM", _SEED_FLAGS, _dropouts(0.1, residual_dropout="residual"), dropout=0.1,
-        heads=heads(kv_absent=8, width_absent=128), exported=False,
+        "seed_oss", "SeedOssForCausalLM", _dropouts(0.1, residual_dropout="residual"),
+        bias_flags(attention_bias=(True, "qkv"), attention_out_bias=(False, "out"), mlp_bias=(False, "mlp")),
+        heads=heads(kv_absent=8, width_absent=128), dropout=0.1, exported=False,
     ),
     like_llama(
         "cwm", "CwmForCausalLM", only("attention_bias", False, absent=False),
-        bias_flags({"mlp_bias": False}, {(False,): (False, False), (True,): (False, True)}),
+        bias_flags(mlp_bias=(False, "mlp")),
         window_by_layer(switched=False, full_every=4, full_is=0, window_absent=8192),
         heads=heads(kv_absent=8, width_absent=128, whole=True), eps=1e-5, exported=False,
         rope=rope(theta_absent=1_000_000.0, absent={
@@ -431,17 +427,14 @@ _ALL = (
     ),
     like_llama(
         "ernie4_5", "Ernie4_5ForCausalLM",
-        bias_flags({"use_bias": False}, {(False,): (False, False), (True,): (True, True)}),
-        only("compression_ratio", 1.0, absent=1.0), own_code("modeling_ernie4_5.Ernie4_5_ForCausalLM"),
+        bias_flags(use_bias=(False, "qkv out mlp")), only("compression_ratio", 1.0, absent=1.0),
+        own_code("modeling_ernie4_5.Ernie4_5_ForCausalLM"),
         heads=heads(kv_absent=2, width_absent=128), eps=1e-5, tied=True, rope=rope(theta_absent=500_000.0),
         block=_NOT_ROTATED, joined=_ROTATED_IN_PAIRS, exported=False,
         harmless=frozenset({"use_flash_attention", "fuse_rms_norm", "max_sequence_length"}),  # no effect on logits
     ),
     like_llama(
-        "helium", "HeliumForCausalLM",
-        bias_flags({"attention_bias": False, "mlp_bias": False},
-                   {(attention, mlp): ("qkv" if attention else False, mlp)
-                    for attention in (False, True) for mlp in (False, True)}),
+        "helium", "HeliumForCausalLM", bias_flags(attention_bias=(False, "qkv"), mlp_bias=(False, "mlp")),
         heads=heads(kv_absent=20, width_absent=128), eps=1e-8, rope=rope(theta_absent=100_000.0),
         block=_NOT_ROTATED, joined=_ROTATED_IN_PAIRS, exported=False,
     ),

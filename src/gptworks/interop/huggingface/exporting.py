@@ -9,34 +9,28 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from gptworks import __version__
-from gptworks.chat_template import (
-    TEMPLATE_FOLDER,
-    ChatTemplate,
-    load_chat_template,
-    other_templates,
-    save_chat_template,
-)
+from gptworks.chat_template import TEMPLATE_FOLDER, load_chat_template, other_templates, save_chat_template
 from gptworks.checkpoint import Report, load_run
 from gptworks.choices import ExportPrecision
 from gptworks.config import ModelConfig, Recipe
 from gptworks.errors import RunError, UserError
 from gptworks.evaluation.results import MAX_CARD_BYTES
 from gptworks.files import check_free, new_folder, read_text, write_whole
-from gptworks.interop.exports import leave_out_heads
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.fitting import adapt_weights, choose_family
-from gptworks.interop.huggingface.original import Original, read_original
+from gptworks.interop.huggingface.original import read_original
 from gptworks.interop.huggingface.verify import Verification, logit_bound, require, verify_folder
-from gptworks.interop.tensors import our_tensors, their_tensors
+from gptworks.interop.steps import leave_out_heads
+from gptworks.interop.tensors import each_tensor, our_tensors
 from gptworks.model.gpt import GPT
 from gptworks.model.lora import remove_lora
 from gptworks.model.shapes import ShapesOnly
 from gptworks.special_tokens import Stated, our_config, special_tokens, stated_of
-from gptworks.tokenizer import encodings, load_tokenizer, prompt_ids, tokenizer_from_json
+from gptworks.tokenizer import begin_with, encodings, load_tokenizer, prompt_ids, tokenizer_from_json
 
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -74,7 +68,6 @@ def export_huggingface(
         precision: dtype of the stored weights. The comparison uses our model with the same rounded weights.
         verify: compare the folder with the model before renaming it to `out`.
         merge: merge the run's adapter into its weights; False: export the base without the adapter.
-        report: called with messages about progress and about damaged checkpoints that are skipped.
 
     Raises:
         UserError: the run does not exist or is quantized; `out` is not empty; no architecture of transformers fits the
@@ -97,12 +90,18 @@ def export_huggingface(
     dropped = [name for name in _TRAINING_FIELDS if getattr(config, name) and not getattr(adapted, name)]
     only_training = [f"{name}={getattr(config, name):g}, which only training uses, is left out" for name in dropped]
     notes = (*changes, *heads, *only_training)
-    theirs = _rounded(their_tensors(family.places, adapted, weights), DTYPES[precision])
+    theirs = _rounded(dict(each_tensor(family.places, adapted, weights)), DTYPES[precision])
     with new_folder(out, sum(tensor.nbytes for tensor in theirs.values())) as aside:
         report(f"writing a {family.architecture} of {sum(w.numel() for w in weights.values()):,} parameters")
-        _write_settings(aside, family, config, tokenizer, template, original, precision)
+        # an imported model ends as it did before, another one also at the tokens that end a turn in its chat template
+        ends = template.end_token_ids if template and original is None else special_tokens(tokenizer).ends
+        _write_settings(aside, family, config, tokenizer, ends, precision)
         _write_tokenizer(aside, tokenizer, config)
-        _write_templates(aside, template, others)
+        if template is not None:
+            save_chat_template(template, aside)
+        for name, source in others.items():  # of the folder that the run or its base was imported from
+            (aside / TEMPLATE_FOLDER).mkdir(exist_ok=True)
+            write_whole(aside / TEMPLATE_FOLDER / f"{name}.jinja", source, new=True)
         write_tensors(aside, theirs)
         verification = None
         if verify:
@@ -110,7 +109,7 @@ def export_huggingface(
             reference = loaded.model
             if precision != "fp32":
                 _check_adapted(loaded.model, model_of(adapted, weights))
-                reference = model_of(adapted, our_tensors(family.places, adapted, theirs))
+                reference = model_of(adapted, our_tensors(family.places, adapted, lambda name, _: theirs[name]))
             verification = verify_folder(
                 aside, reference, tokenizer, loaded.recipe.train.sample_prompts, template, original
             )
@@ -130,11 +129,8 @@ def model_of(config: ModelConfig, tensors: Mapping[str, Tensor]) -> GPT:
 
 @torch.no_grad()
 def _check_adapted(ours: GPT, adapted: GPT) -> None:
-    """Check in fp32 that `adapt_weights` kept the logits: the folder is later compared only with `adapted`.
-
-    Raises:
-        RunError: the logits of the two models differ.
-    """
+    """Check in fp32 that `adapt_weights` kept the logits: the folder is later compared only with `adapted`. Raises a
+    RunError if the logits of the two models differ."""
     tokens = torch.randint(
         ours.config.vocab_size, (1, min(64, adapted.config.context_length)), generator=torch.Generator().manual_seed(0)
     )
@@ -144,11 +140,7 @@ def _check_adapted(ours: GPT, adapted: GPT) -> None:
 
 
 def _rounded(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Convert the weights to another dtype.
-
-    Raises:
-        UserError: a value is too large for the dtype.
-    """
+    """Convert the weights to another dtype. Raises a UserError if a value is too large for the dtype."""
     rounded = {name: weight.to(dtype) for name, weight in weights.items()}
     for name, weight in rounded.items():
         if not weight.isfinite().all():
@@ -164,21 +156,10 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _write_settings(
-    folder: Path,
-    family: Family,
-    config: ModelConfig,
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    original: Original | None,
-    precision: str,
+    folder: Path, family: Family, config: ModelConfig, tokenizer: Tokenizer, ends: tuple[int, ...], precision: str
 ) -> None:
-    """Write config.json and generation_config.json.
-
-    Generation ends at the tokenizer's end tokens and, unless the model was imported, at the tokens that end a turn in
-    its chat template.
-    """
+    """Write config.json and generation_config.json. `ends`: ids of the tokens that end generation."""
     stated, special = stated_of(tokenizer), special_tokens(tokenizer)
-    ends = special.ends if template is None or original is not None else template.end_token_ids
     if stated is None or not stated.has_tokens:
         bos, sampling = special.eos if special.separator else special.bos, {} if stated is None else stated.generation
         generation = Stated(special.names, ends, bos, special.pad, sampling).generation_config()
@@ -195,26 +176,14 @@ def _write_settings(
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
     """Write the run's tokenizer so that transformers puts the same special tokens before a text as gptworks."""
     exported = tokenizer_from_json(tokenizer.to_str())
-    prefix, sample = prompt_ids(tokenizer, ""), "a"
-    if encodings(exported, [sample], add_special_tokens=True)[0].ids != prompt_ids(tokenizer, sample):
-        starts = [] if special_tokens(tokenizer).separator else [tokenizer.id_to_token(i) for i in prefix]
-        exported.post_processor = processors.TemplateProcessing(
-            single=[*starts, "$A"], pair=[*starts, "$A", "$B"], special_tokens=[*zip(starts, prefix, strict=False)]
-        )
+    if encodings(exported, ["a"], add_special_tokens=True)[0].ids != prompt_ids(tokenizer, "a"):
+        separates = special_tokens(tokenizer).separator
+        begin_with(exported, [] if separates else [tokenizer.id_to_token(i) or "" for i in prompt_ids(tokenizer, "")])
     write_whole(folder / "tokenizer.json", exported.to_str(pretty=True), new=True)
     names = dict(special_tokens(tokenizer).names)
     settings = our_config(names) | {"model_max_length": config.context_length}
     _write_json(folder / "tokenizer_config.json", settings)
     _write_json(folder / "special_tokens_map.json", names)
-
-
-def _write_templates(folder: Path, template: ChatTemplate | None, others: Mapping[str, str]) -> None:
-    """Write the chat template, and the other templates of the folder that the run or its base was imported from."""
-    if template is not None:
-        save_chat_template(template, folder)
-    for name, source in others.items():
-        (folder / TEMPLATE_FOLDER).mkdir(exist_ok=True)
-        write_whole(folder / TEMPLATE_FOLDER / f"{name}.jinja", source, new=True)
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int = 5_000_000_000) -> None:

@@ -53,11 +53,8 @@ class Family:
         return values
 
     def read(self, theirs: Settings) -> Values:
-        """Return the fields of ModelConfig that a `config.json` describes.
-
-        Raises:
-            UserError: a setting is missing, or has an unsupported value.
-        """
+        """Return the fields of ModelConfig that a `config.json` describes. Raises a UserError if a setting is missing,
+        or has an unsupported value."""
         ours = dict(PLAIN_FIELDS)
         for clause in self.clauses:
             ours |= clause.read(theirs, ours)

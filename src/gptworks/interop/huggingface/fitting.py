@@ -9,19 +9,16 @@ from torch import Tensor
 
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
-from gptworks.interop.exports import nearest_architectures
 from gptworks.interop.huggingface.architectures import FAMILIES
 from gptworks.interop.huggingface.family import Family
 from gptworks.interop.huggingface.settings import biases
+from gptworks.interop.steps import nearest_architectures
 from gptworks.interop.tensors import expected_tensors
 
 
 def choose_family(config: ModelConfig, tokenizer: Tokenizer) -> tuple[Family, ModelConfig]:
-    """Return the fitting architecture that adds the fewest zero biases, and the model's configuration in it.
-
-    Raises:
-        UserError: no architecture fits; the message names the settings that the nearest ones lack.
-    """
+    """Return the fitting architecture that adds the fewest zero biases, and the model's configuration in it. Raises a
+    UserError if no architecture fits; the message names the settings that the nearest ones lack."""
     split = _split_pattern(tokenizer)
     exported = [family for family in FAMILIES.values() if family.exported]
     families = [family for family in exported if family.own_split in (None, split)]
@@ -56,10 +53,7 @@ def adapt_weights(
     family: Family, config: ModelConfig, adapted: ModelConfig, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return weights with which `adapted` computes what `config` computes with `tensors`, and notes about the changes.
-
-    Raises:
-        UserError: the query's biases are not zero, and the architecture has none.
-    """
+    Raises a UserError if the query's biases are not zero, and the architecture has none."""
     weights, changes = dict(tensors), []
     if "qkv" in biases(config) - biases(adapted):
         _move_value_biases(family, config, weights)

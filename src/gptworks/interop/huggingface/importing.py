@@ -25,13 +25,12 @@ from gptworks.files import check_free, check_tree, new_folder
 from gptworks.infer.defaults import stated_sampling
 from gptworks.interop.huggingface.architectures import FAMILIES
 from gptworks.interop.huggingface.family import Family
-from gptworks.interop.huggingface.keys import CONFIG_HARMLESS, GENERATION_KEYS, TOKENIZER_CONFIG_KEYS, TOKENS_MAP_KEYS
-from gptworks.interop.huggingface.kinds import about
+from gptworks.interop.huggingface.keys import CONFIG_HARMLESS, about, ignored
 from gptworks.interop.huggingface.original import Original, original_of
 from gptworks.interop.huggingface.settings import Settings, Values
 from gptworks.interop.huggingface.verify import load_their_tokenizer, load_theirs, quiet, require, verify_import
-from gptworks.interop.imported import further_training, write_run
-from gptworks.interop.tensors import expected_tensors, tensor_places, their_shape
+from gptworks.interop.steps import further_training, write_run
+from gptworks.interop.tensors import our_tensors
 from gptworks.json_files import read_json
 from gptworks.pages.tables import in_a_cell
 from gptworks.planning.params import count_parameters
@@ -83,8 +82,7 @@ def import_huggingface(
     folder, run_dir = Path(folder), Path(run_dir)
     check_free(run_dir)
     check_tree(folder)
-    values = _read_config_file(folder)
-    family, model = read_config(values)
+    family, model = read_folder_config(folder)
     files = _tensor_files(folder)
     tokenizer, templates = _read_tokenizer(folder, model), read_templates(folder)
     templates, template, broken = _compiled(templates, tokenizer)
@@ -105,21 +103,14 @@ def import_huggingface(
     return replace(imported, logit_difference=difference)
 
 
-def _read_config_file(folder: Path) -> Values:
-    return read_json(folder / "config.json", "Give a folder that transformers' `save_pretrained` wrote.")
-
-
 def read_folder_config(folder: Path) -> tuple[Family, ModelConfig]:
     """Return the architecture and the model configuration of a Hugging Face folder; see `read_config`."""
-    return read_config(_read_config_file(folder))
+    return read_config(read_json(folder / "config.json", "Give a folder that transformers' `save_pretrained` wrote."))
 
 
 def read_config(values: Values) -> tuple[Family, ModelConfig]:
-    """Return the architecture that a `config.json` names, and the configuration of the model that it describes.
-
-    Raises:
-        UserError: the architecture or a setting is unknown, or a value is unsupported.
-    """
+    """Return the architecture that a `config.json` names, and the configuration of the model that it describes. Raises
+    a UserError if the architecture or a setting is unknown, or a value is unsupported."""
     kind = str(values.get("model_type"))
     if kind not in FAMILIES:
         raise UserError(
@@ -157,29 +148,28 @@ def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig)
         UserError: a tensor is missing or unused, has a wrong shape, a dtype other than fp32, bf16 and fp16, or values
             that are not finite, or contradicts another tensor.
     """
-    expected = expected_tensors(config)
     theirs = _by_known_name(files, family)
-    tensors: dict[str, Tensor] = {}
     with ExitStack() as stack:
         opened = {path: stack.enter_context(safe_open(path, "pt")) for path in sorted(set(files.values()))}
-        for place in tensor_places(family.places, config, expected):
-            if place.theirs not in theirs:
+
+        def read(known: str, shape: torch.Size) -> Tensor:
+            if known not in theirs:
                 cause = _cause(files, next(iter(files.values())).parent)
-                if not cause and place.theirs == _head(family):
+                if not cause and known == _head(family):
                     cause = " If the embedding is also the head, set `tie_word_embeddings` to true in it."
-                raise UserError(
-                    f"the tensor `{place.theirs}` is missing: config.json describes a model with it.{cause}"
-                )
-            name = theirs.pop(place.theirs)
-            tensor = opened[files[name]].get_tensor(name)
-            if tuple(tensor.shape) != (shape := their_shape(place, config, expected)):
-                raise UserError(f"the tensor `{name}` has shape {tuple(tensor.shape)}; config.json makes it {shape}.")
+                raise UserError(f"the tensor `{known}` is missing: config.json describes a model with it.{cause}")
+            name = theirs.pop(known)
+            tensor: Tensor = opened[files[name]].get_tensor(name)
+            if tensor.shape != shape:
+                made = tuple(shape)
+                raise UserError(f"the tensor `{name}` has shape {tuple(tensor.shape)}; config.json makes it {made}.")
             if tensor.dtype not in _DTYPES:
                 raise UserError(f"the tensor `{name}` is {tensor.dtype}: gptworks reads fp32, bf16 and fp16.")
             if not tensor.isfinite().all():
                 raise UserError(f"the tensor `{name}` has values that are not finite: the folder is damaged.")
-            parts = place.layout.split(tensor.float(), config)
-            tensors |= {ours: part.contiguous() for ours, part in zip(place.ours, parts, strict=True)}
+            return tensor
+
+        tensors = our_tensors(family.places, config, read)
         head = theirs.pop(_head(family), None) if config.tie_embeddings else None
         if head and not torch.equal(opened[files[head]].get_tensor(head).float(), tensors["token_embedding.weight"]):
             raise UserError(f"`{head}` differs from the embedding, and config.json has `tie_word_embeddings`=true.")
@@ -188,9 +178,7 @@ def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig)
             f"the tensor `{next(iter(theirs.values()))}` has no place in a `{family.model_type}` with these settings, "
             f"and {len(theirs) - 1} more: the folder holds a different model than its config.json says."
         )
-    missing = expected.keys() - tensors.keys()
-    assert not missing, f"no place for {sorted(missing)[0]}"
-    return {name: tensors[name] for name in expected}
+    return tensors
 
 
 _WRAPPERS = {
@@ -223,16 +211,18 @@ def _stray(folder: Path) -> str:
 
 
 def _by_known_name(files: Mapping[str, Path], family: Family) -> dict[str, str]:
-    """Return a map: a weight's name in this version of transformers → its name in the files.
-
-    Raises:
-        UserError: two names mean the same weight.
-    """
+    """Return a map: a weight's name in this version of transformers → its name in the files. Raises a UserError if two
+    names mean the same weight."""
     theirs: dict[str, str] = {}
     for name in files:
         if _BUFFERS.search(name):
             continue
-        known = _known_as(name, family)
+        module, _, kind = name.rpartition(".")
+        if module in family.other_names:
+            known = f"{family.other_names[module]}.{kind}"
+        else:  # a file that was saved without a head lacks the prefix
+            whole = name == _head(family) or name.startswith(family.prefix)
+            known = name if whole else f"{family.prefix}{name}"
         if known in theirs:
             raise UserError(
                 f"the tensors `{theirs[known]}` and `{name}` are two names of one weight, `{known}`: the folder "
@@ -240,15 +230,6 @@ def _by_known_name(files: Mapping[str, Path], family: Family) -> dict[str, str]:
             )
         theirs[known] = name
     return theirs
-
-
-def _known_as(name: str, family: Family) -> str:
-    """Return a tensor's name in this version of transformers; add the prefix if the file was saved without a head."""
-    module, _, kind = name.rpartition(".")
-    if module in family.other_names:
-        return f"{family.other_names[module]}.{kind}"
-    whole = name == _head(family) or name.startswith(family.prefix)
-    return name if whole else f"{family.prefix}{name}"
 
 
 def _head(family: Family) -> str:
@@ -261,10 +242,7 @@ def _head(family: Family) -> str:
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """Return each tensor's file by the tensor's name: model.safetensors, or without it the file that the index names.
-
-    Raises:
-        UserError: there is neither that file nor an index, or a file is missing or lacks a tensor.
-    """
+    Raises a UserError if there is neither that file nor an index, or a file is missing or lacks a tensor."""
     single, index = folder / WEIGHTS, folder / INDEX
     if not single.exists() and not index.exists():
         others = sorted(path.name for kind in PICKLED for path in folder.glob(kind))
@@ -289,11 +267,8 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Return a map: tensor name → name of its file, from the index of a folder with several files.
-
-    Raises:
-        UserError: the index is damaged.
-    """
+    """Return a map: tensor name → name of its file, from the index of a folder with several files. Raises a UserError
+    if the index is damaged."""
     names = read_json(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise UserError(f"{folder / INDEX} has no `weight_map` from tensors to files.")
@@ -325,8 +300,7 @@ def _compiled(
     try:
         return templates, ChatTemplate(templates.default, tokenizer), []
     except UserError as error:
-        others = {name: source for name, source in templates.named.items() if name != "default"}
-        return FolderTemplates(others, templates.source), None, [f"{templates.source} is left out: {error}"]
+        return FolderTemplates(templates.others, templates.source), None, [f"{templates.source} is left out: {error}"]
 
 
 def _notes(folder: Path, tokenizer: Tokenizer, templates: FolderTemplates) -> Iterator[str]:
@@ -334,9 +308,7 @@ def _notes(folder: Path, tokenizer: Tokenizer, templates: FolderTemplates) -> It
     stated = stated_of(tokenizer)
     if stated is not None:
         yield from (*stated.notes, *stated_sampling(stated.generation)[1])
-    for keys in (TOKENIZER_CONFIG_KEYS, TOKENS_MAP_KEYS, GENERATION_KEYS):
-        if (folder / keys.file).exists():
-            yield from keys.notes(read_json(folder / keys.file))
+    yield from ignored(folder)
     if stray := _stray(folder):
         yield stray
     special = special_tokens(tokenizer)
@@ -344,7 +316,7 @@ def _notes(folder: Path, tokenizer: Tokenizer, templates: FolderTemplates) -> It
         yield "the folder states no token that ends a text: generation stops only at its length"
     if special.after:
         yield f"a prompt is followed by {list(special.after)}, which the post-processor of tokenizer.json adds"
-    others = [name for name in templates.named if name != "default"]
+    others = templates.others
     if others and templates.default is None:
         yield (
             f"{templates.source} has the chat templates {', '.join(others)} and no `default`: the run has no chat "

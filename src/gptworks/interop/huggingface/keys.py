@@ -1,12 +1,17 @@
-"""Keys in the JSON files of a Hugging Face folder, sorted into those honoured, ignored, and reported in a note.
+"""Keys in the JSON files of a Hugging Face folder, sorted into those honoured, ignored, and reported in a note; and
+reasons why gptworks cannot read some model types, by the types' exact names.
 
 The clauses of each architecture (architectures.py) contain the honoured keys of config.json.
 """
 
-from collections.abc import Iterator, Mapping
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from gptworks.json_files import read_json
 from gptworks.special_tokens import GENERATION_CONFIG, ROLES, STATED_SAMPLING, TOKENIZER_CONFIG, TOKENS_MAP
 
 
@@ -132,3 +137,48 @@ GENERATION_KEYS = Keys(
         "gptworks does not compute it": _keys("guidance_scale watermarking_config token_healing"),
     },
 )  # fmt: skip
+
+
+def ignored(folder: Path) -> Iterator[str]:
+    """Yield notes on keys in a folder's files, except config.json, that are set and neither honoured nor harmless."""
+    for keys in (TOKENIZER_CONFIG_KEYS, TOKENS_MAP_KEYS, GENERATION_KEYS):
+        if (folder / keys.file).exists():
+            yield from keys.notes(read_json(folder / keys.file))
+
+
+# --------------------------------------------------------------------------------------------------- model types
+
+_KINDS = {
+    "some or all of its layers have a recurrent state, not attention": (
+        "mamba mamba2 falcon_mamba rwkv recurrent_gemma xlstm jamba bamba zamba zamba2 falcon_h1 granitemoehybrid "
+        "nemotron_h qwen3_next"
+    ),
+    "it is an encoder, which predicts no next token": (
+        "bert roberta albert distilbert electra deberta deberta-v2 xlm-roberta modernbert camembert mpnet ernie"
+    ),
+    "it has an encoder and a decoder": "t5 mt5 umt5 bart mbart pegasus marian led longt5 switch_transformers t5gemma",
+    "it also reads images or sound; a folder of only its language model can be read": (
+        "gemma3 gemma3n llava llava_next mllama mistral3 pixtral qwen2_vl qwen2_5_vl qwen3_vl qwen2_audio "
+        "idefics2 idefics3 smolvlm paligemma llama4 phi4_multimodal whisper internvl aya_vision voxtral"
+    ),
+    "it has latent attention (low-rank keys and values)": "deepseek_v2 deepseek_v3 minicpm3",
+    "it has positions as attention biases (ALiBi)": "bloom mpt",
+    "it has attention sinks": "gpt_oss",
+}
+REASONS = {kind: reason for reason, names in _KINDS.items() for kind in names.split()}
+_ONE_LETTER = 0.85
+"""Minimum similarity, by difflib, at which an unknown name counts as a misspelt known name."""
+
+
+def about(kind: str, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown model type: a reason, the known type that was probably meant, or "".
+
+    Only a missing letter, or a wrong one in a long name, counts as a typing error: a different number or an extra
+    letter means another model.
+    """
+    if kind in REASONS:
+        return f": {REASONS[kind]}"
+    numbers = re.findall(r"\d+", kind)
+    alike = [name for name in known if re.findall(r"\d+", name) == numbers and 0 <= len(name) - len(kind) < 2]
+    meant = difflib.get_close_matches(kind, alike, n=1, cutoff=_ONE_LETTER)
+    return f" (nearest: `{meant[0]}`)" if meant else ""

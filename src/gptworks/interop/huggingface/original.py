@@ -58,19 +58,15 @@ def original_of(tokenizer: Tokenizer, templates: FolderTemplates) -> Original:
     reader.encode_special_tokens = False
     texts = [*TEXTS, *names]
     read = encodings(reader, texts, add_special_tokens=True)
-    others = {name: source for name, source in templates.named.items() if name != "default"}
     return Original(
         {text: encoding.ids for text, encoding in zip(texts, read, strict=True)},
-        list(special.ends), dict(special.names), sha256(templates.default), others,
+        list(special.ends), dict(special.names), sha256(templates.default), templates.others,
     )  # fmt: skip
 
 
 def read_original(tokenizer_folder: Path) -> Original | None:
-    """Read the facts in a run's tokenizer folder; None: the run was not imported.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Read the facts in a run's tokenizer folder; None: the run was not imported. Raises a UserError if the file is
+    damaged."""
     path = tokenizer_folder / ORIGINAL_FILE
     if not path.exists():
         return None

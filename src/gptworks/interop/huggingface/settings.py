@@ -7,7 +7,7 @@ another model, and the differences are the obstacles to an export (family.py).
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
@@ -28,11 +28,7 @@ class Settings:
         return self._values.get(name, absent)
 
     def need(self, name: str) -> Any:
-        """Return the value of a required setting.
-
-        Raises:
-            UserError: the setting is missing or null.
-        """
+        """Return the value of a required setting. Raises a UserError if the setting is missing or null."""
         if (value := self.take(name)) is None:
             raise UserError(f"config.json has no `{name}`, which this model type needs: the file is incomplete.")
         return value
@@ -212,35 +208,25 @@ def activation(
     return Clause(lambda config: {name: choices.get(config.mlp, next(iter(choices.values())))}, read)
 
 
-Flags = tuple[bool, ...]
-AttentionBias = bool | Literal["qkv", "out"]
-
-
-def bias_flags(absent: Mapping[str, bool], choices: Mapping[Flags, tuple[AttentionBias, bool]]) -> Clause:
+def bias_flags(*always: str, **flags: tuple[bool, str]) -> Clause:
     """Return a clause for the flags that give linear layers biases.
 
     Args:
-        absent: the flags' names → their defaults.
-        choices: values of the flags → our `attention_bias` and `mlp_bias`.
+        always: those of the biases qkv, out and mlp that the architecture has without a flag.
+        flags: a flag's name = its default, and the biases that it switches on.
     """
 
-    def fields(flags: Flags) -> Values:
-        return dict(zip(("attention_bias", "mlp_bias"), choices[flags], strict=True))
-
     def write(config: ModelConfig) -> Values:
-        def lacks_and_adds(flags: Flags) -> tuple[int, int]:
-            ours, theirs = biases(config), biases(config.model_copy(update=fields(flags)))
-            return len(ours - theirs), len(theirs - ours)
-
-        nearest: Flags = min(list(choices), key=lacks_and_adds)
-        return dict(zip(absent, nearest, strict=True))
+        return {name: not biases(config).isdisjoint(kinds.split()) for name, (_, kinds) in flags.items()}
 
     def read(theirs: Settings, ours: Values) -> Values:
-        flags = {name: theirs.take(name, missing) for name, missing in absent.items()}
-        if tuple(flags.values()) not in choices:
-            given = ", ".join(f"`{name}`={value!r}" for name, value in flags.items())
-            raise UserError(f"config.json has {given}: true or false is expected.")
-        return fields(tuple(flags.values()))
+        given = {name: theirs.take(name, absent) for name, (absent, _) in flags.items()}
+        if not all(on in (False, True) for on in given.values()):
+            shown = ", ".join(f"`{name}`={value!r}" for name, value in given.items())
+            raise UserError(f"config.json has {shown}: true or false is expected.")
+        there = {*always, *(kind for name, on in given.items() if on for kind in flags[name][1].split())}
+        attention: Any = "qkv" in there if ("qkv" in there) == ("out" in there) else min(there & {"qkv", "out"})
+        return {"attention_bias": attention, "mlp_bias": "mlp" in there}
 
     return Clause(write, read)
 

@@ -22,6 +22,7 @@ from gptworks.errors import RunError, UserError, not_installed
 from gptworks.files import check_tree
 from gptworks.infer.backends.cache import SlotCache
 from gptworks.interop.huggingface.original import Original, sha256
+from gptworks.interop.steps import CHATS
 from gptworks.model.gpt import GPT
 from gptworks.tokenizer import load_tokenizer, prompt_ids
 
@@ -36,16 +37,6 @@ TEXTS = (
     "Zoë naïvely paid 1,234.50 € for 東京 🗼 — twice!\n\n\tWhy?",
 )
 """Samples for the tokenizer: words, code with indentation, and multi-byte characters."""
-
-CHATS = (
-    [{"role": "user", "content": " Hi  there\n"}],
-    [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "1 + 1?"},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "Why?"},
-    ],
-)
 
 
 @dataclass(frozen=True)
@@ -66,11 +57,8 @@ class Verification:
 
 
 def require(library: str) -> Any:
-    """Import and return the library for a comparison: transformers or peft.
-
-    Raises:
-        UserError: the library is not installed.
-    """
+    """Import and return the library for a comparison: transformers or peft. Raises a UserError if the library is not
+    installed."""
     try:
         with quiet():
             return importlib.import_module(library)
@@ -119,9 +107,8 @@ def verify_folder(
         UserError: transformers is not installed.
     """
     transformers = require("transformers")
-    special = [
-        token.content for token in tokenizer.get_added_tokens_decoder().values()
-    ]  # transformers reads these names as special tokens
+    # transformers reads these names as special tokens
+    special = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     texts = [text for text in dict.fromkeys((*TEXTS, *texts)) if text and not any(name in text for name in special)]
     with quiet():
         their_tokenizer = load_their_tokenizer(folder)
@@ -222,11 +209,8 @@ def _compare_chats(ours: ChatTemplate | None, theirs: Any) -> None:
 
 
 def _compare_original(original: Original, tokenizer: Any, generation: Any) -> None:
-    """Compare an export in stock transformers with the folder that the run was imported from.
-
-    Raises:
-        RunError: token ids, end tokens, special tokens or chat template differ.
-    """
+    """Compare an export in stock transformers with the folder that the run was imported from. Raises a RunError if
+    token ids, end tokens, special tokens or chat template differ."""
     for text, ids in original.texts.items():
         if (read := tokenizer(text)["input_ids"]) != ids:
             raise RunError(f"the export encodes {text!r} as {read[:12]}, and the imported folder as {ids[:12]}.")
@@ -273,10 +257,7 @@ def compare_logits(
     model: GPT, theirs: Any, sequences: Sequence[list[int]], what: str = "the export", original: str = "the model"
 ) -> tuple[float, float]:
     """Return the largest difference between the logits of our model and of a transformers model, and the largest logit.
-
-    Raises:
-        RunError: the difference is above the bound.
-    """
+    Raises a RunError if the difference is above the bound."""
     difference = largest = 0.0
     for ids in sequences:
         tokens = torch.tensor([ids])
