@@ -18,7 +18,7 @@ from gptworks.judge.texts import SEALED, TEXTS, seal
 from gptworks.overrides import apply_overrides
 from gptworks.recipe import load_recipe, read_recipe
 from gptworks.runs import try_run
-from gptworks.runs.sequential import FEWEST_PAIRS
+from gptworks.runs.statistics import FEWEST_PAIRS
 from gptworks.runs.trials import Report
 from gptworks.runs.try_run import LEAST_STEPS, RUN_SECONDS
 

@@ -33,7 +33,7 @@ from gptworks.judge.records import Records, Tried, facts_of, read_records
 from gptworks.overrides import apply_overrides
 from gptworks.planning.params import count_parameters
 from gptworks.recipe import load_recipe, read_recipe, with_vocab_size
-from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
+from gptworks.runs.statistics import FEWEST_PAIRS, MOST_PAIRS
 from gptworks.runs.trials import Report
 from gptworks.runs.try_page import write_try_page
 from gptworks.runs.try_results import TRY_FILE, Try, read_try

@@ -34,8 +34,7 @@ from functools import cache
 from statistics import fmean
 from typing import Literal
 
-from gptworks.runs.sequential import FEWEST_PAIRS
-from gptworks.runs.statistics import end_of, t_two_sided
+from gptworks.runs.statistics import FEWEST_PAIRS, end_of, t_two_sided
 
 Control = Literal["family", "discoveries"]
 Answer = Literal["gain", "tie", "harm", "open"]

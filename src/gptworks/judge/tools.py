@@ -36,7 +36,7 @@ from gptworks.judge.answers import (
 from gptworks.judge.campaign import USUAL_PAIRS, Campaign
 from gptworks.judge.changes import MOST_CHANGES, MOST_PATCH_CHARACTERS
 from gptworks.judge.records import Tried
-from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
+from gptworks.runs.statistics import FEWEST_PAIRS, MOST_PAIRS
 
 MOST_LINE_BYTES = 1 << 20
 """Maximum bytes of a request."""

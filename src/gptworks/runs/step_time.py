@@ -4,7 +4,7 @@ Other work on the machine slows down single steps, whole runs or all runs for ho
 could slow down only one kind of run. On a CPU, steps of both models therefore take turns after each pair of runs, so
 that other work slows down both. On other devices, or if the steps of a run differ by design, times are the runs' own:
 the median over parts of the run, or the mean of all its steps. The spread between pairs measures the noise of the
-ratio; `sequential` tests the logarithms of the ratios.
+ratio; `statistics.verdict` tests the logarithms of the ratios.
 """
 
 import math
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from gptworks.runs.history import History
-from gptworks.runs.sequential import verdict
+from gptworks.runs.statistics import verdict
 
 SAME_SPEED = 0.05
 """Times closer than this fraction count as equal. A verdict at equal tokens then also holds in equal time."""

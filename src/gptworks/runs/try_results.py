@@ -15,7 +15,7 @@ from gptworks.config import PositiveInt, Recipe
 from gptworks.errors import UserError
 from gptworks.files import read_regular, write_whole
 from gptworks.recipe import load_recipe
-from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS, Verdict, verdict
+from gptworks.runs.statistics import FEWEST_PAIRS, MOST_PAIRS, Verdict, verdict
 from gptworks.runs.step_time import StepTime, step_time
 
 TRY_FILE = "try.json"

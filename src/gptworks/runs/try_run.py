@@ -31,8 +31,8 @@ from gptworks.device import (
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
 from gptworks.runs.history import History, read_history
-from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
 from gptworks.runs.settings import differences
+from gptworks.runs.statistics import FEWEST_PAIRS, MOST_PAIRS
 from gptworks.runs.step_time import CHUNKS, StepTime, step_seconds
 from gptworks.runs.trials import Report, check_comparable, open_folder, train_to_end
 from gptworks.runs.try_results import TRY_FILE, Design, Pair, Try, read_try, write_try
