@@ -1,23 +1,28 @@
-"""`gptworks compare`: show runs side by side, and test whether their differences are more than noise."""
+"""`gptworks compare`: show runs side by side, and test whether their differences are more than noise. On a terminal
+and as an HTML page with curves."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import fmean, stdev
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from markupsafe import Markup
+from rich.console import Group as Renderables
 from rich.text import Text
 
 from gptworks.errors import UserError
 from gptworks.pages import parts as html
-from gptworks.pages.chart import colour
+from gptworks.pages.chart import WIDE, Chart, Series, colour
+from gptworks.pages.drawing import Point
+from gptworks.pages.page import page
 from gptworks.pages.tables import Table
 from gptworks.runs.bands import Band, Verdict, judge, shipped_bands
 from gptworks.runs.comparable import Place, by_clock, common_place, comparability, finished_by_clock, shared_steps
 from gptworks.runs.history import History
 from gptworks.runs.settings import decisive, differences, fingerprint, text_of
 from gptworks.runs.statistics import Difference, known_spread, welch
+from gptworks.training.record.curves import dot_titles, points, smoothed
 from gptworks.training.record.display import clock
 from gptworks.units import counted
 
@@ -237,11 +242,9 @@ class Comparison:
         rows = [(key, *(text_of(value, room) for value in found)) for key, found in self.differing.items()]
         return Table(header, "l" + "r" * len(self.runs), rows)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self.table.rich()
-        if self.differing:
-            yield self.settings_table(max(10, 60 // len(self.runs))).rich()
-        yield from map(Text, self.notes)
+    def __rich__(self) -> Renderables:
+        tables = [self.table, *([self.settings_table(max(10, 60 // len(self.runs)))] if self.differing else [])]
+        return Renderables(*(table.rich() for table in tables), *map(Text, self.notes))
 
 
 def compare(runs: Sequence[History], bands: Sequence[Band | None]) -> Comparison:
@@ -281,3 +284,61 @@ def _why_no_band(run: History) -> str:
         "No band has this recipe's settings. `gptworks compare --make-band FILE RUN RUN RUN` makes one from three runs "
         "with different seeds."
     )
+
+
+def to_html(comparison: Comparison) -> str:
+    """Return the comparison as an HTML page, in which <data> elements hold the exact numbers."""
+    runs = comparison.runs
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    names = " · ".join(run.name for run in runs) if len(runs) > 1 else f"the recipe {runs[0].recipe.name}"
+    by_time = []
+    for run in runs:
+        seconds = run.seconds_at([r["step"] for r in run.validation])
+        by_time.append([(at / 60, r["loss"]) for at, r in zip(seconds, run.validation, strict=True)])
+    training = [Series(smoothed(points(run.train, "loss")), run.name, colour(i)) for i, run in enumerate(runs)]
+    by_tokens = [*_bands(comparison), *_evaluated(runs, [points(run.validation, "loss") for run in runs])]
+    parts = [
+        html.section("Runs", comparison.table.html()),
+        html.section("What can be concluded", *(html.paragraph(note, "verdict") for note in comparison.notes)),
+        _curves(comparison, "by-tokens", "Validation loss by tokens", by_tokens, height=400),
+        _curves(comparison, "by-time", "Validation loss by time", _evaluated(runs, by_time), "minutes of training"),
+        _curves(comparison, "training", "Training loss by tokens", training),
+        html.section("Settings that differ", comparison.settings_table(room=40).html()),
+    ]
+    return page(title, (names,), parts, _CONVENTIONS)
+
+
+def _curves(
+    comparison: Comparison, name: str, title: str, series: list[Series], x_label: str = "tokens", height: float = 320
+) -> Markup:
+    units = {run.loss_unit for run in comparison.runs}
+    unit = units.pop() if len(units) == 1 else "loss (the units differ: do not compare the curves)"
+    return html.section(title, html.figure(Chart(name, title, series, x_label, unit, width=WIDE, height=height).svg()))
+
+
+def _evaluated(runs: Sequence[History], curves: Sequence[Sequence[Point]]) -> list[Series]:
+    """Return a chart series for each run, with a dot for each evaluation."""
+    return [
+        Series(curve, run.name, colour(i), "both", dot_titles(run.validation))
+        for i, (run, curve) in enumerate(zip(runs, curves, strict=True))
+    ]
+
+
+def _bands(comparison: Comparison) -> Iterator[Series]:
+    drawn: set[str] = set()
+    for i, band in enumerate(comparison.bands):
+        if band is not None and band.fingerprint not in drawn:
+            drawn.add(band.fingerprint)
+            upper = [(p.tokens, p.mean + band.margin(p)) for p in band.points]
+            lower = [(p.tokens, p.mean - band.margin(p)) for p in band.points]
+            yield Series([*upper, *reversed(lower)], kind=colour(i), style="area")
+
+
+_CONVENTIONS = (
+    "Runs are compared at the last point of training at which all were evaluated: at equal steps where a step is "
+    "the same work, else at equal tokens, or at their ends where all train for the same minutes. Runs with equal "
+    "settings and different seeds form a group; each group is compared with the first, and p is not corrected for "
+    "the number of groups. A band's shade is the mean of its runs ± t·s·√(1 + 1/n), the interval that holds one "
+    "more run of the recipe with 95% probability at each point. Training loss is a moving average of single "
+    "batches. Time counts training steps only. Written by gptworks compare."
+)
