@@ -6,7 +6,6 @@ all tries) and its tokens in `data/`, `tries/NNN/` (folders of `gptworks try`), 
 """
 
 import hashlib
-import hmac
 import json
 import threading
 import time
@@ -26,9 +25,8 @@ from gptworks.judge.begin import BASE, COUNT, FINAL_PAIRS, KEY, LEDGER, SECRET, 
 from gptworks.judge.changes import changed_recipe, check_work, overrides_from, together, work_of_token
 from gptworks.judge.evidence import Control, level, spread_floor
 from gptworks.judge.final import FINAL, final_facts, final_gains
-from gptworks.judge.ledger import Ledger
+from gptworks.judge.ledger import Ledger, check_pairs, entered_pairs, is_lost, keyed, new_pairs, signature
 from gptworks.judge.page import write_judge_page
-from gptworks.judge.pairs import check_pairs, entered_pairs, is_lost, new_pairs, signature
 from gptworks.judge.records import Records, Tried, facts_of, read_records
 from gptworks.overrides import apply_overrides
 from gptworks.planning.params import count_parameters
@@ -414,12 +412,7 @@ class Campaign:
 
     def _seeds(self, label: str) -> Callable[[int], int]:
         """Return a function from a pair's number to its seed, which only the holder of the key can compute."""
-
-        def seed_of(pair: int) -> int:
-            digest = hmac.new(self._key, f"seed of {label}, pair {pair}".encode(), hashlib.sha256).digest()
-            return int.from_bytes(digest[:4], "big")
-
-        return seed_of
+        return lambda pair: int.from_bytes(keyed(self._key, f"seed of {label}, pair {pair}")[:4], "big")
 
 
 def _identity(champion: int, changed: Recipe) -> str:
