@@ -9,8 +9,9 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import IO, Annotated, Any, BinaryIO, cast
+from typing import IO, Annotated, Any, BinaryIO, TypeVar, cast
 
 import anyio
 from mcp.server import MCPServer
@@ -69,59 +70,39 @@ Pairs = Annotated[
 Wait = Annotated[
     float, Field(ge=0, le=MOST_WAIT_SECONDS, description="Seconds to wait for the end; training goes on afterwards.")
 ]
+Answer = TypeVar("Answer")
 Number = Annotated[int, Field(ge=1, le=10**6, description="The number of a try.")]
 
 
-class _Job:
-    """A training in a thread of its own."""
+class Judge:
+    """The tools' state: the campaign, once it is open, and its last training, in a thread of its own."""
 
-    def __init__(self, work: Callable[[], Tried | None]) -> None:
-        self._work = work
-        self.result: Tried | None = None
-        self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.result = self._work()
-        except Exception as error:
-            self.error = error
-            if not isinstance(error, UserError | RunError):
-                traceback.print_exc()
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
-    async def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the end of the training; return whether it has ended."""
-        with anyio.move_on_after(seconds):
-            while self.is_running:
-                await anyio.sleep(0.05)
-        return not self.is_running
-
-
-class _Judge:
-    """The tools' state: the campaign, once it is open, and its last training."""
-
-    def __init__(self, campaign: Campaign | None) -> None:
-        self._campaign = campaign
-        self.job: _Job | None = None
-
-    def open(self, campaign: Campaign) -> None:
-        self._campaign = campaign
+    def __init__(self, campaign: Campaign | None = None) -> None:
+        self.opened = campaign
+        self.job: Future[Tried | None] | None = None
 
     async def campaign(self) -> Campaign:
         """Return the campaign once it is open. Clients wait only briefly for a server to start, but longer for an
         answer."""
-        while self._campaign is None:
+        while self.opened is None:
             await anyio.sleep(0.05)
-        return self._campaign
+        return self.opened
 
-    def close(self) -> None:
-        if self._campaign is not None:
-            self._campaign.close()
+    async def ask(self, about: Callable[[Campaign], Answer]) -> Answer:
+        """Return what `about` returns for the campaign.
+
+        Raises:
+            ToolError: `about` raised a UserError.
+        """
+        campaign = await self.campaign()
+        with _answered():
+            return about(campaign)
+
+    async def wait(self, seconds: float) -> None:
+        """Wait at most `seconds` for the end of the training, if any."""
+        with anyio.move_on_after(seconds):
+            while self.job is not None and not self.job.done():
+                await anyio.sleep(0.05)
 
     async def train(self, work: Callable[[Campaign], Tried | None], wait_seconds: float) -> Status:
         """Start a training and wait at most `wait_seconds` for its end; return the status, with the try if it ended.
@@ -130,16 +111,23 @@ class _Judge:
             ToolError: another training is running, or this one failed.
         """
         campaign = await self.campaign()
-        if self.job is not None and self.job.is_running:
+        if self.job is not None and not self.job.done():
             raise ToolError(str(campaign.busy()))
-        self.job = job = _Job(lambda: work(campaign))
-        ended = await job.wait(wait_seconds)
+        self.job = job = Future()
+        threading.Thread(target=_work, args=(job, lambda: work(campaign))).start()
+        await self.wait(wait_seconds)
         with _answered():
-            if not ended:
-                return status(campaign)
-            if job.error is not None:
-                raise job.error
-            return status(campaign, job.result)
+            return status(campaign, job.result() if job.done() else None)
+
+
+def _work(job: "Future[Tried | None]", work: Callable[[], Tried | None]) -> None:
+    """Do a job, and log an error that is a bug."""
+    try:
+        job.set_result(work())
+    except BaseException as error:
+        if not isinstance(error, UserError | RunError):
+            traceback.print_exc()
+        job.set_exception(error)
 
 
 @contextmanager
@@ -151,29 +139,23 @@ def _answered() -> Iterator[None]:
         raise ToolError(str(error)) from None
 
 
-def _known(error: Exception) -> str:
+def _known(error: BaseException) -> str:
     return str(error) if isinstance(error, UserError | RunError) else "the judge failed; its log says why"
 
 
-def server_of(campaign: Campaign) -> MCPServer:
+def server_of(judge: Judge) -> MCPServer:
     """Return a server whose tools are the campaign's methods."""
-    return _server_of(_Judge(campaign))
-
-
-def _server_of(judge: _Judge) -> MCPServer:
     server = MCPServer("gptworks-judge", instructions=INSTRUCTIONS, log_level="ERROR")
 
     @server.tool(name="init")
     async def init_() -> Start:
         """Show the rules, the champion's changes, and the settings that may be changed, with their values."""
-        with _answered():
-            return start(await judge.campaign())
+        return await judge.ask(start)
 
     @server.tool()
     async def plan(changes: Changes = None, patch: Patch = None) -> Planned:
         """Check a change and estimate what it costs. Trains nothing and costs no budget."""
-        with _answered():
-            return planned(await judge.campaign(), changes, patch)
+        return await judge.ask(lambda one: planned(one, changes, patch))
 
     @server.tool(name="try")
     async def try_(
@@ -199,32 +181,24 @@ def _server_of(judge: _Judge) -> MCPServer:
     @server.tool()
     async def evaluate(number: Number) -> Evaluated:
         """Show what a try's runs measured: losses, perplexity, the gain of each pair, the time of the same tokens."""
-        with _answered():
-            campaign = await judge.campaign()
-            return evaluated(campaign, campaign.tried(number))
+        return await judge.ask(lambda one: evaluated(one, one.tried(number)))
 
     @server.tool()
     async def compare(first: Number, second: Number) -> Compared:
         """Show two tries next to each other. Only a try against the champion judges which is better."""
-        with _answered():
-            campaign = await judge.campaign()
-            return compared(campaign, campaign.tried(first), campaign.tried(second))
+        return await judge.ask(lambda one: compared(one, one.tried(first), one.tried(second)))
 
     @server.tool(name="league")
     async def league_() -> League:
         """Rank all tries: accepted changes first, then by mean gain."""
-        with _answered():
-            return league(await judge.campaign())
+        return await judge.ask(league)
 
     @server.tool(name="status")
     async def status_(wait_seconds: Wait = 0) -> Status:
         """Show the budget, the evidence that the next try needs, and what is running; optionally wait for its end."""
-        job = judge.job
-        if job is not None:
-            await job.wait(wait_seconds)
-        with _answered():
-            error = None if job is None else job.error
-            return status(await judge.campaign(), last_error="" if error is None else _known(error))
+        await judge.wait(wait_seconds)
+        error = None if judge.job is None or not judge.job.done() else judge.job.exception()
+        return await judge.ask(lambda one: status(one, last_error="" if error is None else _known(error)))
 
     @server.tool()
     async def finish(wait_seconds: Wait = 45) -> Status:
@@ -281,18 +255,19 @@ def serve(open_campaign: Callable[[], Campaign]) -> None:
         raise SystemExit(0)
 
     signal.signal(signal.SIGTERM, leave)
-    judge = _Judge(None)
-    low = _server_of(judge)._lowlevel_server
+    judge = Judge()
+    low = server_of(judge)._lowlevel_server
 
     async def run() -> None:
         lines = anyio.wrap_file(cast(IO[str], _Lines(requests)))
         async with stdio_server(stdin=lines) as (incoming, outgoing), anyio.create_task_group() as group:
             group.start_soon(low.run, incoming, outgoing, low.create_initialization_options())
-            judge.open(await anyio.to_thread.run_sync(open_campaign))
+            judge.opened = await anyio.to_thread.run_sync(open_campaign)
 
     try:
         anyio.run(run)
     except BaseExceptionGroup as errors:
         raise _innermost(errors) from None
     finally:
-        judge.close()
+        if judge.opened is not None:
+            judge.opened.close()
