@@ -20,8 +20,7 @@ from gptworks.data.prepare import prepare
 from gptworks.data.samples import open_samples
 from gptworks.data.shards import TokenShards
 from gptworks.device import choose_device, this_device
-from gptworks.draft.drafted import Drafted, Sections, parsed
-from gptworks.draft.writing import Row
+from gptworks.draft.drafted import Drafted, Row, Sections, parsed
 from gptworks.errors import UserError
 from gptworks.interop.hub import find_model
 from gptworks.planning.devices import Device

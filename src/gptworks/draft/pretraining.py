@@ -9,9 +9,8 @@ from pathlib import Path
 from gptworks.config import BPETokenizer, TokenizerConfig
 from gptworks.config.defaults import EPOCHS
 from gptworks.device import choose_device, this_device
-from gptworks.draft.drafted import TRAINING_SHARE, Drafted, Sections, parsed
+from gptworks.draft.drafted import TRAINING_SHARE, Drafted, Row, Sections, parsed
 from gptworks.draft.texts import Texts, listed
-from gptworks.draft.writing import Row
 from gptworks.errors import UserError
 from gptworks.planning.fit import divisors
 from gptworks.planning.run import Measured, Plan
@@ -110,29 +109,24 @@ class Draft(Drafted):
         ]
 
 
+@dataclass(eq=False)
 class Search:
     """Searches, by measuring steps, for the largest model shape for which time, text and memory suffice."""
 
-    def __init__(
-        self,
-        texts: Texts,
-        minutes: float,
-        out: Path,
-        report: Callable[[str], None] = lambda _: None,
-        measure: Measure | None = None,
-    ) -> None:
-        """
-        Args:
-            minutes: time that the run may take.
-            out: the recipe's file, which also names the recipe.
-            measure: function that measures training steps; None: `measure_speed`.
-        """
-        self.texts, self.minutes, self.out, self.report = texts, minutes, out, report
-        self.measure = measure or measure_speed
+    texts: Texts
+    minutes: float
+    """Time that the run may take."""
+    out: Path
+    """The recipe's file, which also names the recipe."""
+    report: Callable[[str], None] = lambda _: None
+    measure: Measure | None = None
+    """Measures training steps; None: `measure_speed`."""
+
+    def __post_init__(self) -> None:
         self.device = choose_device()
         self.place = this_device(self.device)
-        self.seconds = 60 * minutes * TRAINING_SHARE
-        self.fraction = 0.05 if texts.n_bytes > 2**22 else 0.1
+        self.seconds = 60 * self.minutes * TRAINING_SHARE
+        self.fraction = 0.05 if self.texts.n_bytes > 2**22 else 0.1
         self.tokenizer = cache(self._tokenizer)
         self.measured: dict[Shape, Drafted] = {}
 
@@ -219,7 +213,7 @@ class Search:
             )
         self.report(f"measuring a step of {plan.parameters.total:,} parameters")
         step = Rehearsal.of(plan, self.device.type)
-        return replace(candidate, plan=replace(plan, measured=self.measure(step)))
+        return replace(candidate, plan=replace(plan, measured=(self.measure or measure_speed)(step)))
 
     def _candidate(
         self, shape: Shape, step_tokens: int = STEP_TOKENS, steps: int = LEAST_STEPS, rate: float | None = None
