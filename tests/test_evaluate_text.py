@@ -97,13 +97,13 @@ def test_bits_per_byte_are_not_claimed_for_a_tokenizer_that_loses_text() -> None
 def test_calibration_by_its_definition() -> None:
     model = model_of(40)
     tokens = torch.randint(40, (6, 33), generator=torch.Generator().manual_seed(1))
-    found = measure_calibration(model, [(row[:-1], row[1:]) for row in tokens], n_bins=10)
+    found = measure_calibration(model, [(row[:-1], row[1:]) for row in tokens])
     probability, guess = model(tokens[:, :-1]).double().softmax(-1).max(-1)
     confidence, hit = probability.flatten().tolist(), (guess == tokens[:, 1:]).flatten().tolist()
     error = 0.0
-    for low, high in pairwise([i / 10 for i in range(11)]):
+    for low, high in pairwise([i / 15 for i in range(16)]):
         inside = [i for i, c in enumerate(confidence) if low < c <= high]
-        one = found.bins[round(low * 10)]
+        one = found.bins[round(low * 15)]
         assert one.n_tokens == len(inside)
         if inside:
             accuracy, mean = sum(hit[i] for i in inside) / len(inside), sum(confidence[i] for i in inside) / len(inside)

@@ -25,7 +25,7 @@ from gptworks.errors import UserError
 from gptworks.interop.hub import find_model
 from gptworks.planning.devices import Device
 from gptworks.planning.fit import divisors
-from gptworks.planning.run import Measured, Plan
+from gptworks.planning.run import Plan
 from gptworks.planning.run import plan as plan_recipe
 from gptworks.planning.steps import DataSize
 from gptworks.recipe import load_recipe, near_run, not_a_run, run_name, with_vocab_size
@@ -117,14 +117,12 @@ def draft_tuning(
     preference: bool = False,
     *,
     prepare: Callable[[Recipe], Prepared] = prepare,
-    measure: Callable[[Rehearsal], Measured] | None = None,
 ) -> Tuning:
     """Draft the recipe that fine-tunes a run on a file of conversations or preference pairs.
 
     Args:
         out: the recipe's file, which also names the recipe.
         prepare: function that turns the data into tokens, as `gptworks.data.prepare.prepare` does.
-        measure: function that measures training steps; None: `measure_speed`.
 
     Raises:
         UserError: the data cannot be read, or the model does not fit in memory with any way of training.
@@ -144,7 +142,7 @@ def draft_tuning(
             f"the peak, and {readable(plan.device.memory_bytes, 'B')} are free. Take a smaller model."
         )
     inspection = inspect_records(plan.recipe, prepared)
-    plan = replace(plan, measured=(measure or measure_speed)(Rehearsal.of(plan, device.type)))
+    plan = replace(plan, measured=measure_speed(Rehearsal.of(plan, device.type)))
     return Tuning(draft.sections(), plan, inspection.lines(), inspection.findings)
 
 

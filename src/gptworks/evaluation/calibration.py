@@ -9,10 +9,12 @@ from torch import Tensor
 
 from gptworks.config import IGNORED
 from gptworks.errors import UserError
-from gptworks.evaluation.bootstrap import Floats
 from gptworks.evaluation.loss import LOGITS_AT_ONCE, NO_TOKEN, batches_of
+from gptworks.evaluation.metrics import Floats
 from gptworks.evaluation.results import Measured
 from gptworks.model.gpt import GPT, eval_mode
+
+N_BINS = 15
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,9 @@ class Calibration:
         }
 
 
-def measure_calibration(model: GPT, windows: Iterable[tuple[Tensor, Tensor]], n_bins: int = 15) -> Calibration:
-    """Compare the probability of the most probable next token with its accuracy, in bins of equal width (Guo et al.,
-    2017).
+def measure_calibration(model: GPT, windows: Iterable[tuple[Tensor, Tensor]]) -> Calibration:
+    """Compare the probability of the most probable next token with its accuracy, in `N_BINS` bins of equal width (Guo
+    et al., 2017).
 
     Args:
         windows: pairs (inputs, targets) as for `evaluate_loss`; targets of −100 are not counted.
@@ -70,7 +72,7 @@ def measure_calibration(model: GPT, windows: Iterable[tuple[Tensor, Tensor]], n_
             confidence, guess = _likeliest(model, features.flatten(0, 1))
             confidence, hit = confidence.cpu().view(targets.shape), (guess.cpu().view(targets.shape) == targets)
             for one, right, counted in zip(confidence, hit, targets != IGNORED, strict=True):
-                rows.append(_binned(one[counted].double().numpy(), right[counted].numpy(), n_bins))
+                rows.append(_binned(one[counted].double().numpy(), right[counted].numpy()))
     if not rows or not any(row.any() for row in rows):
         raise UserError(NO_TOKEN)
     return Calibration(np.stack(rows))
@@ -83,8 +85,8 @@ def _likeliest(model: GPT, features: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([one.values for one in best]), torch.cat([one.indices for one in best])
 
 
-def _binned(confidence: Floats, hit: np.ndarray, n_bins: int) -> Floats:
+def _binned(confidence: Floats, hit: np.ndarray) -> Floats:
     """Return the number of tokens, sum of confidences and number of hits in each bin (low, high], [3·B]."""
-    place = np.clip(np.ceil(confidence * n_bins).astype(np.int64) - 1, 0, n_bins - 1)
+    place = np.clip(np.ceil(confidence * N_BINS).astype(np.int64) - 1, 0, N_BINS - 1)
     weights = (np.ones_like(confidence), confidence, hit.astype(np.float64))
-    return np.concatenate([np.bincount(place, weight, n_bins) for weight in weights])
+    return np.concatenate([np.bincount(place, weight, N_BINS) for weight in weights])

@@ -12,8 +12,8 @@ from gptworks.data.batches import Tokens, evaluation_windows
 from gptworks.data.cleaning.ngrams import Hashes, HashSet
 from gptworks.data.permutation import Int64s
 from gptworks.errors import UserError
-from gptworks.evaluation.bootstrap import Floats
 from gptworks.evaluation.loss import each_nats
+from gptworks.evaluation.metrics import Floats
 from gptworks.evaluation.results import Measured
 from gptworks.evaluation.scoring import Progress, complete_all
 from gptworks.infer.engine import Engine

@@ -12,8 +12,8 @@ from gptworks.config import IGNORED
 from gptworks.data.batches import Tokens, evaluation_windows
 from gptworks.data.permutation import Int64s
 from gptworks.errors import UserError
-from gptworks.evaluation.bootstrap import Floats
 from gptworks.evaluation.loss import LossReport, PositionLoss, each_nats, evaluate_by_position, watched
+from gptworks.evaluation.metrics import Floats
 from gptworks.evaluation.results import Measured
 from gptworks.evaluation.scoring import Progress
 from gptworks.model.gpt import GPT

@@ -9,8 +9,7 @@ from markupsafe import Markup
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from gptworks.errors import UserError
-from gptworks.evaluation.bootstrap import Interval, paired_difference
-from gptworks.evaluation.metrics import figure_of
+from gptworks.evaluation.metrics import Interval, figure_of, paired_difference
 from gptworks.evaluation.results import Evaluation, number, read_evaluations, table
 from gptworks.pages import parts as html
 from gptworks.pages.chart import Chart, Series, colour
