@@ -14,13 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import filelock
 import yaml
 
 from gptworks.config import Recipe
 from gptworks.data.prepare import prepare
 from gptworks.errors import RunError, UserError
-from gptworks.files import check_links, file_lock, read_regular, sha256_file, write_whole
+from gptworks.files import check_links, read_regular, sha256_file, write_whole
 from gptworks.judge.begin import BASE, COUNT, FINAL_PAIRS, KEY, LEDGER, SECRET, TRIES, begin
 from gptworks.judge.changes import changed_recipe, check_work, overrides_from, together, work_of_token
 from gptworks.judge.evidence import Control, level, spread_floor
@@ -32,7 +31,7 @@ from gptworks.overrides import apply_overrides
 from gptworks.planning.params import count_parameters
 from gptworks.recipe import load_recipe, read_recipe, with_vocab_size
 from gptworks.runs.statistics import FEWEST_PAIRS, MOST_PAIRS
-from gptworks.runs.trials import Report
+from gptworks.runs.trials import Report, locked
 from gptworks.runs.try_page import write_try_page
 from gptworks.runs.try_results import TRY_FILE, Try, read_try
 from gptworks.runs.try_run import RUN_SECONDS, Rules, plan_try, run_try
@@ -57,11 +56,7 @@ class Campaign:
         if not key.is_file():
             raise UserError(f"{folder} holds no campaign: give a recipe to begin one, or another --folder.")
         check_links(self.folder)
-        self._lock = file_lock(self.folder / ".lock", timeout=0)
-        try:
-            self._lock.acquire()
-        except filelock.Timeout:
-            raise UserError(f"{folder} is in use by another judge: wait for it, or give another --folder.") from None
+        self._lock = locked(self.folder, "judge", "--folder")
         self._training, self._stop = threading.Lock(), threading.Event()
         self._now: tuple[int, int] | None = None
         self._since = time.monotonic()

@@ -175,9 +175,8 @@ def read_history(folder: Path) -> History:
         if record["kind"] == "train":
             taken = record.pop("seconds_by_part", {})
             parts.update(taken if isinstance(taken, dict) else {})
-            sizes = {key: value for key, value in record.items() if key.endswith("_bytes")}
-            for key, value in sizes.items():
-                if isinstance(value, int) and value >= 0:
+            for key, value in record.items():
+                if key.endswith("_bytes") and isinstance(value, int) and value >= 0:
                     memory[key] = max(value, memory.get(key, 0))
     records = sorted((record for kind in kinds.values() for record in kind.records), key=lambda record: record["step"])
     return History(folder, load_recipe(folder), tuple(records), skipped, n_records, parts, memory)

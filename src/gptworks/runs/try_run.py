@@ -33,9 +33,8 @@ from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
 from gptworks.runs.history import History, read_history
 from gptworks.runs.settings import differences
 from gptworks.runs.statistics import FEWEST_PAIRS, MOST_PAIRS
-from gptworks.runs.step_time import CHUNKS, StepTime, step_seconds
 from gptworks.runs.trials import Report, check_comparable, open_folder, train_to_end
-from gptworks.runs.try_results import TRY_FILE, Design, Pair, Try, read_try, write_try
+from gptworks.runs.try_results import CHUNKS, TRY_FILE, Design, Pair, StepTime, Try, read_try, step_seconds, write_try
 from gptworks.training.rehearsal.measure import measure_speed, median_of_turns, step_times
 from gptworks.training.rehearsal.trace import Rehearsal
 from gptworks.training.setup import check_memory
