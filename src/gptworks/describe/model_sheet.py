@@ -39,14 +39,8 @@ class ModelSheet:
         return describe(self.recipe.model, self.recipe.name)
 
     def at(self, layer: int, stored: Callable[[Sequence[str]], Iterable[Tree]]) -> Tree:
-        """Return the sheet as JSON, with the block of one layer.
-
-        Args:
-            stored: returns `tensor_facts` of the named tensors.
-
-        Raises:
-            UserError: the model has no such layer.
-        """
+        """Return the sheet as JSON, with the block of one layer. `stored` returns `tensor_facts` of the named tensors.
+        Raise a UserError if the model has no such layer."""
         recipe, c, about = self.recipe, self.recipe.model, self.about
         if layer >= c.n_layers:
             raise UserError(f"layer={layer}: the model's blocks are numbered from 0 to {c.n_layers - 1}.")
@@ -72,12 +66,8 @@ class ModelSheet:
 
 
 def tensor_facts(name: str, shape: Shape, kind: str, n_bytes: int, adapted: bool = False) -> Tree:
-    """Return the sheet's entry for a tensor, as JSON.
-
-    Args:
-        kind, n_bytes: the tensor's number format and size in its file.
-        adapted: whether an adapter is added to the tensor.
-    """
+    """Return the sheet's entry for a tensor, as JSON: its number format and size in its file, and whether an adapter is
+    added to it."""
     return {
         "name": name, "shape": list(shape), "parameters": math.prod(shape), "stored": kind, "stored_bytes": n_bytes,
         "stored_text": readable(n_bytes, "B"), "adapted": adapted,

@@ -232,11 +232,8 @@ class Sheet:
 
 
 def describe(config: ModelConfig, name: str | None = None) -> Sheet:
-    """Return the data sheet of a model, with published figures if its settings equal a preset's.
-
-    Raises:
-        UserError: the vocabulary size is unknown.
-    """
+    """Return the data sheet of a model, with published figures if its settings equal a preset's. Raise a UserError if
+    the vocabulary size is unknown."""
     return Sheet(name or "model", config, count_parameters(config), forward_flops(config), published_figures(config))
 
 

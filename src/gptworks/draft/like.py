@@ -20,10 +20,7 @@ class Like(Search):
     like: str | Path = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        """
-        Raises:
-            UserError: the other recipe does not train a new model on text.
-        """
+        """Read the other recipe; raise a UserError if it does not train a new model on text."""
         super().__post_init__()
         path, self.tree = read_recipe(self.like)
         self.recipe = parse_recipe({"name": name_for(self.out)} | self.tree, str(path))

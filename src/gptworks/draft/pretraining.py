@@ -200,11 +200,7 @@ class Search:
         return near.rate * near.plan.flops_per_token / flops
 
     def _measured(self, candidate: Drafted) -> Drafted:
-        """Measure a step of the candidate, and return the candidate with the result.
-
-        Raises:
-            UserError: the candidate does not fit in memory.
-        """
+        """Return the candidate with the measured time of a step; raise a UserError if it does not fit in memory."""
         plan = candidate.plan
         if not plan.fits:
             raise UserError(

@@ -201,11 +201,8 @@ def _stack(windows: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 def compressor_bits_per_byte(text: bytes) -> dict[str, float]:
-    """Compute the bits per byte of `gzip -9` and `xz -9e`, including their containers, as a baseline.
-
-    Raises:
-        UserError: the text is empty.
-    """
+    """Compute the bits per byte of `gzip -9` and `xz -9e`, including their containers, as a baseline. Raise a UserError
+    if the text is empty."""
     if not text:
         raise UserError("there is no text to compress.")
     compressed = {

@@ -28,11 +28,8 @@ def means(values: Sequence[float]) -> Floats:
 
 def share_of_best(scores: Sequence[float], right: Collection[int]) -> float:
     """Return an item's accuracy: the share of right choices among those with the highest score. A tie between a
-    right and a wrong choice counts 1/2. A model that scores all choices equally has the accuracy of guessing.
-
-    Args:
-        right: the indices of the right choices.
-    """
+    right and a wrong choice counts 1/2. A model that scores all choices equally has the accuracy of guessing. `right`
+    has the indices of the right choices."""
     best = [i for i, score in enumerate(scores) if score == max(scores)]
     return sum(i in right for i in best) / len(best)
 
@@ -75,10 +72,7 @@ def _ratio(sums: Floats) -> Floats:
 
 def text_statistics(metric: str, hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> tuple[str, Floats]:
     """Return a metric's kind for `figure_of`, and the statistics [N, S] of texts with one or more references each.
-
-    Raises:
-        UserError: the library that computes the metric is not installed.
-    """
+    Raise a UserError if the library that computes the metric is not installed."""
     if metric in ("bleu", "chrf"):
         most = max(map(len, references))
         columns = [[refs[i] if i < len(refs) else None for refs in references] for i in range(most)]

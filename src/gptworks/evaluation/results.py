@@ -163,11 +163,7 @@ def save_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
 
 
 def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
-    """Read the evaluations saved in a run folder; return them by name.
-
-    Raises:
-        UserError: a file there is not an evaluation.
-    """
+    """Return the evaluations saved in a run folder, by name; raise a UserError if a file there is none."""
     found = {}
     for path in sorted((run_dir / FOLDER).glob("*.json")):
         try:

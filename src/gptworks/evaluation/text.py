@@ -111,10 +111,7 @@ def text_nats(
     progress: Progress = lambda done, total: None,
 ) -> npt.NDArray[np.float64]:
     """Return the loss of each token but the first, in nats, [T − 1]. `stride`, `progress`: as for `evaluate_text`.
-
-    Raises:
-        UserError: there are fewer than two tokens, or the stride is not between 1 and the context length.
-    """
+    Raise a UserError if there are fewer than two tokens, or the stride is not between 1 and the context length."""
     context = model.config.context_length
     stride = default_stride(context) if stride is None else stride
     windows = watched(evaluation_windows(tokens, context, stride=stride), tokens.n_tokens, stride, progress)

@@ -207,11 +207,7 @@ class Campaign:
         return level(rules.error, rules.control, len(found.tries) + 1, len(found.accepted))
 
     def tried(self, number: int) -> Tried:
-        """Return a try by its number.
-
-        Raises:
-            UserError: there is no such try.
-        """
+        """Return a try by its number; raise a UserError if there is no such try."""
         tries = self.records.tries
         if not 1 <= number <= len(tries):
             known = f"there are tries 1 to {len(tries)}" if tries else "there are no tries yet"

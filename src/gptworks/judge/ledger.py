@@ -146,11 +146,7 @@ def new_pairs(so_far: Try, entered: Mapping[int, Mapping[str, float]], key: byte
 
 
 def check_pairs(folder: Path, entered: Entered, key: bytes) -> None:
-    """Check that the pairs in a try's `try.json` are those that were entered in the ledger.
-
-    Raises:
-        UserError: a pair was changed, added or removed.
-    """
+    """Raise a UserError if a pair in a try's `try.json` was changed, added or removed since the ledger has it."""
     found = {pair.number: signature(pair, key) for pair in _pairs_in(folder)}
     there = {number for number, signatures in entered.items() if any(signatures)}
     changed = {number for number, one in found.items() if one not in entered.get(number, ())}

@@ -89,11 +89,7 @@ class Judge:
         return self.opened
 
     async def ask(self, about: Callable[[Campaign], Answer]) -> Answer:
-        """Return what `about` returns for the campaign.
-
-        Raises:
-            ToolError: `about` raised a UserError.
-        """
+        """Return what `about` returns for the campaign; raise a ToolError if it raises a UserError."""
         campaign = await self.campaign()
         with _answered():
             return about(campaign)
@@ -106,10 +102,7 @@ class Judge:
 
     async def train(self, work: Callable[[Campaign], Tried | None], wait_seconds: float) -> Status:
         """Start a training and wait at most `wait_seconds` for its end; return the status, with the try if it ended.
-
-        Raises:
-            ToolError: another training is running, or this one failed.
-        """
+        Raise a ToolError if another training is running, or this one failed."""
         campaign = await self.campaign()
         if self.job is not None and not self.job.done():
             raise ToolError(str(campaign.busy()))

@@ -169,11 +169,7 @@ _MOST_BYTES = 1 << 26
 
 
 def read_band(path: Path) -> Band:
-    """Read a band from its file.
-
-    Raises:
-        UserError: the file does not exist, or is not a band.
-    """
+    """Read a band from its file; raise a UserError if the file does not exist or is not a band."""
     try:
         return Band.model_validate_json(read_given(path, _MOST_BYTES))
     except FileNotFoundError:

@@ -248,11 +248,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[History], bands: Sequence[Band | None]) -> Comparison:
-    """Compare runs with one another, and each with its band.
-
-    Raises:
-        UserError: a folder is given twice, or two folders have the same name.
-    """
+    """Compare runs with one another, and each with its band. Raise a UserError if two runs have the same name."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:

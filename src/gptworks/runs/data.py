@@ -55,11 +55,8 @@ class RunData:
 
     @cached_property
     def samples(self) -> Samples:
-        """The samples that training reads.
-
-        Raises:
-            UserError: a file was changed or lacks data; or there is no recipe, or its context is too long to show.
-        """
+        """The samples that training reads. Raises a UserError if a file was changed or lacks data, or if there is no
+        recipe or its context is too long to show."""
         if self.recipe is None:
             raise UserError(f"{self.id} is a dataset: what a model sees depends on a recipe. Give one, or a run.")
         if self.recipe.row_length > MOST_CONTEXT:
@@ -140,10 +137,7 @@ class RunData:
 
     def rows(self, number: int, epoch: int) -> list[Row]:
         """Return the rows that a model sees of training item `number`: a window, a row of conversations, a pair or a
-        prompt.
-
-        Raises:
-            UserError: the number is too large.
+        prompt. Raise a UserError if the number is too large.
         """
         with self.checked():
             self.samples.train_shards.verify()
@@ -200,11 +194,8 @@ class RunData:
                 "padding": row.padding, "documents": len(row.pieces), "tokens": tokens}  # fmt: skip
 
     def step(self, step: int) -> StepSamples:
-        """Return the samples of one of the run's steps; see `samples_of_step`.
-
-        Raises:
-            UserError: this is not a run, it has not reached the step, or its files are damaged.
-        """
+        """Return the samples of one of the run's steps. Raise a UserError if this is not a run, or it has not reached
+        the step, or its files are damaged."""
         if self.folder is None or self.recipe is None:
             raise UserError(f"{self.id} is not a run: it has no training steps. Give a run folder.")
         with self.checked():

@@ -156,11 +156,7 @@ def origins_of(folder: Path) -> tuple[Origin, ...]:
 
 
 def read_history(folder: Path) -> History:
-    """Read the run in a folder.
-
-    Raises:
-        UserError: `folder` is not a run folder.
-    """
+    """Read the run in a folder; raise a UserError if it is not a run folder."""
     folder = fetched_path(folder)
     if not (folder / "recipe.yaml").exists():
         trials = folder / "trials"

@@ -41,20 +41,14 @@ REFRESH_SECONDS = 5
 
 
 def write_report(run: History, path: Path, refresh_seconds: int | None = None) -> None:
-    """Write the HTML page of a run (see `to_html`), replacing an older page.
-
-    Raises:
-        UserError: `path` is a folder, or its parent folder does not exist.
-    """
+    """Write the HTML page of a run (see `to_html`), replacing an older page. Raise a UserError if `path` is a folder,
+    or its parent folder does not exist."""
     write_page(to_html(run, refresh_seconds), path, "--html")
 
 
 def watch_report(folder: Path, path: Path, wait: Callable[[float], object] = time.sleep) -> None:
-    """Write the page of a run whenever its log has changed, until the run ends or Ctrl-C is pressed.
-
-    Raises:
-        UserError: `folder` is not a run folder; or `path` is a folder, or its parent folder does not exist.
-    """
+    """Write the page of a run as `write_report` does, whenever its log has changed, until the run ends or Ctrl-C is
+    pressed. Raise a UserError if `folder` is not a run folder."""
     seen = None
     with contextlib.suppress(KeyboardInterrupt):
         while not has_ended(fetched_path(folder)):

@@ -71,11 +71,8 @@ def train_trial(
 
 
 def train_to_end(recipe: Recipe, stop_asked: Callable[[], Any], report: Report) -> bool:
-    """Write a recipe next to its run folder and train it to its last step; return False if a stop was requested.
-
-    Raises:
-        RunError: the run failed, or its last loss is not finite.
-    """
+    """Write a recipe next to its run folder and train it to its last step; return False if a stop was requested. Raise
+    a RunError if the run failed, or its last loss is not finite."""
     place = recipe.run_dir
     place.parent.mkdir(parents=True, exist_ok=True)
     save_recipe(recipe, place.with_suffix(".yaml"))

@@ -264,11 +264,8 @@ _WRITTEN = TypeAdapter(_Written)
 
 
 def read_try(folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> Try:
-    """Read the try in a folder, even while it runs. `recipe_of` reads its recipes.
-
-    Raises:
-        UserError: the folder has no `try.json`, or the file is damaged.
-    """
+    """Read the try in a folder, even while it runs. `recipe_of` reads its recipes. Raise a UserError if the folder has
+    no `try.json`, or the file is damaged."""
     file = folder / TRY_FILE
     try:
         contents = read_regular(file, _MOST_BYTES, inside=folder)
