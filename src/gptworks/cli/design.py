@@ -108,7 +108,7 @@ def describe(
         from gptworks.describe.demonstration import DEFAULT_LENGTH, demonstrate
 
         shown = demonstrate(architecture(target, overrides or [])[0], DEFAULT_LENGTH if length is None else length)
-        show_lines(shown.to_json(), as_json, *shown.lines())
+        show_lines(shown, as_json, *shown.lines())
         return
     refuse_unused("is for --run: add it, or", length=length)
 

@@ -2,9 +2,8 @@
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -46,9 +45,6 @@ class Demonstration:
             f"time    {1000 * self.seconds:.3f} ms (measured here: the median of {REPEATS} passes, CPU, "
             f"{counted(self.threads, 'thread')})",
         ]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def demonstrate(config: ModelConfig, length: int = DEFAULT_LENGTH) -> Demonstration:

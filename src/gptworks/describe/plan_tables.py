@@ -45,13 +45,8 @@ def tables(
     plan: Plan, details: bool = False, unmeasured: str = _UNMEASURED, affordable: Affordable | None = None
 ) -> Iterator[Table]:
     """Yield tables of the plan's main figures, of its memory, of changes if the run does not fit, and of the traced and
-    measured memory of a step if there is any.
-
-    Args:
-        details: add more figures, FLOPs by part, other precisions and layouts, and the memory of inference.
-        unmeasured: advice to print if the machine's speed is unknown.
-        affordable: the training that a given time or budget suffices for, shown as a table; None if neither was given.
-    """
+    measured memory of a step if there is any. With `details`, more figures, FLOPs by part, other precisions and
+    layouts, and the memory of inference. `unmeasured` is the advice to print if the machine's speed is unknown."""
     yield Table((plan.recipe.name, "plan"), "ll", _facts(plan, details, unmeasured))
     if affordable is not None:
         yield _affordable(plan, affordable)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -50,9 +50,6 @@ class Figure:
         published = self.published if isinstance(self.published, str) else _text(self.published, self.unit)
         exact = "to measure" if self.exact is None else _text(self.exact, self.unit)
         return self.quantity, published, exact, self.error_text, self.note
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def _text(value: float, unit: str) -> str:

@@ -5,7 +5,7 @@ Units are decimal (1 GB is 10⁹ bytes).
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich import box
@@ -151,7 +151,7 @@ class Sheet:
                 "parts_per_token": self.flops_by_part,
             },
         }
-        return sheet | ({"published": [figure.to_json() for figure in self.published]} if self.published else {})
+        return sheet | ({"published": [asdict(figure) for figure in self.published]} if self.published else {})
 
     @property
     def parameters_table(self) -> Table:

@@ -239,21 +239,18 @@ class _Draft:
         }
         return {name: rows for name, rows in sections.items() if rows}
 
-    @property
-    def _short_rows(self) -> bool:
-        return self.row < self.base.context_length
-
     def _train(self) -> list[Row]:
         rate = tuning_rate(self.base.d_model, judged=self.preference, adapter=self.adapted is not None)
         why = f"{TUNING_RATE_TIMES_WIDTH} / d_model (Yang et al., 2022)"
         why += f"; {ADAPTER_TIMES} times that for an adapter" if self.adapted else ""
         why += "; a fifth on pairs" if self.preference else ""
         why += f"; at most {HIGHEST_TUNING_RATE:g}" if rate == HIGHEST_TUNING_RATE else ""
-        rows: list[Row] = [
+        is_short = self.row < self.base.context_length
+        return [
             ("epochs", self.epochs, ""),
             ("batch_size", self.batch, f"at least {STEPS_AN_EPOCH} steps an epoch, if the data suffices"),
             *([("micro_batch_size", self.micro, "as many at a time as fit")] if self.micro != self.batch else []),
-            *([("row_tokens", self.row, "shorter than its context: trains faster")] if self._short_rows else []),
+            *([("row_tokens", self.row, "shorter than its context: trains faster")] if is_short else []),
             ("optimizer", "adamw", ""),
             ("learning_rate", rate, why),
             ("weight_decay", 0.0, ""),
@@ -266,7 +263,6 @@ class _Draft:
             ("sample_every", max(1, self.steps // 3), ""),
             ("sample_held_out", 2, "questions of held-out conversations, chosen before training"),
         ]
-        return rows
 
 
 def _can_join(prepared: Prepared) -> bool:

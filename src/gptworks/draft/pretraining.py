@@ -131,12 +131,8 @@ class Search:
         self.measured: dict[Shape, Drafted] = {}
 
     def run(self) -> Draft:
-        """Search, and return the recipe of the best shape.
-
-        Raises:
-            UserError: the text is too short for the smallest vocabulary, or memory too small for the smallest model.
-            RunError: a measured step failed.
-        """
+        """Search, and return the recipe of the best shape. Raise a UserError if the text is too short for the smallest
+        vocabulary, or memory too small for the smallest model; a RunError if a measured step failed."""
         shape = self._best(FIRST_SHAPE)
         step_tokens = self._step_tokens(self._candidate(shape))
         while shape not in self.measured and len(self.measured) < MOST_MEASURED:
@@ -233,12 +229,8 @@ class Search:
         return self.planned(sections, n_train_tokens)
 
     def planned(self, sections: Sections, n_train_tokens: int, vocab_size: int = 0) -> Drafted:
-        """Plan the recipe of these sections, with micro-batches that fit in memory, if any do.
-
-        Args:
-            sections: the recipe's settings, in which a smaller micro-batch replaces one that does not fit.
-            vocab_size: the size of the vocabulary, used if the tokenizer's settings do not state it.
-        """
+        """Plan the recipe of these sections, in which a smaller micro-batch replaces one that does not fit in memory.
+        `vocab_size` is used if the tokenizer's settings do not state it."""
         plan = self._plan(sections, n_train_tokens, vocab_size)
         if not plan.fits and (most := plan.largest_micro_batch_size):
             micro = next(size for size in divisors(plan.train.batch_size) if size <= most)

@@ -57,14 +57,7 @@ class Calibration:
 
 def measure_calibration(model: GPT, windows: Iterable[tuple[Tensor, Tensor]]) -> Calibration:
     """Compare the probability of the most probable next token with its accuracy, in `N_BINS` bins of equal width (Guo
-    et al., 2017).
-
-    Args:
-        windows: pairs (inputs, targets) as for `evaluate_loss`; targets of −100 are not counted.
-
-    Raises:
-        UserError: the text has no target to count.
-    """
+    et al., 2017). `windows` are those of `evaluate_loss`; raise a UserError if they have no target to count."""
     rows = []
     with eval_mode(model), torch.inference_mode():
         for inputs, targets in batches_of(windows):

@@ -108,11 +108,8 @@ class Campaign:
         return Ledger(self.folder / LEDGER, self._key, self.folder / SECRET / COUNT)
 
     def verify(self) -> int:
-        """Check the ledger, the recipes, the texts, and each try's folder and pairs; return the number of entries.
-
-        Raises:
-            UserError: something was changed, added or removed.
-        """
+        """Raise a UserError if the ledger, a recipe, a text, or a try's folder or pair was changed, added or removed.
+        Return the number of entries."""
         ledger = self._read_ledger()
         if not ledger.entries or ledger.entries != self._ledger.entries:
             raise UserError(f"{ledger.path} is not what this judge has written: restore it from a copy.")
@@ -223,11 +220,8 @@ class Campaign:
 
     def plan(self, changes: Changes = None, patch: str | None = None) -> tuple[Recipe, Recipe, float]:
         """Return the champion's recipe, the changed recipe, and the FLOPs of a token with the change, divided by the
-        FLOPs without it. Nothing is trained or written to the ledger.
-
-        Raises:
-            UserError: the change is not allowed or invalid, changes nothing, or is too large.
-        """
+        FLOPs without it. Nothing is trained or written to the ledger. Raise a UserError if the change is not allowed or
+        invalid, changes nothing, or is too large."""
         return self._planned(overrides_from(changes, patch))
 
     def _planned(self, overrides: list[str]) -> tuple[Recipe, Recipe, float]:

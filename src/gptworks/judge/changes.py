@@ -86,12 +86,8 @@ def overrides_from(changes: Mapping[str, Any] | None, patch: str | None) -> list
 
 
 def check_allowed(recipe: Recipe, overrides: list[str]) -> None:
-    """Refuse overrides of settings that are not allowed.
-
-    Raises:
-        UserError: a setting is not allowed (the message has the rule) or does not exist (the message has the nearest
-            allowed setting).
-    """
+    """Raise a UserError if an override's setting is not allowed (the message has the rule) or does not exist (the
+    message has the nearest allowed setting)."""
     allowed = allowed_settings(recipe)
     paths = {one.path for one in settings(recipe)}
     for override in overrides:
@@ -113,11 +109,8 @@ def work_of_token(recipe: Recipe) -> float:
 
 
 def check_work(base: Recipe, changed: Recipe) -> None:
-    """Refuse a change whose model needs too much time or memory. Both recipes must have a vocabulary size.
-
-    Raises:
-        UserError: a token takes more than MOST_WORK times the base recipe's FLOPs, or memory does not suffice.
-    """
+    """Raise a UserError if a token takes more than MOST_WORK times the base recipe's FLOPs with a change, or memory
+    does not suffice. Both recipes must have a vocabulary size."""
     ratio = work_of_token(changed) / work_of_token(base)
     if ratio > MOST_WORK:
         raise UserError(
@@ -145,11 +138,8 @@ def together(earlier: Iterable[str], later: Iterable[str]) -> list[str]:
 
 
 def changed_recipe(path: Any, recipe: Recipe, overrides: list[str]) -> Recipe:
-    """Return the recipe in a file with allowed overrides applied.
-
-    Raises:
-        UserError: an override is not allowed, its value is wrong, or it changes what the validation loss measures.
-    """
+    """Return the recipe in a file with overrides applied. Raise a UserError if an override is not allowed, its value is
+    wrong, or it changes what the validation loss measures."""
     check_allowed(recipe, overrides)
     changed = load_recipe(path, overrides)
     for override in overrides:

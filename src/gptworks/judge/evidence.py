@@ -80,13 +80,8 @@ def level(error: float, control: Control, number: int, accepted: int) -> float:
 
 
 def judged(gains: Sequence[float], at_level: float, worth: float, least_deviation: float = 0.0) -> Judgement:
-    """Return the conclusion from the gains of a try, one for each pair.
-
-    Args:
-        at_level: the try's level: a gain needs e ≥ 1 / at_level.
-        worth: the minimum worthwhile gain.
-        least_deviation: see `spread_floor`.
-    """
+    """Return the conclusion from the gains of a try, one for each pair. A gain needs e ≥ 1 / `at_level`, and a mean of
+    `worth`. For `least_deviation`, see `spread_floor`."""
     n = len(gains)
     mean = fmean(gains) if gains else 0.0
     if n < FEWEST_PAIRS:

@@ -31,11 +31,7 @@ def final_gains(
     folder: Path, found: Records, rules: Rules, report: Report, after_pair: Callable[[Try], None]
 ) -> tuple[list[float], str]:
     """Train the missing pairs. Return each pair's gain on the sealed text, and where it is measured: at equal tokens or
-    in equal time.
-
-    Raises:
-        RunError: a run failed or was stopped; a later call continues.
-    """
+    in equal time. Raise a RunError if a run failed or was stopped; a later call continues."""
     base, place = folder / BASE, folder / FINAL
     begun = plan_try(
         base, found.champion_changes, place, NO_LIMIT_MINUTES, found.rules.worth, found.rules.steps,

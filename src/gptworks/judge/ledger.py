@@ -34,14 +34,8 @@ class Ledger:
     """The entries of a ledger, checked when it is read."""
 
     def __init__(self, path: Path, key: bytes, count: Path) -> None:
-        """Read the ledger; a missing file is an empty ledger.
-
-        Args:
-            count: file with the number of entries.
-
-        Raises:
-            UserError: the file is damaged, was changed, or is an old copy; the message names the line.
-        """
+        """Read the ledger; a missing file is an empty ledger. The file `count` has the number of entries. Raise a
+        UserError, which names the line, if the file is damaged, was changed, or is an old copy."""
         self.path, self._key, self._count = path, key, count
         self._lines: list[str] = []
         self.entries: list[Entry] = []

@@ -231,13 +231,7 @@ def _innermost(errors: BaseExceptionGroup) -> BaseException:
 
 def serve(open_campaign: Callable[[], Campaign]) -> None:
     """Serve a campaign to the client at standard input and output until it leaves; then stop any training.
-
-    Args:
-        open_campaign: called in a thread, since a new campaign takes longer than a client waits for a server.
-
-    Raises:
-        UserError: the campaign cannot be opened.
-    """
+    `open_campaign` is called in a thread, since a new campaign takes longer than a client waits for a server."""
     requests = os.fdopen(os.dup(0), "rb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # processes that train must not read requests

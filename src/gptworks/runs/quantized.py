@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from rich.table import Table as RichTable
-from torch import Tensor
 
 from gptworks.checkpoint import LoadedRun, Report, load_run
 from gptworks.choices import HeadWeights, Rounding, Weights
@@ -160,17 +159,19 @@ def quantize_run(
     context = loaded.model.config.context_length
     batches = []
     if rounding == "gptq":
-        batches = _calibration(TokenShards(prepared.folder, "train"), context, calibration_tokens or CALIBRATION_TOKENS)
+        n_windows = -(-(calibration_tokens or CALIBRATION_TOKENS) // context)
+        windows = evaluation_windows(TokenShards(prepared.folder, "train"), context, n_windows)
+        batches = [inputs for inputs, _ in batches_of(windows)]  # each [B, T]
     report(f"rounding to {weights}, {rounding}")
     quantized = quantize_model(loaded.model, weights, batches, step=report, head=head)
     report("comparing it with the run on held-out text")
     held_out = TokenShards(prepared.folder, "validation")
-    windows = list(evaluation_windows(held_out, context, max(1, REPORT_TOKENS // context)))
-    n_tokens = sum(int((targets != IGNORED).sum()) for _, targets in windows)
+    compared = list(evaluation_windows(held_out, context, max(1, REPORT_TOKENS // context)))
+    n_tokens = sum(int((targets != IGNORED).sum()) for _, targets in compared)
     n_bytes = (_bytes(loaded.model), _bytes(quantized))
-    divergence = measure_divergence(quantized, loaded.model, windows, lambda done: progress(done, n_tokens))
+    divergence = measure_divergence(quantized, loaded.model, compared, lambda done: progress(done, n_tokens))
     # Measure speed last: an engine changes the layout of the matrices, which makes other torch code slower.
-    tokenizer, prompt = load_tokenizer(loaded.tokenizer_folder), windows[0][0][:_PROMPT_TOKENS].tolist()
+    tokenizer, prompt = load_tokenizer(loaded.tokenizer_folder), compared[0][0][:_PROMPT_TOKENS].tolist()
     speed, speed_after = (_decode_speed(Engine(one, tokenizer), prompt) for one in (loaded.model, quantized))
     measured = QuantizationReport(
         weights, rounding, sum(batch.numel() for batch in batches), _parameters_by_kind(quantized), n_bytes, divergence,
@@ -211,12 +212,6 @@ def _check_rounding(weights: Weights, rounding: Rounding | None, calibration_tok
     if calibration_tokens is not None and calibration_tokens < 1:
         raise UserError(f"calibrate={calibration_tokens}: it must be 1 token or more.")
     return chosen
-
-
-def _calibration(shards: TokenShards, context_length: int, n_tokens: int) -> list[Tensor]:
-    """Return evenly spaced windows of the training text as batches [B, T]."""
-    windows = evaluation_windows(shards, context_length, -(-n_tokens // context_length))
-    return [inputs for inputs, _ in batches_of(windows)]
 
 
 def _write(out: Path, run: Path, loaded: LoadedRun, quantized: QuantizedGPT, measured: QuantizationReport) -> None:
