@@ -21,10 +21,9 @@ from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.recipes import shipped_paths
 from gptworks.runs.bands import Band, find_band, judge, make_band, read_band, shipped_bands, write_band
-from gptworks.runs.comparable import comparability
+from gptworks.runs.comparable import comparability, decisive, fingerprint, settings_fingerprint
 from gptworks.runs.compare import Comparison, compare, to_html
 from gptworks.runs.history import History, read_history
-from gptworks.runs.settings import decisive, fingerprint, settings_fingerprint
 from gptworks.runs.statistics import binomial_quantile, known_spread, t_quantile, t_two_sided, welch
 from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.progress import Progress

@@ -40,8 +40,8 @@ class TextTokens:
         self.n_tokens = len(self.tokens)
         self.round_trips = tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
         sizes = token_bytes(tokenizer)
-        unseen = 0 if begin or sizes is None else sizes[encoding.ids[0]]  # size of the first token, if not predicted
-        self.unseen_bytes = unseen
+        self.unseen_bytes = 0 if begin or sizes is None else sizes[encoding.ids[0]]
+        """Size of the first token, if it is not predicted."""
 
     def read(self, start: int, length: int) -> Int64s:
         return self.tokens[start : start + length]

@@ -10,7 +10,7 @@ from gptworks.judge.campaign import Campaign
 from gptworks.judge.changes import allowed_settings
 from gptworks.judge.records import Tried
 from gptworks.planning.params import count_parameters
-from gptworks.runs.settings import differences
+from gptworks.runs.comparable import differences
 
 
 @dataclass(frozen=True)

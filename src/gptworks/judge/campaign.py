@@ -58,7 +58,8 @@ class Campaign:
         check_links(self.folder)
         self._lock = locked(self.folder, "judge", "--folder")
         self._training, self._stop = threading.Lock(), threading.Event()
-        self._now: tuple[int, int] | None = None
+        self.running: tuple[int, int] | None = None
+        """The try that trains now (0: the final comparison) and its number of pairs so far; None if nothing trains."""
         self._since = time.monotonic()
         try:
             self._key = read_regular(key, 1 << 10, inside=key.parent)
@@ -170,16 +171,11 @@ class Campaign:
         for one in found.tries:
             if not one.is_open:
                 continue
-            if one.state == "running" and (self._now is None or self._now[0] != one.number):
+            if one.state == "running" and (self.running is None or self.running[0] != one.number):
                 one.state = "abandoned"
             if ((folder := self._folder(one.number)) / TRY_FILE).is_file():
                 one.take(facts_of(read_try(folder)))
         return found
-
-    @property
-    def running(self) -> tuple[int, int] | None:
-        """The try that trains now (0: the final comparison) and its number of pairs so far; None if nothing trains."""
-        return self._now
 
     @property
     def champion_path(self) -> Path:
@@ -293,7 +289,7 @@ class Campaign:
                 "begun", tried=number, changes=overrides, champion=found.champion, identity=identity,
                 level=self.next_level(found), parameters=parameters,
             )  # fmt: skip
-        self._now = number, len(begun.pairs)
+        self.running = number, len(begun.pairs)
         ended, one = begun, self.tried(number)
         one.least_deviation = spread_floor(other.judgement(worth) for other in found.tries if other.number != number)
 
@@ -307,7 +303,7 @@ class Campaign:
 
         def note(so_far: Try) -> None:
             nonlocal ended
-            ended, self._now = so_far, (number, len(so_far.pairs))
+            ended, self.running = so_far, (number, len(so_far.pairs))
             self._enter_pairs(number, so_far)
 
         def is_over() -> bool:
@@ -320,7 +316,7 @@ class Campaign:
             problem = str(error)
         self._note_lost_pair()
         if known is not None and known.state == "judged" and ended.pairs == begun.pairs and not problem:
-            self._now = None
+            self.running = None
             return self.tried(number)  # no run was trained
         if ended.pairs:
             write_try_page(ended)
@@ -336,7 +332,7 @@ class Campaign:
             is_open=answer == "open" and ended.due(ended=False) is not None,
             seconds=self._spent(), least_deviation=one.least_deviation, **facts,
         )  # fmt: skip
-        self._now = None
+        self.running = None
         write_judge_page(self.folder, self.records)
         if problem:
             raise RunError(problem)
@@ -356,10 +352,10 @@ class Campaign:
                 return found.final
             if not found.closing:
                 self._ledger.append("closing", champion=found.champion)
-            self._now = 0, 0
+            self.running = 0, 0
 
             def note(so_far: Try) -> None:
-                self._now = 0, len(so_far.pairs)
+                self.running = 0, len(so_far.pairs)
                 self._enter_pairs(0, so_far)
 
             gains, place = list[float](), ""
@@ -373,13 +369,13 @@ class Campaign:
                     raise
             final = final_facts(gains, place, found)
             self._ledger.append("finished", final=final, seconds=self._spent())
-            self._now = None
+            self.running = None
             write_judge_page(self.folder, self.records)
             return final
 
     def busy(self) -> UserError:
         """Return the error that says what is running."""
-        number, pairs = self._now or (-1, 0)
+        number, pairs = self.running or (-1, 0)
         what = "a try" if number < 0 else f"try {number}" if number else "the final comparison"
         return UserError(f"{what} is running, with {pairs} pairs so far: one training at a time, wait for its end.")
 
@@ -392,7 +388,7 @@ class Campaign:
             self._note_lost_pair()
             yield
         finally:
-            self._now = None
+            self.running = None
             self._training.release()
 
     def _seeds(self, label: str) -> Callable[[int], int]:

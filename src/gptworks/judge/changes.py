@@ -105,7 +105,7 @@ def check_allowed(recipe: Recipe, overrides: list[str]) -> None:
 
 def work_of_token(recipe: Recipe) -> float:
     """Return the forward FLOPs of a token. Training and evaluating a token both take a multiple of it."""
-    return forward_flops(recipe.model, recipe.row_length).total_causal / recipe.row_length
+    return forward_flops(recipe.model, recipe.row_length).per_token_causal
 
 
 def check_work(base: Recipe, changed: Recipe) -> None:

@@ -16,8 +16,8 @@ from pydantic import Field, ValidationError
 from gptworks.config import PositiveInt, Recipe, Section
 from gptworks.errors import UserError
 from gptworks.files import read_given, write_whole
+from gptworks.runs.comparable import decisive, differences, settings_fingerprint
 from gptworks.runs.history import History
-from gptworks.runs.settings import decisive, differences, settings_fingerprint
 from gptworks.runs.statistics import binomial_quantile, t_quantile
 
 FEWEST_SEEDS = 3

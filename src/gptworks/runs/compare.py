@@ -18,9 +18,19 @@ from gptworks.pages.drawing import Point
 from gptworks.pages.page import page
 from gptworks.pages.tables import Table
 from gptworks.runs.bands import Band, Verdict, judge, shipped_bands
-from gptworks.runs.comparable import Place, by_clock, common_place, comparability, finished_by_clock, shared_steps
+from gptworks.runs.comparable import (
+    Place,
+    by_clock,
+    common_place,
+    comparability,
+    decisive,
+    differences,
+    fingerprint,
+    finished_by_clock,
+    shared_steps,
+    text_of,
+)
 from gptworks.runs.history import History
-from gptworks.runs.settings import decisive, differences, fingerprint, text_of
 from gptworks.runs.statistics import Difference, known_spread, welch
 from gptworks.training.record.curves import dot_titles, points, smoothed
 from gptworks.training.record.display import clock

@@ -17,7 +17,7 @@ from gptworks.errors import RunError, UserError, not_installed
 from gptworks.files import check_links, check_regular, url_of
 from gptworks.overrides import as_typed
 from gptworks.recipe import load_recipe, save_recipe
-from gptworks.runs.settings import flat
+from gptworks.runs.comparable import flat
 from gptworks.runs.trials import Report, check_comparable, evaluations, last_line, open_folder, train_trial
 from gptworks.training.record.metrics import read_metrics
 

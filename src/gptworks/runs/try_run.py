@@ -30,8 +30,8 @@ from gptworks.device import (
 )
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
+from gptworks.runs.comparable import differences
 from gptworks.runs.history import History, read_history
-from gptworks.runs.settings import differences
 from gptworks.runs.statistics import FEWEST_PAIRS, MOST_PAIRS
 from gptworks.runs.trials import Report, check_comparable, open_folder, train_to_end
 from gptworks.runs.try_results import CHUNKS, TRY_FILE, Design, Pair, StepTime, Try, read_try, step_seconds, write_try
