@@ -20,20 +20,7 @@ from mcp.server.stdio import stdio_server
 from pydantic import Field
 
 from gptworks.errors import RunError, UserError
-from gptworks.judge.answers import (
-    Compared,
-    Evaluated,
-    League,
-    Planned,
-    Start,
-    Status,
-    compared,
-    evaluated,
-    league,
-    planned,
-    start,
-    status,
-)
+from gptworks.judge import answers
 from gptworks.judge.campaign import USUAL_PAIRS, Campaign
 from gptworks.judge.changes import MOST_CHANGES, MOST_PATCH_CHARACTERS
 from gptworks.judge.records import Tried
@@ -100,7 +87,7 @@ class Judge:
             while self.job is not None and not self.job.done():
                 await anyio.sleep(0.05)
 
-    async def train(self, work: Callable[[Campaign], Tried | None], wait_seconds: float) -> Status:
+    async def train(self, work: Callable[[Campaign], Tried | None], wait_seconds: float) -> answers.Status:
         """Start a training and wait at most `wait_seconds` for its end; return the status, with the try if it ended.
         Raise a ToolError if another training is running, or this one failed."""
         campaign = await self.campaign()
@@ -110,7 +97,7 @@ class Judge:
         threading.Thread(target=_work, args=(job, lambda: work(campaign))).start()
         await self.wait(wait_seconds)
         with _answered():
-            return status(campaign, job.result() if job.done() else None)
+            return answers.status(campaign, job.result() if job.done() else None)
 
 
 def _work(job: "Future[Tried | None]", work: Callable[[], Tried | None]) -> None:
@@ -140,20 +127,20 @@ def server_of(judge: Judge) -> MCPServer:
     """Return a server whose tools are the campaign's methods."""
     server = MCPServer("gptworks-judge", instructions=INSTRUCTIONS, log_level="ERROR")
 
-    @server.tool(name="init")
-    async def init_() -> Start:
+    @server.tool()
+    async def init() -> answers.Start:
         """Show the rules, the champion's changes, and the settings that may be changed, with their values."""
-        return await judge.ask(start)
+        return await judge.ask(answers.start)
 
     @server.tool()
-    async def plan(changes: Changes = None, patch: Patch = None) -> Planned:
+    async def plan(changes: Changes = None, patch: Patch = None) -> answers.Planned:
         """Check a change and estimate what it costs. Trains nothing and costs no budget."""
-        return await judge.ask(lambda one: planned(one, changes, patch))
+        return await judge.ask(lambda one: answers.planned(one, changes, patch))
 
     @server.tool(name="try")
     async def try_(
         changes: Changes = None, patch: Patch = None, pairs: Pairs = USUAL_PAIRS, wait_seconds: Wait = 45
-    ) -> Status:
+    ) -> answers.Status:
         """Find out whether a change improves the champion: train pairs of runs with and without it until it is judged.
 
         Returns the status with the try. If `running` is not empty, training goes on: call `status` with wait_seconds.
@@ -167,34 +154,34 @@ def server_of(judge: Judge) -> MCPServer:
         patch: Patch = None,
         pairs: Pairs = USUAL_PAIRS,
         wait_seconds: Wait = 45,
-    ) -> Status:
+    ) -> answers.Status:
         """Try the change of an earlier try together with further changes, against the champion."""
         return await judge.train(lambda one: one.try_change(changes, patch, pairs=pairs, of_try=number), wait_seconds)
 
     @server.tool()
-    async def evaluate(number: Number) -> Evaluated:
+    async def evaluate(number: Number) -> answers.Evaluated:
         """Show what a try's runs measured: losses, perplexity, the gain of each pair, the time of the same tokens."""
-        return await judge.ask(lambda one: evaluated(one, one.tried(number)))
+        return await judge.ask(lambda one: answers.evaluated(one, one.tried(number)))
 
     @server.tool()
-    async def compare(first: Number, second: Number) -> Compared:
+    async def compare(first: Number, second: Number) -> answers.Compared:
         """Show two tries next to each other. Only a try against the champion judges which is better."""
-        return await judge.ask(lambda one: compared(one, one.tried(first), one.tried(second)))
+        return await judge.ask(lambda one: answers.compared(one, one.tried(first), one.tried(second)))
 
-    @server.tool(name="league")
-    async def league_() -> League:
+    @server.tool()
+    async def league() -> answers.League:
         """Rank all tries: accepted changes first, then by mean gain."""
-        return await judge.ask(league)
+        return await judge.ask(answers.league)
 
-    @server.tool(name="status")
-    async def status_(wait_seconds: Wait = 0) -> Status:
+    @server.tool()
+    async def status(wait_seconds: Wait = 0) -> answers.Status:
         """Show the budget, the evidence that the next try needs, and what is running; optionally wait for its end."""
         await judge.wait(wait_seconds)
         error = None if judge.job is None or not judge.job.done() else judge.job.exception()
-        return await judge.ask(lambda one: status(one, last_error="" if error is None else _known(error)))
+        return await judge.ask(lambda one: answers.status(one, last_error="" if error is None else _known(error)))
 
     @server.tool()
-    async def finish(wait_seconds: Wait = 45) -> Status:
+    async def finish(wait_seconds: Wait = 45) -> answers.Status:
         """End the campaign: compare the champion with the base recipe, with fresh seeds, on sealed text."""
 
         def end(campaign: Campaign) -> None:
