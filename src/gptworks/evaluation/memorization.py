@@ -120,10 +120,7 @@ def find_copied(training: Tokens, texts: Sequence[Int64s], sizes: Sequence[int] 
     """Find which n-grams occur in the training tokens. Return flags [T − n + 1] for each length n and each text [T].
 
     This reads the training text once. The hash of an n-gram combines the hashes of its halves. n-grams with equal
-    hashes are compared token by token, so the flags are exact.
-
-    Args:
-        sizes: powers of two, ascending.
+    hashes are compared token by token, so the flags are exact. `sizes` are ascending powers of two.
     """
     longest = max(sizes)
     missing: dict[int, dict[bytes, int]] = {n: {} for n in sizes}  # n → n-gram not yet found → hash

@@ -143,13 +143,8 @@ class Task:
     def __init__(
         self, settings: AnyTask, items: Sequence[Item], shot_items: Sequence[Item] | None, origin: str
     ) -> None:
-        """
-        Args:
-            shot_items: items to take shots (solved examples) from; None: the task's other items.
-
-        Raises:
-            UserError: there are fewer items to take shots from than `shots`.
-        """
+        """Take shots (solved examples) from `shot_items`; None: from the task's other items. Raise a UserError if there
+        are fewer than `shots`."""
         self.settings, self.items, self.origin = settings, list(items), origin
         self._own_shots = shot_items is None
         pool = list(items if shot_items is None else shot_items)
@@ -313,15 +308,9 @@ def _is_template(wanted: str) -> bool:
 
 
 def load_task(path: Path, *, shots: int | None = None, limit: int | None = None) -> Task:
-    """Load and check the task of a file.
-
-    Args:
-        shots, limit: override the file's settings of these names; None: keep them.
-
-    Raises:
-        UserError: a file is missing or unreadable, a setting is unknown or wrong, or an item or the number of items
-            does not fit the settings.
-    """
+    """Load and check the task of a file; `shots` and `limit` override its settings of these names. Raise a UserError if
+    a file is missing or unreadable, a setting is unknown or wrong, or an item or the number of items does not fit the
+    settings."""
     try:
         tree = parse_yaml(read_given(path, MAX_BYTES), str(path))
     except FileNotFoundError:

@@ -105,12 +105,9 @@ class Verdict:
 
 
 def make_band(runs: Sequence[History]) -> Band:
-    """Make the band of three or more runs of one recipe, which differ only in their seed.
-
-    Raises:
-        UserError: there are fewer than three runs, their settings differ, a seed occurs twice, evaluations are
-            missing or not finite, or a run's length is set in minutes.
-    """
+    """Make the band of three or more runs of one recipe, which differ only in their seed. Raise a UserError if there
+    are fewer runs, their settings differ, a seed occurs twice, evaluations are missing or not finite, or a run's length
+    is set in minutes."""
     first = runs[0]
     settings = decisive(first.recipe)
     if len(runs) < FEWEST_SEEDS:

@@ -48,9 +48,9 @@ def comparability(first: History, second: History) -> Comparability:
         reasons.append(reason)
     if reasons:
         return Comparability(None, tuple(reasons))
-    tokens, texts = (first.data_fingerprint, second.data_fingerprint), (first.text_fingerprint, second.text_fingerprint)
+    tokens = (first.data_fingerprint, second.data_fingerprint)
     if differing or (None not in tokens and tokens[0] != tokens[1]):
-        return _in_bits(first, second, differing, texts)
+        return _in_bits(first, second, differing)
     if None in tokens:
         name = (first if tokens[0] is None else second).name
         unknown = f"{name} has no checkpoint that says which text it was evaluated on"
@@ -87,10 +87,9 @@ def _evaluates_all(run: History) -> bool | None:
     return False if False in known else True if known else None
 
 
-def _in_bits(
-    first: History, second: History, differing: Sequence[str], texts: tuple[str | None, str | None]
-) -> Comparability:
+def _in_bits(first: History, second: History, differing: Sequence[str]) -> Comparability:
     """Return bits per byte as measure if runs with different tokens have the same held-out text; else the reason."""
+    texts = (first.text_fingerprint, second.text_fingerprint)
     why = f"{differing[0]} differs" if differing else "their token files differ"
     if None in texts:
         name = (first if texts[0] is None else second).name

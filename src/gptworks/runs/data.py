@@ -100,11 +100,8 @@ class RunData:
         """Return a document's size, and at most n of its tokens from token `first` on, as JSON.
 
         `n_bytes` is the size of the document's text without special tokens; None if token ids do not determine it. Each
-        token's `learned` says whether it counts in the loss; None for plain text.
-
-        Raises:
-            UserError: the document or token does not exist.
-        """
+        token's `learned` says whether it counts in the loss; None for plain text. Raise a UserError if the document or
+        token does not exist."""
         with self.checked():
             shards = self.shards(split)
             starts = shards.document_starts()
@@ -148,13 +145,9 @@ class RunData:
     def rows_of_step(
         self, step: int, first: int, n: int, check: Check = lambda: None
     ) -> tuple[StepSamples, list[tuple[Tree, Row]]]:
-        """Return a step's samples, and the rows of n of these samples, from sample `first` of the batch on.
-
-        Each row comes with its `sample` (index in the batch), and the `epoch` and `number` of its training item.
-
-        Raises:
-            UserError: the run has not reached the step, or the step has no such sample.
-        """
+        """Return a step's samples, and the rows of n of these samples, from sample `first` of the batch on. Each row
+        comes with its `sample` (index in the batch), and the `epoch` and `number` of its training item. Raise a
+        UserError if the run has not reached the step, or the step has no such sample."""
         samples, whole = self.step(step), self.samples.context_length
         assert self.recipe is not None  # else `self.step` has raised an error
         length = self.recipe.train.length_at(step - 1, whole)
@@ -219,11 +212,8 @@ class RunData:
 
 
 def data_of(place: str | Path, overrides: Sequence[str] = ()) -> RunData:
-    """Open the data of `place`: the folder of a dataset or a run, or a recipe whose data has been built.
-
-    Raises:
-        UserError: the data is missing or was changed, or `overrides` are given for a dataset.
-    """
+    """Open the data of `place`: the folder of a dataset or a run, or a recipe whose data has been built. Raise a
+    UserError if the data is missing or was changed, or `overrides` are given for a dataset."""
     folder = fetched_path(place)
     if (folder / MANIFEST_FILE).is_file():
         if overrides:
@@ -239,11 +229,8 @@ def data_of(place: str | Path, overrides: Sequence[str] = ()) -> RunData:
 
 
 def data_of_run(name: str, folder: Path, trained_on: str, overrides: Sequence[str] = ()) -> RunData:
-    """Open the data that a run was trained on, found by its fingerprint `trained_on`.
-
-    Raises:
-        UserError: the run was imported, or its data is missing or was made by another tokenizer.
-    """
+    """Open the data that a run was trained on, found by its fingerprint `trained_on`. Raise a UserError if the run was
+    imported, or its data is missing or was made by another tokenizer."""
     if not trained_on:
         raise UserError(
             f"{name} was not trained here but imported, so there is no prepared data of it. Choose a run that was "

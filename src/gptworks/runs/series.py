@@ -212,10 +212,9 @@ class Series:
     @property
     def keys(self) -> list[str]:
         """Names of the figures that have curves. Those by layer and by part are in `details` instead."""
-        drawn = ("train", "validation")
         return [
             f"{kind}.{key}"
-            for kind in drawn
+            for kind in ("train", "validation")
             for key in self.columns[kind].keys
             if "." not in key and key not in _NO_FIGURES
         ]

@@ -131,13 +131,9 @@ class Verdict:
 
 
 def verdict(differences: Sequence[float], most_pairs: int, worth: float, error: float = 0.05) -> Verdict:
-    """Decide from the differences so far whether their true mean is below 0, above 0 or too small to matter.
-
-    Args:
-        most_pairs: the maximum number of pairs, fixed before the first pair.
-        worth: the smallest difference that matters.
-        error: probability that any of the tests finds a difference where none exists.
-    """
+    """Decide from the differences so far whether their true mean is below 0, above 0 or too small to matter: smaller
+    than `worth`. The maximum number of pairs is fixed before the first pair. `error` is the probability that any of the
+    tests finds a difference where none exists."""
     n, value = len(differences), fmean(differences) if differences else 0.0
     if n < FEWEST_PAIRS:
         return Verdict("open", value, -math.inf, math.inf)

@@ -78,12 +78,9 @@ class Sweep:
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = False) -> Recipe:
-    """Load the recipe of a sweep, and check its ranges and its folder.
-
-    Raises:
-        UserError: the recipe has no `sweep` section or rejects a value of a range, Optuna is missing, or the folder
-            holds files that are not those of a sweep to resume.
-    """
+    """Load the recipe of a sweep, and check its ranges and its folder. Raise a UserError if the recipe has no `sweep`
+    section or rejects a value of a range, Optuna is missing, or the folder holds files that are not those of a sweep to
+    resume."""
     recipe = load_recipe(path, overrides)
     if recipe.sweep is None:
         raise UserError(f"{path} has no `sweep` section: name there what to try, as in docs/topics/evaluating.md.")
