@@ -6,10 +6,12 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from gptworks.config import Recipe, role_of, settings
+from gptworks.errors import UserError
 from gptworks.runs.history import History
 from gptworks.training.record.metrics import Record
 
@@ -224,15 +226,21 @@ def settings_fingerprint(given: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode("utf-8")).hexdigest()
 
 
-def differences(recipes: Sequence[Recipe]) -> dict[str, list[Any]]:
-    """Return the settings that differ, by path, each with its value in every recipe (None if a recipe lacks it).
-
-    Name, run folder and sweep are left out.
-    """
-    trees = [dict(flat(recipe.model_dump(mode="json", exclude={"name", "run_dir", "sweep"}))) for recipe in recipes]
+def differences(recipes: Sequence[Recipe], exclude: dict[str, Any] | None = None) -> dict[str, list[Any]]:
+    """Return the settings that differ, by path, each with its value in every recipe (None if a recipe lacks it), except
+    those of `exclude`; None: name, run folder and sweep."""
+    left_out = dict.fromkeys(("name", "run_dir", "sweep"), True) if exclude is None else exclude
+    trees = [dict(flat(recipe.model_dump(mode="json", exclude=left_out))) for recipe in recipes]
     keys = dict.fromkeys(key for tree in trees for key in tree)
     values = {key: [tree.get(key) for tree in trees] for key in keys}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+
+def check_same(folder: Path, then: Recipe, now: Recipe, advice: str, exclude: dict[str, Any] | None = None) -> None:
+    """Raise a UserError, with `advice`, if a recipe is not the one with which a folder was started; see
+    `differences`."""
+    for key, (was, is_now) in differences([then, now], exclude).items():
+        raise UserError(f"{folder} was started with another `{key}`: it was {was} and is now {is_now}. {advice}")
 
 
 def text_of(value: Any, room: int = 40) -> str:

@@ -30,7 +30,7 @@ from gptworks.device import (
 )
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
-from gptworks.runs.comparable import differences
+from gptworks.runs.comparable import check_same, differences
 from gptworks.runs.history import History, read_history
 from gptworks.runs.statistics import FEWEST_PAIRS, MOST_PAIRS
 from gptworks.runs.trials import Report, check_comparable, open_folder, train_to_end
@@ -186,11 +186,7 @@ def _found(folder: Path, recipe: Recipe, changed: Recipe, changes: tuple[str, ..
             f"{folder} tries {' '.join(found.design.changes)}, not {' '.join(changes)}: give another --folder."
         )
     for now, then in ((recipe, found.recipe), (changed, found.changed)):
-        if differing := differences([then, now]):
-            key, (was, is_now) = next(iter(differing.items()))
-            raise UserError(
-                f"{folder} was started with another `{key}`: it was {was} and is now {is_now}. Give another --folder."
-            )
+        check_same(folder, then, now, "Give another --folder.")
     return found
 
 
