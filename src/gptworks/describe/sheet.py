@@ -18,7 +18,7 @@ from rich.text import Text
 from gptworks.config import ModelConfig
 from gptworks.describe.diagram import diagram
 from gptworks.describe.published import Figure, published_figures
-from gptworks.describe.words import POSITIONS, dims, n_banded, norm_name
+from gptworks.describe.words import dims, n_banded, norm_name
 from gptworks.pages import parts as html
 from gptworks.pages.tables import Table
 from gptworks.planning.flops import ForwardFlops, forward_flops
@@ -271,7 +271,7 @@ def traits(c: ModelConfig) -> str:
     """Return the model's design choices in one line: positions, norms, activation, biases and so on."""
     biased = [name for name, there in (("qkv", c.qkv_bias), ("output", c.out_bias), ("MLP", c.mlp_bias)) if there]
     parts = [
-        POSITIONS[c.position][0]
+        {"learned": "learned positions", "rope": "rotary positions", "none": "no positions"}[c.position]
         + (" in some layers" if "none" in c.rope_pattern else "")
         + (f" scaled × {c.rope_scaling.factor:g}" if c.rope_scaling else "")
         + (" outside windows" if c.rope_scaling and c.window_rope_theta else ""),

@@ -43,8 +43,8 @@ class Ledger:
             self._read()
             self._check_number()
 
-    def append(self, kind: str, **facts: Any) -> Entry:
-        """Add an entry and return it; the file is on the disk when this returns."""
+    def append(self, kind: str, **facts: Any) -> None:
+        """Add an entry; the file is on the disk when this returns."""
         previous = _sha256(self._lines[-1]) if self._lines else _FIRST
         entry = {"number": len(self.entries) + 1, "kind": kind, "time": round(time.time(), 3), **facts}
         line = self._signed({**entry, "previous": previous})
@@ -52,7 +52,6 @@ class Ledger:
         self.entries.append(json.loads(line))
         write_whole(self.path, "\n".join([*self._lines, self._head()]) + "\n", inside=self.path.parent)
         write_whole(self._count, str(len(self.entries)), private=True, inside=self._count.parent)
-        return self.entries[-1]
 
     def of_kind(self, *kinds: str) -> Iterator[Entry]:
         return (entry for entry in self.entries if entry["kind"] in kinds)
