@@ -9,6 +9,7 @@ from typing import Any
 from gptworks.config import Recipe
 from gptworks.config.optimizers import OPTIMIZERS
 from gptworks.describe.parts import Part, parts
+from gptworks.describe.plan_tables import named
 from gptworks.describe.sheet import Sheet, describe, summary, traits
 from gptworks.errors import UserError
 from gptworks.planning.params import Shape
@@ -95,9 +96,8 @@ def _part(part: Part, layer: int, sheet: ModelSheet) -> Tree:
         sum((sheet.figures.get(name, Figures()) for i in those for name in part.in_layer(part.modules, i)), Figures())
         for those in ((layer,), layers)
     )
-    named = ("key", "name", "kind", "place", "weights", "shape", "words", "source")
     return {
-        **{name: getattr(part, name) for name in named},
+        **named(part, "key", "name", "kind", "place", "weights", "shape", "words", "source"),
         "share": everywhere.parameters / sheet.whole.parameters,
         "tied": bool(part.tensors_of),
         "figures": list(_rows(here, everywhere, sheet)),

@@ -15,7 +15,7 @@ from gptworks.runs.comparable import differences
 
 @dataclass(frozen=True)
 class TryAnswer:
-    """A try and its verdict."""
+    """A try and its verdict; see `Tried`."""
 
     number: int
     changes: list[str]
@@ -35,12 +35,9 @@ class TryAnswer:
     """Natural logarithm of the e-value, the evidence for a gain."""
     needed_log_e: float
     place: str
-    """Whether losses are compared at equal tokens or in equal time."""
     step_time: float | None
-    """Time of the same tokens with the change, divided by the time without it."""
     parameters: int | None
     champion: int
-    """Number of the try that made the champion to which the change is applied; 0: the base recipe."""
     seconds: float
 
 

@@ -306,12 +306,12 @@ class Campaign:
             ended, self.running = so_far, (number, len(so_far.pairs))
             self._enter_pairs(number, so_far)
 
-        def is_over() -> bool:
-            return self._stop.is_set() or time.monotonic() - started > left
-
+        rules = Rules(
+            self._seeds(f"try {number}"), is_ended, lambda: self._stop.is_set() or time.monotonic() - started > left
+        )
         problem, files = "", dict[str, str]()
         try:
-            run_try(begun, path, self._report, note, Rules(self._seeds(f"try {number}"), is_ended, is_over))
+            run_try(begun, path, self._report, note, rules)
         except (RunError, UserError) as error:
             problem = str(error)
         self._note_lost_pair()
