@@ -11,6 +11,7 @@ from gptworks.errors import UserError, did_you_mean, shortened
 from gptworks.overrides import as_typed, overrides_of
 from gptworks.planning.flops import forward_flops
 from gptworks.recipe import load_recipe
+from gptworks.runs.comparable import measured
 from gptworks.runs.trials import check_comparable
 from gptworks.training.setup import check_memory
 from gptworks.yaml_files import parse_yaml
@@ -144,9 +145,6 @@ def changed_recipe(path: Any, recipe: Recipe, overrides: list[str]) -> Recipe:
     changed = load_recipe(path, overrides)
     for override in overrides:
         check_comparable(recipe, key_of(override), f"change {override}")
-    measured = [
-        {one.path: one.value for one in settings(each) if one.role.decides_measure} for each in (recipe, changed)
-    ]
-    if measured[0] != measured[1]:
+    if measured(changed) != measured(recipe):
         raise UserError("this change also changes what the validation loss measures: leave that setting out.")
     return changed

@@ -38,7 +38,7 @@ def comparability(first: History, second: History) -> Comparability:
     byte are comparable if the tokens differ but the held-out text is the same. Neither is comparable between rows of
     different lengths if a run evaluated only a part of the held-out text.
     """
-    ours, theirs = _measured(first.recipe), _measured(second.recipe)
+    ours, theirs = measured(first.recipe), measured(second.recipe)
     differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
     reasons = [
         f"{key} is {text_of(ours.get(key), 80) or 'absent'} and {text_of(theirs.get(key), 80) or 'absent'}"
@@ -107,7 +107,8 @@ def _in_bits(first: History, second: History, differing: Sequence[str]) -> Compa
     return Comparability("bits_per_byte")
 
 
-def _measured(recipe: Recipe) -> dict[str, Any]:
+def measured(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings that decide what the validation loss measures, by path."""
     return {setting.path: setting.value for setting in settings(recipe) if setting.role.decides_measure}
 
 
@@ -198,7 +199,7 @@ def finished_by_clock(run: History) -> bool:
 
 def _step_of(recipe: Recipe) -> tuple[Any, ...]:
     """Return a key that is equal for two runs if their steps do the same work."""
-    train, tokenizer = recipe.train, _measured(recipe)["tokenizer.type"]
+    train, tokenizer = recipe.train, measured(recipe)["tokenizer.type"]
     batches = (train.batch_size, train.smaller_batches, train.shorter_contexts)
     return (*batches, recipe.row_length, recipe.objective.type, tokenizer)
 
