@@ -7,7 +7,7 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from gptworks.judge.campaign import Campaign
-from gptworks.judge.changes import allowed_settings
+from gptworks.judge.changes import allowed_settings, overrides_from
 from gptworks.judge.records import Tried
 from gptworks.planning.params import count_parameters
 from gptworks.runs.comparable import differences
@@ -142,7 +142,7 @@ class Planned:
 
 
 def planned(campaign: Campaign, changes: dict[str, Any] | None, patch: str | None) -> Planned:
-    recipe, changed, work = campaign.plan(changes, patch)
+    recipe, changed, work = campaign.plan(overrides_from(changes, patch))
     found = campaign.records
     seconds = campaign.pair_seconds(found) * (1 + work) / 2
     return Planned(

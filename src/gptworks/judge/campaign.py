@@ -214,13 +214,10 @@ class Campaign:
 
     # -------------------------------------------------------------------------------------------- tries
 
-    def plan(self, changes: Changes = None, patch: str | None = None) -> tuple[Recipe, Recipe, float]:
+    def plan(self, overrides: list[str]) -> tuple[Recipe, Recipe, float]:
         """Return the champion's recipe, the changed recipe, and the FLOPs of a token with the change, divided by the
         FLOPs without it. Nothing is trained or written to the ledger. Raise a UserError if the change is not allowed or
         invalid, changes nothing, or is too large."""
-        return self._planned(overrides_from(changes, patch))
-
-    def _planned(self, overrides: list[str]) -> tuple[Recipe, Recipe, float]:
         recipe = self.champion()
         changed = changed_recipe(self.champion_path, recipe, overrides)
         changed = with_vocab_size(changed, recipe.model.vocab_size)
@@ -256,7 +253,7 @@ class Campaign:
                 raise UserError(
                     "the campaign has ended, since its sealed text was opened: begin one in a new --folder."
                 )
-            _, changed, _ = self._planned(overrides)
+            _, changed, _ = self.plan(overrides)
             identity = _identity(found.champion, changed)
             known = next((one for one in found.tries if one.identity == identity), None)
             if known is not None and known.state != "abandoned" and (not known.is_open or len(known.gains) >= pairs):

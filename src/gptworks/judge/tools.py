@@ -93,7 +93,8 @@ class Judge:
         campaign = await self.campaign()
         if self.job is not None and not self.job.done():
             raise ToolError(str(campaign.busy()))
-        self.job = job = Future()
+        job: Future[Tried | None] = Future()
+        self.job = job
         threading.Thread(target=_work, args=(job, lambda: work(campaign))).start()
         await self.wait(wait_seconds)
         with _answered():
