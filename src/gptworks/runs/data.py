@@ -76,9 +76,6 @@ class RunData:
     def _speller(self) -> Speller:
         return Speller(self.prepared.tokenizer)
 
-    def spell(self, token: int) -> str:
-        return self._speller.spell(token)[0] if token < self.prepared.manifest.vocab_size else ""
-
     def shards(self, split: Split) -> TokenShards:
         return TokenShards(self.prepared.folder, split)
 
@@ -170,7 +167,11 @@ class RunData:
         stream = StreamDecoder(self.prepared.tokenizer)
         for token in before.tolist():
             stream.push(token)
-        return [{"id": token, "text": stream.push(token), "spelling": self.spell(token)} for token in ids.tolist()]
+        n = self.prepared.manifest.vocab_size
+        return [
+            {"id": token, "text": stream.push(token), "spelling": self._speller.spell(token)[0] if token < n else ""}
+            for token in ids.tolist()
+        ]
 
     def shown(self, row: Row, first: int, n: int, nats: Sequence[float | None] | None = None) -> Tree:
         """Return a row as JSON, with n of its tokens from token `first` on. nats: a model's loss on each token."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat, TypeAdapter
+from pydantic import BaseModel, Field, FiniteFloat
 from pydantic_core import to_jsonable_python
 
 from gptworks.config import PositiveInt, Recipe
@@ -252,15 +252,11 @@ def write_try(found: Try) -> None:
     write_whole(found.folder / TRY_FILE, json.dumps(state, indent=1) + "\n")
 
 
-@dataclass(frozen=True)
-class _Written:
+class _Written(BaseModel):
     """The contents of `try.json`."""
 
     design: Design
     pairs: tuple[Pair, ...]
-
-
-_WRITTEN = TypeAdapter(_Written)
 
 
 def read_try(folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> Try:
@@ -272,7 +268,7 @@ def read_try(folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) ->
     except FileNotFoundError:
         raise UserError(f"{folder} holds no try: there is no {TRY_FILE}.") from None
     try:
-        written = _WRITTEN.validate_json(contents)
+        written = _Written.model_validate_json(contents)
         if len(written.pairs) > written.design.most_pairs:
             raise ValueError("more pairs than the design allows")
         for number, pair in enumerate(written.pairs):
