@@ -252,7 +252,7 @@ def test_a_run_counts_once_and_to_its_end(tmp_path: Path) -> None:
     short = write_run(tmp_path / "short", curve([9.0]), 77)
     comparison = plain(*runs, again, short)
     (group,) = comparison.groups
-    assert [run.name for run in group.runs] == ["seed-1", "seed-2", "seed-3", "seed-4"]
+    assert [run.name for run in group] == ["seed-1", "seed-2", "seed-3", "seed-4"]
     assert set(comparison.uncounted) == {"again", "short"}
 
 
@@ -462,7 +462,7 @@ def test_all_seeds_of_runs_that_end_by_the_clock_count(tmp_path: Path) -> None:
 
 def test_runs_of_one_recipe_on_other_text_are_no_repeats(tmp_path: Path) -> None:
     runs = [evaluated_on(run, f"t{i}", f"x{i}") for i, run in enumerate(repeats(tmp_path))]
-    assert [len(group.runs) for group in plain(*runs).groups] == [1] * 4
+    assert [len(group) for group in plain(*runs).groups] == [1] * 4
 
 
 def test_the_table_is_printed_beside_the_page(tmp_path: Path) -> None:

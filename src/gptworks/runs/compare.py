@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from markupsafe import Markup
-from rich.console import Group as Renderables
+from rich.console import Group
 from rich.text import Text
 
 from gptworks.errors import UserError
@@ -35,17 +35,6 @@ from gptworks.runs.statistics import Difference, known_spread, welch
 from gptworks.training.record.curves import dot_titles, points, smoothed
 from gptworks.training.record.display import clock
 from gptworks.units import counted
-
-
-@dataclass(frozen=True)
-class Group:
-    """Runs with the same settings and text but different seeds."""
-
-    runs: tuple[History, ...]
-
-    @property
-    def names(self) -> str:
-        return ", ".join(run.name for run in self.runs)
 
 
 @dataclass(frozen=True)
@@ -96,7 +85,7 @@ class Comparison:
     """The band of each run; None for a run without a band."""
 
     @cached_property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[tuple[History, ...]]:
         """Runs grouped by text and by the settings that decide a curve, with one run per seed.
 
         If all runs of a group have a time limit and some have finished, the group keeps these. Otherwise it keeps the
@@ -113,13 +102,13 @@ class Comparison:
             by_seed: dict[int, History] = {}
             for run in ended or [run for run in runs if run.validation[-1]["step"] == furthest]:
                 by_seed.setdefault(run.recipe.seed, run)
-            groups.append(Group(tuple(by_seed.values())))
+            groups.append(tuple(by_seed.values()))
         return groups
 
     @cached_property
     def uncounted(self) -> list[str]:
         """Names of the runs that belong to no group."""
-        counted = {run.folder for group in self.groups for run in group.runs}
+        counted = {run.folder for group in self.groups for run in group}
         return [run.name for run in self.runs if run.folder not in counted]
 
     @cached_property
@@ -146,25 +135,28 @@ class Comparison:
     def refusals(self) -> list[Refusal]:
         return [result for result in self.results if isinstance(result, Refusal)]
 
-    def _result(self, first: Group, second: Group) -> Finding | Refusal:
-        found = comparability(first.runs[0], second.runs[0])
+    def _result(self, first: Sequence[History], second: Sequence[History]) -> Finding | Refusal:
+        found = comparability(first[0], second[0])
+        ours, theirs = (", ".join(run.name for run in group) for group in (first, second))
         if found.measure is None:
-            return Refusal(first.names, second.names, found.reasons)
-        place = common_place(first.runs, second.runs, found.measure)
+            return Refusal(ours, theirs, found.reasons)
+        place = common_place(first, second, found.measure)
         if isinstance(place, str):
-            return Refusal(first.names, second.names, (place,))
+            return Refusal(ours, theirs, (place,))
         difference, how = self._test(first, second, place, found.measure)
         a, b = place.values
-        shared = max(shared_steps(one, other) for one in first.runs for other in second.runs)
+        shared = max(shared_steps(one, other) for one in first for other in second)
         forked = f"up to step {shared:,} they are one run, which was forked there" if shared else ""
         return Finding(
-            first=first.names, second=second.names, n_runs=(len(a), len(b)), measure=found.measure,
-            unit=first.runs[0].loss_unit if found.measure == "loss" else "bits per byte", after=place.words, how=how,
+            first=ours, second=theirs, n_runs=(len(a), len(b)), measure=found.measure,
+            unit=first[0].loss_unit if found.measure == "loss" else "bits per byte", after=place.words, how=how,
             difference=difference, value=fmean(b) - fmean(a),
             caveats=tuple(filter(None, (found.caveat, place.caveat, forked))),
         )  # fmt: skip
 
-    def _test(self, first: Group, second: Group, place: Place, measure: str) -> tuple[Difference | None, str]:
+    def _test(
+        self, first: Sequence[History], second: Sequence[History], place: Place, measure: str
+    ) -> tuple[Difference | None, str]:
         """Return the difference with its interval, and the method; or None and the reason why there is no interval."""
         a, b = place.values
         counts = f"{counted(len(a), 'run')} and {counted(len(b), 'run')}"
@@ -172,10 +164,10 @@ class Comparison:
             return welch(a, b), f"Welch's t-test, {counts}"
         for group, values in ((first, a), (second, b)):
             if len(values) > 1:
-                how = f"{counts}, taking the spread of {group.names} for both"
+                how = f"{counts}, taking the spread of {', '.join(run.name for run in group)} for both"
                 return known_spread(a, b, stdev(values), len(values) - 1), how
         for group in (first, second):
-            band = self.bands[self.runs.index(group.runs[0])]
+            band = self.bands[self.runs.index(group[0])]
             point = next((point for point in band.points if point.step == place.step), None) if band else None
             if band is not None and point is not None and measure == "loss":
                 spread = f"the spread of the band of {band.name}, which has {counted(point.n, 'run')}"
@@ -252,9 +244,9 @@ class Comparison:
         rows = [(key, *(text_of(value, room) for value in found)) for key, found in self.differing.items()]
         return Table(header, "l" + "r" * len(self.runs), rows)
 
-    def __rich__(self) -> Renderables:
+    def __rich__(self) -> Group:
         tables = [self.table, *([self.settings_table(max(10, 60 // len(self.runs)))] if self.differing else [])]
-        return Renderables(*(table.rich() for table in tables), *map(Text, self.notes))
+        return Group(*(table.rich() for table in tables), *map(Text, self.notes))
 
 
 def compare(runs: Sequence[History], bands: Sequence[Band | None]) -> Comparison:

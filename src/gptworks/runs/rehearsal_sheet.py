@@ -33,13 +33,13 @@ class Line:
     """Exact figures of the line, by name."""
 
 
-SECTIONS = ("before the start", "step", "ranks", "memory and time", "data, disk and cost")
-
-
 def sections(rehearsed: Rehearsed) -> dict[str, list[Line]]:
-    """Return the lines of a rehearsal under the titles of `SECTIONS`."""
-    made = (_before, _step, _ranks, _memory_and_time, _data_and_cost)
-    return {title: list(lines(rehearsed)) for title, lines in zip(SECTIONS, made, strict=True)}
+    """Return the lines of a rehearsal by the titles of its sections."""
+    made = {
+        "before the start": _before, "step": _step, "ranks": _ranks, "memory and time": _memory_and_time,
+        "data, disk and cost": _data_and_cost,
+    }  # fmt: skip
+    return {title: list(lines(rehearsed)) for title, lines in made.items()}
 
 
 def _before(r: Rehearsed) -> Iterator[Line]:
