@@ -38,7 +38,7 @@ from gptworks.data.shards import Manifest
 from gptworks.device import cpu_threads
 from gptworks.errors import RunError, UserError
 from gptworks.recipe import load_recipe, read_recipe
-from gptworks.runs.settings import fingerprint
+from gptworks.runs.comparable import fingerprint
 from gptworks.runs.trials import check_comparable, open_folder
 from gptworks.runs.try_run import steps_in_turns
 from rates import TUNING_SEED, next_factor, tuning_losses

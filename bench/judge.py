@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from gptworks.judge.evidence import Control, Judgement, judged, level, spread_floor
-from gptworks.runs.sequential import FEWEST_PAIRS
+from gptworks.runs.statistics import FEWEST_PAIRS
 
 Noise = Callable[[np.random.Generator, int], np.ndarray]
 

@@ -18,8 +18,8 @@ from gptworks.errors import UserError
 from gptworks.files import sync
 from gptworks.machine import cpu_name
 from gptworks.runs.history import read_history
-from gptworks.runs.step_time import step_seconds
 from gptworks.runs.trials import evaluations, train_to_end
+from gptworks.runs.try_results import step_seconds
 
 Result = dict[str, Any]
 

@@ -8,7 +8,7 @@ from statistics import median
 
 from blocks import FEWEST_RUNS, MOST_RUNS, Comparison, compare
 from changes import BASELINE, LONGER, SHORTER, WITHDRAWN
-from gptworks.runs.step_time import StepTime, step_time
+from gptworks.runs.try_results import StepTime, step_time
 from rates import TUNING_SEED, factor_of, tuned_factor
 from recorded import Place, Result, place_of
 

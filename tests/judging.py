@@ -62,5 +62,5 @@ def without_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gptworks.runs.try_run.train_to_end", train)
     monkeypatch.setattr("gptworks.runs.try_run.measured_step_seconds", lambda recipe: STEP_SECONDS)
     monkeypatch.setattr("gptworks.runs.try_run.measured_in_turns", in_turns)
-    monkeypatch.setattr("gptworks.judge.texts.sealed_loss", sealed_loss)
+    monkeypatch.setattr("gptworks.judge.final.sealed_loss", sealed_loss)
     monkeypatch.setattr("gptworks.judge.begin.secrets.token_bytes", lambda n: b"\x07" * n)  # the same seeds each time

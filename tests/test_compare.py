@@ -21,11 +21,9 @@ from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, parse_recipe
 from gptworks.recipes import shipped_paths
 from gptworks.runs.bands import Band, find_band, judge, make_band, read_band, shipped_bands, write_band
-from gptworks.runs.comparable import comparability
-from gptworks.runs.compare import Comparison, compare
-from gptworks.runs.compare_page import to_html
+from gptworks.runs.comparable import comparability, decisive, fingerprint, settings_fingerprint
+from gptworks.runs.compare import Comparison, compare, to_html
 from gptworks.runs.history import History, read_history
-from gptworks.runs.settings import decisive, fingerprint, settings_fingerprint
 from gptworks.runs.statistics import binomial_quantile, known_spread, t_quantile, t_two_sided, welch
 from gptworks.training.checkpoint_files import save_checkpoint
 from gptworks.training.progress import Progress
@@ -254,7 +252,7 @@ def test_a_run_counts_once_and_to_its_end(tmp_path: Path) -> None:
     short = write_run(tmp_path / "short", curve([9.0]), 77)
     comparison = plain(*runs, again, short)
     (group,) = comparison.groups
-    assert [run.name for run in group.runs] == ["seed-1", "seed-2", "seed-3", "seed-4"]
+    assert [run.name for run in group] == ["seed-1", "seed-2", "seed-3", "seed-4"]
     assert set(comparison.uncounted) == {"again", "short"}
 
 
@@ -464,7 +462,7 @@ def test_all_seeds_of_runs_that_end_by_the_clock_count(tmp_path: Path) -> None:
 
 def test_runs_of_one_recipe_on_other_text_are_no_repeats(tmp_path: Path) -> None:
     runs = [evaluated_on(run, f"t{i}", f"x{i}") for i, run in enumerate(repeats(tmp_path))]
-    assert [len(group.runs) for group in plain(*runs).groups] == [1] * 4
+    assert [len(group) for group in plain(*runs).groups] == [1] * 4
 
 
 def test_the_table_is_printed_beside_the_page(tmp_path: Path) -> None:

@@ -211,14 +211,14 @@ def another_recipe(folder: Path, training: str = "") -> Path:
 
 def test_like_takes_a_recipe_that_says_nothing_of_its_training(texts: Texts, tmp_path: Path) -> None:
     other = another_recipe(tmp_path)
-    draft = like.Like(other, texts, 1, tmp_path / "like.yaml", measure=machine(1e11)).run()
+    draft = like.Like(texts, 1, tmp_path / "like.yaml", measure=machine(1e11), like=other).run()
     assert draft.plan.recipe.train.max_steps
     assert draft.plan.recipe.model.d_model == 64
 
 
 def test_like_replaces_a_micro_batch_that_does_not_fit(texts: Texts, tmp_path: Path) -> None:
     other = another_recipe(tmp_path, "train: {batch_size: 64, micro_batch_size: 32, max_steps: 9}\n")
-    search = like.Like(other, texts, 1, tmp_path / "like.yaml", measure=machine(1e11))
+    search = like.Like(texts, 1, tmp_path / "like.yaml", measure=machine(1e11), like=other)
     peak_bytes = search.run().plan.peak.total_bytes
     search.place, search.measured = replace(search.place, memory_bytes=peak_bytes - 1), {}
     draft = search.run()
@@ -304,7 +304,7 @@ def test_like_copies_a_shipped_recipe_or_takes_its_model_for_other_texts(
     with pytest.MonkeyPatch.context() as patch:
         read: list[str] = []
         patch.setattr(like, "read_recipe", lambda path: read.append(path) or read_recipe(path))
-        draft = like.Like("gpt2-from-scratch/tiny", texts, 1, Path("like.yaml"), measure=machine(1e11)).run()
+        draft = like.Like(texts, 1, Path("like.yaml"), measure=machine(1e11), like="gpt2-from-scratch/tiny").run()
     assert read == ["gpt2-from-scratch/tiny"], "once"
     Path("like.yaml").write_text(draft.text(), encoding="utf-8")
     recipe = load_recipe("like.yaml")

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 import shutil
 import sys
 from itertools import pairwise
@@ -97,19 +98,18 @@ def test_bits_per_byte_are_not_claimed_for_a_tokenizer_that_loses_text() -> None
 def test_calibration_by_its_definition() -> None:
     model = model_of(40)
     tokens = torch.randint(40, (6, 33), generator=torch.Generator().manual_seed(1))
-    found = measure_calibration(model, [(row[:-1], row[1:]) for row in tokens], n_bins=10)
+    measured, bins = measure_calibration(model, [(row[:-1], row[1:]) for row in tokens])
     probability, guess = model(tokens[:, :-1]).double().softmax(-1).max(-1)
     confidence, hit = probability.flatten().tolist(), (guess == tokens[:, 1:]).flatten().tolist()
     error = 0.0
-    for low, high in pairwise([i / 10 for i in range(11)]):
+    for low, high in pairwise([i / 15 for i in range(16)]):
         inside = [i for i, c in enumerate(confidence) if low < c <= high]
-        one = found.bins[round(low * 10)]
-        assert one.n_tokens == len(inside)
+        one = bins[round(low * 15)]
+        assert one["n_tokens"] == len(inside)
         if inside:
             accuracy, mean = sum(hit[i] for i in inside) / len(inside), sum(confidence[i] for i in inside) / len(inside)
-            assert (one.accuracy, one.confidence) == pytest.approx((accuracy, mean), rel=1e-6)
+            assert (one["accuracy"], one["confidence"]) == pytest.approx((accuracy, mean), rel=1e-6)
             error += abs(accuracy - mean) * len(inside) / len(confidence)
-    measured = found.measured()
     assert measured["calibration error"].value == pytest.approx(error, rel=1e-6)
     assert measured["next-token accuracy"].value == pytest.approx(sum(hit) / len(hit))
 
@@ -150,17 +150,18 @@ def test_a_model_that_repeats_its_training_text_is_found_out(trained_run: Path) 
     run = EvaluatedRun(trained_run)
     folder = run.prepared.folder
     training, held_out = TokenShards(folder, "train"), TokenShards(folder, "validation")
-    found = measure_memorization(run.engine, training, held_out, n_texts=12, prompt_tokens=8, text_tokens=40)
-    measured = found.measured()
-    assert set(found.copied) == {8, 16, 32} and found.copied[8][0][:, 1].tolist() == [33.0] * found.n_texts
+    measured = measure_memorization(run.engine, training, held_out, n_texts=12, prompt_tokens=8, text_tokens=40)
+    copied = {int(n) for name in measured for n in re.findall(r"generated (\d+)-grams", name)}
+    n_grams = measured["generated 8-grams copied"].statistics[:, 1].tolist()
+    assert copied == {8, 16, 32} and n_grams == [33.0] * len(n_grams)
     assert measured["generated 8-grams copied"].value > 0.3
     assert measured["generated 8-grams copied"].value > measured["generated 32-grams copied"].value
     assert measured["training loss"].value < measured["held-out loss"].value
     untaught = Engine(hf.random_model(run.model.config), run.tokenizer)
     other = measure_memorization(untaught, training, held_out, n_texts=12, prompt_tokens=8, text_tokens=40)
-    assert other.measured()["generated 8-grams copied"].value == 0.0
+    assert other["generated 8-grams copied"].value == 0.0
     real = "held-out 8-grams copied"
-    assert other.measured()[real].value == measured[real].value > 0.3
+    assert other[real].value == measured[real].value > 0.3
 
 
 # ------------------------------------------------------------------------------------------------------ command

@@ -437,7 +437,7 @@ def test_without_an_accepted_change_the_sealed_text_stays_sealed(
     campaign: Campaign, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     campaign.try_change(BAD, pairs=3)
-    monkeypatch.setattr("gptworks.judge.texts.sealed_loss", None)
+    monkeypatch.setattr("gptworks.judge.final.sealed_loss", None)
     assert campaign.finish()["line"] == "no gain survived (1 try, 0 accepted)"
 
 

@@ -15,7 +15,7 @@ import judging
 import tiny
 from gptworks.cli import main
 from gptworks.judge import Campaign
-from gptworks.judge.tools import _Lines, server_of
+from gptworks.judge.tools import Judge, _Lines, server_of
 from in_process import Command
 
 GOOD = {"train.learning_rate": 0.05}
@@ -54,7 +54,7 @@ def called(server: Any, *calls: tuple[str, dict[str, Any]]) -> list[Any]:
 
 def test_an_agent_looks_around_tries_compares_and_ends_the_campaign(campaign: Campaign) -> None:
     begin, plan, tried, worse, both, measured, league, end, late = called(
-        server_of(campaign),
+        server_of(Judge(campaign)),
         ("init", {}),
         ("plan", {"changes": {"model.n_layers": 4}}),
         ("try", {"changes": GOOD}),
@@ -77,7 +77,7 @@ def test_an_agent_looks_around_tries_compares_and_ends_the_campaign(campaign: Ca
 
 def test_mistakes_are_answered_with_value_rule_and_fix(campaign: Campaign) -> None:
     errors = called(
-        server_of(campaign),
+        server_of(Judge(campaign)),
         ("try", {"changes": {"train.max_steps": 10}}),
         ("try", {"changes": {"train.learning_rate": 0.95}}),
         ("try", {"changes": GOOD, "pairs": 1000}),
@@ -105,7 +105,7 @@ def test_one_training_runs_at_a_time_and_status_waits_for_it(
     monkeypatch.setattr("gptworks.runs.try_run.train_to_end", held)
 
     async def run() -> list[Any]:
-        async with Client(server_of(campaign)) as client:
+        async with Client(server_of(Judge(campaign))) as client:
             first = await client.call_tool("try", {"changes": GOOD, "wait_seconds": 0.5})
             second = await client.call_tool("try", {"changes": {"train.learning_rate": 0.3}})
             gate.set()

@@ -12,7 +12,7 @@ from gptworks.infer import Engine
 from gptworks.infer.chat import chat_session
 from gptworks.infer.request import WorkClock
 from gptworks.infer.text import Pace
-from gptworks.runs import quantization_report as report
+from gptworks.runs.quantized import _decode_speed
 from gptworks.serve.settings import ServerSettings
 from gptworks.studio.app import create_served
 from serving import KEY, running_app, tiny_engine
@@ -103,4 +103,4 @@ def end_of(http: httpx.Client, n_tokens: int) -> dict[str, Any]:
 
 def test_the_report_of_quantizing_has_the_engines_rate(engine: Engine) -> None:
     Clock(engine)
-    assert report._decode_speed(engine, PROMPT) == 1 / DECODING
+    assert _decode_speed(engine, PROMPT) == 1 / DECODING

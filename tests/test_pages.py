@@ -21,8 +21,7 @@ from gptworks.pages.chart import Chart, Series
 from gptworks.pages.page import page
 from gptworks.pages.parts import MOST_CHARACTERS, key_figures, number, paragraph, samples, section, settings, table
 from gptworks.recipe import parse_recipe, save_recipe
-from gptworks.runs import compare_page, report, sweep_page
-from gptworks.runs.compare import compare
+from gptworks.runs import compare, report, sweep_page
 from gptworks.runs.history import History, read_history
 from gptworks.runs.sweep import Sweep, TrialResult
 from histories import training, validation, write_run
@@ -164,7 +163,7 @@ def report_of(folder: Path, payload: str) -> str:
 
 def comparison_of(folder: Path, payload: str) -> str:
     first, second = hostile_run(folder / "one", payload), write_run(folder / "two", [training(1, 2.0)])
-    return compare_page.to_html(compare([first, second], [None, None]))
+    return compare.to_html(compare.compare([first, second], [None, None]))
 
 
 def sweep_of(folder: Path, payload: str) -> str:

@@ -20,6 +20,7 @@ import tiny
 from gptworks.cli import app
 from gptworks.config import Recipe
 from gptworks.describe import plan_tables
+from gptworks.describe.plan_sheet import PlanSheet
 from gptworks.device import choose_allocation, choose_precision
 from gptworks.errors import UserError
 from gptworks.planning.advice import changes_that_fit
@@ -128,8 +129,8 @@ def test_mistakes_are_explained(arguments: str, words: str) -> None:
 def test_the_sheet_prints_within_100_columns() -> None:
     console = Console(width=100, record=True, file=io.StringIO())
     for each in (planned("gpt3-175b", ranks=1024), planned("moe-115m"), planned("gpt3-13b")):
-        console.print(plan_tables.printed(each))
-        console.print(plan_tables.printed(each, details=True))
+        console.print(PlanSheet(**vars(each)))
+        console.print(PlanSheet(**vars(each), details=True))
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 100
     assert "…" not in text

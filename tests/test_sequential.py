@@ -6,8 +6,7 @@ from statistics import fmean, stdev
 
 import pytest
 
-from gptworks.runs.sequential import FEWEST_PAIRS, Verdict, level, verdict
-from gptworks.runs.statistics import t_two_sided
+from gptworks.runs.statistics import FEWEST_PAIRS, Verdict, level, t_two_sided, verdict
 
 TRIES = 200
 

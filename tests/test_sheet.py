@@ -19,9 +19,9 @@ from gptworks.cli import design
 from gptworks.config import ModelConfig
 from gptworks.data.batches import Batches
 from gptworks.data.shards import TokenShards
-from gptworks.describe import plan_tables
 from gptworks.describe.demonstration import demonstrate
 from gptworks.describe.diagram import diagram
+from gptworks.describe.plan_sheet import PlanSheet
 from gptworks.describe.plan_tables import plan_json
 from gptworks.describe.published import published_figures
 from gptworks.describe.sheet import describe
@@ -419,7 +419,7 @@ def test_bytes_of_the_shards(vocab_size: int, n_bytes: int) -> None:
 
 
 def test_a_plan_prints_and_says_what_is_unknown() -> None:
-    text = printed(plan_tables.printed(planned(epochs=2)), 100)
+    text = printed(PlanSheet(**vars(planned(epochs=2))), 100)
     assert "3,487,232" in text
     assert "unknown (epochs=2 needs the number of training tokens)" in text
 

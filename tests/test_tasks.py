@@ -27,8 +27,7 @@ from gptworks.chat_template import BUILT_IN, ChatTemplate
 from gptworks.confined import Confined, expressions, jail
 from gptworks.confined.sandbox import Sandbox
 from gptworks.errors import UserError
-from gptworks.evaluation.bootstrap import interval, paired_difference
-from gptworks.evaluation.metrics import figure_of, means, pass_at_k, text_statistics
+from gptworks.evaluation.metrics import figure_of, interval, means, paired_difference, pass_at_k, text_statistics
 from gptworks.evaluation.results import (
     HEADING,
     Evaluation,

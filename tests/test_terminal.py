@@ -94,7 +94,6 @@ def test_no_other_console_is_made() -> None:
             assert not (isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.__stdout__", "sys.__stderr__"))
     typed = {
         "describe/sheet.py",
-        "runs/quantization_report.py",
         "runs/compare.py",
         "runs/compare_evaluations.py",
         "cli/printing.py",

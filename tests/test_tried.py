@@ -11,9 +11,8 @@ import pytest
 import tiny
 from gptworks.config import Recipe
 from gptworks.runs.history import History
-from gptworks.runs.step_time import step_seconds
 from gptworks.runs.try_page import words
-from gptworks.runs.try_results import Design, Pair, Try
+from gptworks.runs.try_results import Design, Pair, Try, step_seconds
 
 STEPS = 1000
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gptworks.choices import LoadedWeights, PrecisionName
     from gptworks.config import Recipe
     from gptworks.data.opened import Prepared
-    from gptworks.evaluation.measurements import Measurements
+    from gptworks.evaluation.results import Measurements
     from gptworks.recipe import RecipeLike
     from gptworks.runs.trained_run import TrainedRun
     from gptworks.training.loop import Outcome
@@ -186,8 +186,7 @@ def evaluate(
     from gptworks.confined.sandbox import Sandbox
     from gptworks.data.prepare import prepare as prepare_data
     from gptworks.evaluation.evaluated_run import EvaluatedRun  # imports torch, so only after options are checked
-    from gptworks.evaluation.measurements import Measurements
-    from gptworks.evaluation.results import save_evaluations
+    from gptworks.evaluation.results import Measurements, save_evaluations
     from gptworks.evaluation.run_task import run_task
 
     one = EvaluatedRun(

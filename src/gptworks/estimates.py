@@ -19,8 +19,7 @@ from gptworks.overrides import apply_overrides, overrides_of
 if TYPE_CHECKING:
     from gptworks.choices import CacheName, LoadedWeights, Sharding
     from gptworks.config import ModelConfig, Recipe
-    from gptworks.describe.plan_sheet import PlanSheet
-    from gptworks.describe.serving_sheet import ServingSheet
+    from gptworks.describe.plan_sheet import PlanSheet, ServingSheet
     from gptworks.planning.devices import Device
     from gptworks.recipe import RecipeLike
     from gptworks.runs.rehearsal_sheet import RehearsalSheet
@@ -148,7 +147,7 @@ def plan_serving(
     Raises:
         UserError: a setting or the device is wrong, or the size of the vocabulary is not known yet.
     """
-    from gptworks.describe.serving_sheet import ServingSheet
+    from gptworks.describe.plan_sheet import ServingSheet
     from gptworks.planning.device_options import DeviceOptions
     from gptworks.planning.serving import serving
     from gptworks.planning.setting import ANSWERS_AT_ONCE

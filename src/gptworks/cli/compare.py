@@ -56,7 +56,7 @@ def compare(
     from gptworks.pages.page import write_page
     from gptworks.runs import bands
     from gptworks.runs.compare import compare as compare_runs
-    from gptworks.runs.compare_page import to_html
+    from gptworks.runs.compare import to_html
     from gptworks.runs.history import read_history
 
     if evaluations:

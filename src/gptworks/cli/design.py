@@ -108,7 +108,7 @@ def describe(
         from gptworks.describe.demonstration import DEFAULT_LENGTH, demonstrate
 
         shown = demonstrate(architecture(target, overrides or [])[0], DEFAULT_LENGTH if length is None else length)
-        show_lines(shown.to_json(), as_json, *shown.lines())
+        show_lines(shown, as_json, *shown.lines())
         return
     refuse_unused("is for --run: add it, or", length=length)
 
@@ -185,7 +185,6 @@ def plan(
         return
     formats = {"weights": weights != "auto", "cache": cache != "auto"}
     refuse_unused("is for --serve: add it, or", requests=requests, context=context, **formats)
-    from gptworks.describe.plan_tables import plan_json, printed
     from gptworks.estimates import plan as plan_recipe
 
     sheet = plan_recipe(
@@ -193,12 +192,9 @@ def plan(
         utilization=utilization, intra_node_gb_s=intra_node_gb_s, inter_node_gb_s=inter_node_gb_s,
         gpus_per_node=gpus_per_node, host_memory_gib=host_memory_gib, world_size=world_size, sharding=sharding,
         tensor_parallel=tensor_parallel, price=price, hours=hours, budget=budget, trace=trace, measure=measure,
-        working=working,
+        details=details, working=working,
     )  # fmt: skip
-    if as_json:
-        print_json(plan_json(sheet, sheet.affordable))
-    else:
-        console_of().print(printed(sheet, details, sheet.affordable))
+    show(sheet, as_json)
     if sheet.data.missing is not None:
         raise UserError(f"{sheet.data.missing} What depends on its tokens is unknown in this plan.")
     if not sheet.fits:

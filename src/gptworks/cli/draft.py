@@ -36,13 +36,12 @@ def init(
     Reads plain text in any encoding, code, tables, documents and web pages, and leaves out files that it cannot read.
     Measures a training step on this machine, and sizes the recipe for the given training time.
     """
-    from gptworks.draft.writing import check_new
     from gptworks.files import write_whole
 
     if look:
         refuse_unused("does nothing with --look", minutes=minutes, like=like)
         return _look(texts, as_json)
-    check_new(out)
+    _check_new(out)
     if texts is None:
         if like is None:
             raise UserError("give a folder of texts, or --like with a recipe to copy: `gptworks recipes` lists some.")
@@ -61,7 +60,7 @@ def init(
     with working(f"looking at {texts}") as progress:
         found = look_at(texts, progress)
     with working(f"drafting a recipe for {texts}"):
-        search = Search(found, minutes, out, notice) if like is None else Like(like, found, minutes, out, notice)
+        search = Search(found, minutes, out, notice) if like is None else Like(found, minutes, out, notice, like=like)
         drafted = search.run()
     write_whole(out, drafted.text(), new=True)
     notice(f"wrote {out}")
@@ -91,6 +90,18 @@ def _look(path: Path | None, as_json: bool) -> None:
         say(f"\n--- {passage.file}\n{passage.text}")
 
 
+def _check_new(path: Path) -> None:
+    """Check, before long work, that a new file can be written at a path.
+
+    Raises:
+        UserError: the file exists, or its folder is missing.
+    """
+    if path.exists() or path.is_symlink():
+        raise UserError(f"{path} exists, and it is not overwritten: give another file with -o.")
+    if not path.parent.is_dir():
+        raise UserError(f"{path.parent} is not a folder: give a file in an existing folder with -o.")
+
+
 def tune(
     base: Annotated[str, Argument(metavar="BASE", help="A run, a Hugging Face folder, or ORG/NAME[@revision].")],
     data: Annotated[Path, Argument(metavar="DATA", help="Conversations or questions: .jsonl, .json, .csv, .parquet.")],
@@ -105,10 +116,9 @@ def tune(
     from gptworks.cli.prepare import prepare_with_progress
     from gptworks.describe.plan_tables import plan_json
     from gptworks.draft.finetuning import base_run, draft_tuning
-    from gptworks.draft.writing import check_new
     from gptworks.files import write_whole
 
-    check_new(out)
+    _check_new(out)
     with working(f"drafting the tuning of {base}"):
         drafted = draft_tuning(base_run(base, notice), data, out, preference, prepare=prepare_with_progress)
     write_whole(out, drafted.text(), new=True)

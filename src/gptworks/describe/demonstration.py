@@ -2,9 +2,8 @@
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -47,18 +46,11 @@ class Demonstration:
             f"{counted(self.threads, 'thread')})",
         ]
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def demonstrate(config: ModelConfig, length: int = DEFAULT_LENGTH) -> Demonstration:
     """Return the shapes, loss and time of a forward pass with random weights on `length` random tokens, on the CPU in
-    fp32.
-
-    Raises:
-        UserError: `length` is not between 1 and the context, the vocabulary size is unknown, or this machine has too
-            little memory for the model.
-    """
+    fp32. Raise a UserError if `length` is not between 1 and the context, the vocabulary size is unknown, or this
+    machine has too little memory for the model."""
     if not 1 <= length <= config.context_length:
         raise UserError(f"--length {length}: the model reads 1 to {config.context_length:,} tokens.")
     vocab_size = require_vocab_size(config)

@@ -9,6 +9,7 @@ from typing import Any
 from gptworks.config import Recipe
 from gptworks.config.optimizers import OPTIMIZERS
 from gptworks.describe.parts import Part, parts
+from gptworks.describe.plan_tables import named
 from gptworks.describe.sheet import Sheet, describe, summary, traits
 from gptworks.errors import UserError
 from gptworks.planning.params import Shape
@@ -39,14 +40,8 @@ class ModelSheet:
         return describe(self.recipe.model, self.recipe.name)
 
     def at(self, layer: int, stored: Callable[[Sequence[str]], Iterable[Tree]]) -> Tree:
-        """Return the sheet as JSON, with the block of one layer.
-
-        Args:
-            stored: returns `tensor_facts` of the named tensors.
-
-        Raises:
-            UserError: the model has no such layer.
-        """
+        """Return the sheet as JSON, with the block of one layer. `stored` returns `tensor_facts` of the named tensors.
+        Raise a UserError if the model has no such layer."""
         recipe, c, about = self.recipe, self.recipe.model, self.about
         if layer >= c.n_layers:
             raise UserError(f"layer={layer}: the model's blocks are numbered from 0 to {c.n_layers - 1}.")
@@ -72,12 +67,8 @@ class ModelSheet:
 
 
 def tensor_facts(name: str, shape: Shape, kind: str, n_bytes: int, adapted: bool = False) -> Tree:
-    """Return the sheet's entry for a tensor, as JSON.
-
-    Args:
-        kind, n_bytes: the tensor's number format and size in its file.
-        adapted: whether an adapter is added to the tensor.
-    """
+    """Return the sheet's entry for a tensor, as JSON: its number format and size in its file, and whether an adapter is
+    added to it."""
     return {
         "name": name, "shape": list(shape), "parameters": math.prod(shape), "stored": kind, "stored_bytes": n_bytes,
         "stored_text": readable(n_bytes, "B"), "adapted": adapted,
@@ -105,9 +96,8 @@ def _part(part: Part, layer: int, sheet: ModelSheet) -> Tree:
         sum((sheet.figures.get(name, Figures()) for i in those for name in part.in_layer(part.modules, i)), Figures())
         for those in ((layer,), layers)
     )
-    named = ("key", "name", "kind", "place", "weights", "shape", "words", "source")
     return {
-        **{name: getattr(part, name) for name in named},
+        **named(part, "key", "name", "kind", "place", "weights", "shape", "words", "source"),
         "share": everywhere.parameters / sheet.whole.parameters,
         "tied": bool(part.tensors_of),
         "figures": list(_rows(here, everywhere, sheet)),

@@ -96,11 +96,8 @@ _ACTIVATIONS = {
 
 
 def parts(c: ModelConfig, layer: int | None = 0) -> list[Part]:
-    """Return the parts of the model and of one of its blocks, in the order of the data flow.
-
-    Args:
-        layer: index of the block; None: the parts that at least one block has, described as in the first block.
-    """
+    """Return the parts of the model and of the block `layer`, in the order of the data flow; None: the parts that at
+    least one block has, described as in the first block."""
     return [*_input(c), *_attention(c, layer), *_mlp(c), *_output(c)]
 
 

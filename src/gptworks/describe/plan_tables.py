@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Group
-
 from gptworks.describe.sheet import WORDS, parameters_json
 from gptworks.pages.tables import Table
 from gptworks.planning.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
@@ -43,22 +41,12 @@ def words(part: str) -> str:
     return _WORDS.get(part, part.replace("_", " "))
 
 
-def printed(plan: Plan, details: bool = False, affordable: Affordable | None = None) -> Group:
-    """Return the tables of a plan for a terminal; arguments: see `tables`."""
-    return Group(*(table.rich() for table in tables(plan, details, affordable=affordable)))
-
-
 def tables(
     plan: Plan, details: bool = False, unmeasured: str = _UNMEASURED, affordable: Affordable | None = None
 ) -> Iterator[Table]:
     """Yield tables of the plan's main figures, of its memory, of changes if the run does not fit, and of the traced and
-    measured memory of a step if there is any.
-
-    Args:
-        details: add more figures, FLOPs by part, other precisions and layouts, and the memory of inference.
-        unmeasured: advice to print if the machine's speed is unknown.
-        affordable: the training that a given time or budget suffices for, shown as a table; None if neither was given.
-    """
+    measured memory of a step if there is any. With `details`, more figures, FLOPs by part, other precisions and
+    layouts, and the memory of inference. `unmeasured` is the advice to print if the machine's speed is unknown."""
     yield Table((plan.recipe.name, "plan"), "ll", _facts(plan, details, unmeasured))
     if affordable is not None:
         yield _affordable(plan, affordable)
@@ -336,11 +324,11 @@ def plan_json(plan: Plan, affordable: Affordable | None = None) -> dict[str, Any
         "name": plan.recipe.name,
         "parameters": parameters_json(plan.parameters),
         "objective": plan.recipe.objective.type,
-        **_named(plan, "tokens_per_step", "steps", "steps_reason", "tokens", "at_most"),
+        **named(plan, "tokens_per_step", "steps", "steps_reason", "tokens", "at_most"),
         "train_tokens": plan.data.train_tokens,
         "train_tokens_estimated": plan.data.estimated,
         **({"epochs_by_dataset": plan.epochs_by_dataset} if plan.epochs_by_dataset else {}),
-        **_named(plan, "tokens_per_parameter", "compute_optimal_tokens"),
+        **named(plan, "tokens_per_parameter", "compute_optimal_tokens"),
         "flops": {
             "per_token": plan.flops_per_token,
             "per_step": plan.flops_per_step,
@@ -351,40 +339,40 @@ def plan_json(plan: Plan, affordable: Affordable | None = None) -> dict[str, Any
             part: {"forward": forward, "backward": backward} for part, (forward, backward) in plan.flops_by_part.items()
         },
         "step": _step_json(setting)
-        | _named(setting, "optimizer", "micro_batch_size")
+        | named(setting, "optimizer", "micro_batch_size")
         | {"gathers": layout.gathers if layout.sharding != "none" else None},
-        "device": _named(device, "name", "kind", "memory_bytes", "source")
+        "device": named(device, "name", "kind", "memory_bytes", "source")
         | {"flops_per_second": device.flops(setting.precision), "bytes_per_second": device.bandwidth},
         "memory": {
             "peak_bytes": plan.peak.total_bytes,
-            **_named(plan.peak, "moment", "parts"),
+            **named(plan.peak, "moment", "parts"),
             "alternatives": [_step_json(each.setting) | {"peak_bytes": each.peak_bytes} for each in plan.alternatives],
         },
         "host_memory": None
         if plan.host is None
-        else _named(plan.host, "moment", "n_ranks", "rank_bytes", "copied_bytes", "total_bytes", "limit_bytes"),
-        "fit": _named(plan, "fits", "largest_micro_batch_size", "smallest_device")
+        else named(plan.host, "moment", "n_ranks", "rank_bytes", "copied_bytes", "total_bytes", "limit_bytes"),
+        "fit": named(plan, "fits", "largest_micro_batch_size", "smallest_device")
         | {
             "changes": [
-                _named(change, "words", "costs", "peak_bytes", "fits", "ranks_per_node")
+                named(change, "words", "costs", "peak_bytes", "fits", "ranks_per_node")
                 | {"overrides": list(change.overrides), "world_size": change.n_ranks}
                 for change in plan.changes
             ],
         },
-        "time": _named(plan, "seconds", "tokens_per_second")
+        "time": named(plan, "seconds", "tokens_per_second")
         | {"utilization": None if plan.measured else plan.utilization},
-        "cost": _named(plan, "price", "device_hours", "cost"),
+        "cost": named(plan, "price", "device_hours", "cost"),
         "affordable": None if affordable is None else asdict(affordable),
         "network": _network_json(plan),
-        **_named(plan, "step_bytes", "traced_bytes"),
+        **named(plan, "step_bytes", "traced_bytes"),
         "measured": None if plan.measured is None else vars(plan.measured),
         "inference": [
-            _named(m, "weights", "weights_bytes")
+            named(m, "weights", "weights_bytes")
             | {"cache_bytes": {f"batch_{n}": size for n, size in m.cache_bytes.items()}}
             for m in plan.inference
         ],
-        "disk": _named(plan, "weights_bytes", "optimizer_state_bytes", "checkpoint_bytes", "checkpoints_bytes")
-        | _named(plan, "most_checkpoints", "shard_bytes_per_token", "shards_bytes")
+        "disk": named(plan, "weights_bytes", "optimizer_state_bytes", "checkpoint_bytes", "checkpoints_bytes")
+        | named(plan, "most_checkpoints", "shard_bytes_per_token", "shards_bytes")
         | {"weights_only_checkpoints_at_peak": plan.weights_only_at_peak},
     }
 
@@ -408,9 +396,9 @@ def _network_json(plan: Plan) -> dict[str, Any] | None:
 
 def _step_json(setting: Setting) -> dict[str, Any]:
     own = {"precision": setting.precision, "activation_checkpointing": setting.checkpointing}
-    return own | _named(setting.layout, "sharding", "data_parallel", "tensor_parallel")
+    return own | named(setting.layout, "sharding", "data_parallel", "tensor_parallel")
 
 
-def _named(thing: object, *names: str) -> dict[str, Any]:
+def named(thing: object, *names: str) -> dict[str, Any]:
     """Return an object's attributes with these names, by name."""
     return {name: getattr(thing, name) for name in names}

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -34,25 +34,16 @@ class Figure:
         return f"document {self.document}" if self.document.isdigit() else self.document
 
     @property
-    def error_text(self) -> str:
-        """Error of the published figure as text: `exact` if there is none, a factor if at most 0.5 or at least 2,
-        otherwise a percentage; empty if the published figure is text, or the exact one is None or 0."""
-        if isinstance(self.published, str) or not self.exact:
-            return ""
-        ratio = self.published / self.exact
-        if ratio == 1:
-            return "exact"
-        return f"{100 * (ratio - 1):+.2g} %" if 0.5 < ratio < 2 else f"× {ratio:.2g}"
-
-    @property
     def cells(self) -> tuple[str, str, str, str, str]:
-        """Cells of a table row: quantity, published figure, exact figure, error and note."""
+        """Cells of a table row: quantity, published figure, exact figure, error and note. The error is `exact` if there
+        is none, a factor if at most 0.5 or at least 2, otherwise a percentage; empty without two numbers."""
         published = self.published if isinstance(self.published, str) else _text(self.published, self.unit)
-        exact = "to measure" if self.exact is None else _text(self.exact, self.unit)
-        return self.quantity, published, exact, self.error_text, self.note
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        exact, error = "to measure" if self.exact is None else _text(self.exact, self.unit), ""
+        if not isinstance(self.published, str) and self.exact:
+            ratio = self.published / self.exact
+            error = f"{100 * (ratio - 1):+.2g} %" if 0.5 < ratio < 2 else f"× {ratio:.2g}"
+            error = "exact" if ratio == 1 else error
+        return self.quantity, published, exact, error, self.note
 
 
 def _text(value: float, unit: str) -> str:

@@ -5,7 +5,7 @@ Units are decimal (1 GB is 10⁹ bytes).
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich import box
@@ -18,7 +18,7 @@ from rich.text import Text
 from gptworks.config import ModelConfig
 from gptworks.describe.diagram import diagram
 from gptworks.describe.published import Figure, published_figures
-from gptworks.describe.words import POSITIONS, dims, n_banded, norm_name
+from gptworks.describe.words import dims, n_banded, norm_name
 from gptworks.pages import parts as html
 from gptworks.pages.tables import Table
 from gptworks.planning.flops import ForwardFlops, forward_flops
@@ -151,7 +151,7 @@ class Sheet:
                 "parts_per_token": self.flops_by_part,
             },
         }
-        return sheet | ({"published": [figure.to_json() for figure in self.published]} if self.published else {})
+        return sheet | ({"published": [asdict(figure) for figure in self.published]} if self.published else {})
 
     @property
     def parameters_table(self) -> Table:
@@ -232,11 +232,8 @@ class Sheet:
 
 
 def describe(config: ModelConfig, name: str | None = None) -> Sheet:
-    """Return the data sheet of a model, with published figures if its settings equal a preset's.
-
-    Raises:
-        UserError: the vocabulary size is unknown.
-    """
+    """Return the data sheet of a model, with published figures if its settings equal a preset's. Raise a UserError if
+    the vocabulary size is unknown."""
     return Sheet(name or "model", config, count_parameters(config), forward_flops(config), published_figures(config))
 
 
@@ -274,7 +271,7 @@ def traits(c: ModelConfig) -> str:
     """Return the model's design choices in one line: positions, norms, activation, biases and so on."""
     biased = [name for name, there in (("qkv", c.qkv_bias), ("output", c.out_bias), ("MLP", c.mlp_bias)) if there]
     parts = [
-        POSITIONS[c.position][0]
+        {"learned": "learned positions", "rope": "rotary positions", "none": "no positions"}[c.position]
         + (" in some layers" if "none" in c.rope_pattern else "")
         + (f" scaled × {c.rope_scaling.factor:g}" if c.rope_scaling else "")
         + (" outside windows" if c.rope_scaling and c.window_rope_theta else ""),

@@ -4,13 +4,6 @@ from collections.abc import Iterable
 
 from gptworks.config import ModelConfig
 
-POSITIONS = {
-    "learned": ("learned positions", "+ position embedding"),
-    "rope": ("rotary positions", ""),
-    "none": ("no positions", ""),
-}
-"""For each `model.position`: its displayed name, and the name of the operation that adds its embedding, or ""."""
-
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _ACTIVATIONS = {"gelu": "GELU", "gelu_tanh": "GELU (tanh)", "relu2": "ReLU²", "swiglu": "SiLU", "geglu": "GELU",
                 "geglu_tanh": "GELU (tanh)"}  # fmt: skip

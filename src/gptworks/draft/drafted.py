@@ -1,21 +1,29 @@
-"""A drafted recipe: its settings with their reasons, and the expected time and memory of its run."""
+"""A drafted recipe: its settings with their reasons, as a commented YAML file, and the expected time and memory of its
+run."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from gptworks.config import Recipe
-from gptworks.draft.writing import Row, written
 from gptworks.planning.run import Plan
 from gptworks.recipe import name_for, parse_recipe
 from gptworks.units import readable
+
+Row = tuple[str, Any, str]
+"""A setting: its key, its value, and the reason for the value, which may be empty."""
 
 Sections = dict[str, list[Row]]
 """Maps the name of each section to its settings; the section "" holds settings outside all sections."""
 
 TRAINING_SHARE = 0.9
 """Fraction of a run's time that training takes; the rest goes to evaluations, samples and checkpoints."""
+
+_COMMENT_COLUMN, _WIDTH = 36, 120
 
 
 @dataclass(frozen=True)
@@ -51,8 +59,29 @@ class Drafted:
         ]
 
     def file(self, about: Iterable[str]) -> str:
-        """Return the text of the recipe's file, which begins with the lines of `about` as comments."""
-        return written(about, self.sections)
+        """Return the text of the recipe's file: the lines of `about` as comments, then each section's settings with
+        their reasons as comments."""
+        lines = [f"# {line}".rstrip() for line in about]
+        for name, rows in self.sections.items():
+            assert len({key for key, _, _ in rows}) == len(rows), "a key that is given twice makes the file invalid"
+            indent = "  " if name else ""
+            lines += ["", *([f"{name}:"] if name else [])]
+            for key, value, why in rows:
+                setting = f"{indent}{key}: {_flow(value)}"
+                if isinstance(value, list) and value and isinstance(value[0], dict):
+                    setting = "\n".join([f"{indent}{key}:", *(f"{indent}  - {_flow(item)}" for item in value)])
+                commented = f"{setting:<{_COMMENT_COLUMN - 2}}  # {why}"
+                if not why:
+                    lines.append(setting)
+                else:
+                    lines += [commented] if len(commented) <= _WIDTH else [f"{indent}# {why}", setting]
+        return "\n".join(lines) + "\n"
+
+
+def _flow(value: Any) -> str:
+    """Return a value in YAML's flow style, on one line."""
+    text = yaml.safe_dump([value], default_flow_style=True, width=inf, allow_unicode=True, sort_keys=False)
+    return text.strip()[1:-1]
 
 
 def parsed(sections: Sections, out: Path) -> Recipe:

@@ -19,13 +19,12 @@ from gptworks.data.prepare import prepare
 from gptworks.data.samples import open_samples
 from gptworks.data.shards import TokenShards
 from gptworks.device import choose_device, this_device
-from gptworks.draft.drafted import Drafted, Sections, parsed
-from gptworks.draft.writing import Row
+from gptworks.draft.drafted import Drafted, Row, Sections, parsed
 from gptworks.errors import UserError
 from gptworks.interop.hub import find_model
 from gptworks.planning.devices import Device
 from gptworks.planning.fit import divisors
-from gptworks.planning.run import Measured, Plan
+from gptworks.planning.run import Plan
 from gptworks.planning.run import plan as plan_recipe
 from gptworks.planning.steps import DataSize
 from gptworks.recipe import load_recipe, near_run, not_a_run, run_name, with_vocab_size
@@ -117,14 +116,12 @@ def draft_tuning(
     preference: bool = False,
     *,
     prepare: Callable[[Recipe], Prepared] = prepare,
-    measure: Callable[[Rehearsal], Measured] | None = None,
 ) -> Tuning:
     """Draft the recipe that fine-tunes a run on a file of conversations or preference pairs.
 
     Args:
         out: the recipe's file, which also names the recipe.
         prepare: function that turns the data into tokens, as `gptworks.data.prepare.prepare` does.
-        measure: function that measures training steps; None: `measure_speed`.
 
     Raises:
         UserError: the data cannot be read, or the model does not fit in memory with any way of training.
@@ -144,7 +141,7 @@ def draft_tuning(
             f"the peak, and {readable(plan.device.memory_bytes, 'B')} are free. Take a smaller model."
         )
     inspection = inspect_records(plan.recipe, prepared)
-    plan = replace(plan, measured=(measure or measure_speed)(Rehearsal.of(plan, device.type)))
+    plan = replace(plan, measured=measure_speed(Rehearsal.of(plan, device.type)))
     return Tuning(draft.sections(), plan, inspection.lines, inspection.findings)
 
 
@@ -241,21 +238,18 @@ class _Draft:
         }
         return {name: rows for name, rows in sections.items() if rows}
 
-    @property
-    def _short_rows(self) -> bool:
-        return self.row < self.base.context_length
-
     def _train(self) -> list[Row]:
         rate = tuning_rate(self.base.d_model, judged=self.preference, adapter=self.adapted is not None)
         why = f"{TUNING_RATE_TIMES_WIDTH} / d_model (Yang et al., 2022)"
         why += f"; {ADAPTER_TIMES} times that for an adapter" if self.adapted else ""
         why += "; a fifth on pairs" if self.preference else ""
         why += f"; at most {HIGHEST_TUNING_RATE:g}" if rate == HIGHEST_TUNING_RATE else ""
-        rows: list[Row] = [
+        is_short = self.row < self.base.context_length
+        return [
             ("epochs", self.epochs, ""),
             ("batch_size", self.batch, f"at least {STEPS_AN_EPOCH} steps an epoch, if the data suffices"),
             *([("micro_batch_size", self.micro, "as many at a time as fit")] if self.micro != self.batch else []),
-            *([("row_tokens", self.row, "shorter than its context: trains faster")] if self._short_rows else []),
+            *([("row_tokens", self.row, "shorter than its context: trains faster")] if is_short else []),
             ("optimizer", "adamw", ""),
             ("learning_rate", rate, why),
             ("weight_decay", 0.0, ""),
@@ -268,7 +262,6 @@ class _Draft:
             ("sample_every", max(1, self.steps // 3), ""),
             ("sample_held_out", 2, "questions of held-out conversations, chosen before training"),
         ]
-        return rows
 
 
 def _can_join(prepared: Prepared) -> bool:

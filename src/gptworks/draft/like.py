@@ -1,41 +1,31 @@
 """Draft a recipe for a folder of texts with the model and training settings of another recipe."""
 
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gptworks.config import ENDS
-from gptworks.draft.drafted import Drafted, Sections
-from gptworks.draft.pretraining import FIRST_SHAPE, Measure, Search, Shape
-from gptworks.draft.texts import Texts
-from gptworks.draft.writing import Row
+from gptworks.draft.drafted import Drafted, Row, Sections
+from gptworks.draft.pretraining import FIRST_SHAPE, Search, Shape
 from gptworks.errors import UserError
 from gptworks.recipe import name_for, parse_recipe, read_recipe
 
 
+@dataclass(eq=False)
 class Like(Search):
     """A search that keeps another recipe's model, and measures a step to choose the number of steps. Of the other
     training settings, it changes only a warmup that is at least as long as the run, and a micro-batch that does not
     fit in memory."""
 
-    def __init__(
-        self,
-        like: str | Path,
-        texts: Texts,
-        minutes: float,
-        out: Path,
-        report: Callable[[str], None] = lambda _: None,
-        measure: Measure | None = None,
-    ) -> None:
-        """
-        Raises:
-            UserError: the other recipe does not train a new model on text.
-        """
-        super().__init__(texts, minutes, out, report, measure)
-        path, self.tree = read_recipe(like)
-        self.recipe = parse_recipe({"name": name_for(out)} | self.tree, str(path))
+    like: str | Path = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Read the other recipe; raise a UserError if it does not train a new model on text."""
+        super().__post_init__()
+        path, self.tree = read_recipe(self.like)
+        self.recipe = parse_recipe({"name": name_for(self.out)} | self.tree, str(path))
         if self.recipe.data.records or self.recipe.initialize_from:
-            raise UserError(f"--like {like}: it fine-tunes a model. Take a recipe that trains one on text.")
+            raise UserError(f"--like {self.like}: it fine-tunes a model. Take a recipe that trains one on text.")
         self.vocabulary = self.bytes_per_token(self.recipe.tokenizer)
 
     def _best(self, most: Shape = FIRST_SHAPE) -> Shape:

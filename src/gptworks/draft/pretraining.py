@@ -9,9 +9,8 @@ from pathlib import Path
 from gptworks.config import BPETokenizer, TokenizerConfig
 from gptworks.config.defaults import EPOCHS
 from gptworks.device import choose_device, this_device
-from gptworks.draft.drafted import TRAINING_SHARE, Drafted, Sections, parsed
+from gptworks.draft.drafted import TRAINING_SHARE, Drafted, Row, Sections, parsed
 from gptworks.draft.texts import Texts, listed
-from gptworks.draft.writing import Row
 from gptworks.errors import UserError
 from gptworks.planning.fit import divisors
 from gptworks.planning.run import Measured, Plan
@@ -110,39 +109,30 @@ class Draft(Drafted):
         ]
 
 
+@dataclass(eq=False)
 class Search:
     """Searches, by measuring steps, for the largest model shape for which time, text and memory suffice."""
 
-    def __init__(
-        self,
-        texts: Texts,
-        minutes: float,
-        out: Path,
-        report: Callable[[str], None] = lambda _: None,
-        measure: Measure | None = None,
-    ) -> None:
-        """
-        Args:
-            minutes: time that the run may take.
-            out: the recipe's file, which also names the recipe.
-            measure: function that measures training steps; None: `measure_speed`.
-        """
-        self.texts, self.minutes, self.out, self.report = texts, minutes, out, report
-        self.measure = measure or measure_speed
+    texts: Texts
+    minutes: float
+    """Time that the run may take."""
+    out: Path
+    """The recipe's file, which also names the recipe."""
+    report: Callable[[str], None] = lambda _: None
+    measure: Measure | None = None
+    """Measures training steps; None: `measure_speed`."""
+
+    def __post_init__(self) -> None:
         self.device = choose_device()
         self.place = this_device(self.device)
-        self.seconds = 60 * minutes * TRAINING_SHARE
-        self.fraction = 0.05 if texts.n_bytes > 2**22 else 0.1
+        self.seconds = 60 * self.minutes * TRAINING_SHARE
+        self.fraction = 0.05 if self.texts.n_bytes > 2**22 else 0.1
         self.tokenizer = cache(self._tokenizer)
         self.measured: dict[Shape, Drafted] = {}
 
     def run(self) -> Draft:
-        """Search, and return the recipe of the best shape.
-
-        Raises:
-            UserError: the text is too short for the smallest vocabulary, or memory too small for the smallest model.
-            RunError: a measured step failed.
-        """
+        """Search, and return the recipe of the best shape. Raise a UserError if the text is too short for the smallest
+        vocabulary, or memory too small for the smallest model; a RunError if a measured step failed."""
         shape = self._best(FIRST_SHAPE)
         step_tokens = self._step_tokens(self._candidate(shape))
         while shape not in self.measured and len(self.measured) < MOST_MEASURED:
@@ -206,11 +196,7 @@ class Search:
         return near.rate * near.plan.flops_per_token / flops
 
     def _measured(self, candidate: Drafted) -> Drafted:
-        """Measure a step of the candidate, and return the candidate with the result.
-
-        Raises:
-            UserError: the candidate does not fit in memory.
-        """
+        """Return the candidate with the measured time of a step; raise a UserError if it does not fit in memory."""
         plan = candidate.plan
         if not plan.fits:
             raise UserError(
@@ -219,7 +205,7 @@ class Search:
             )
         self.report(f"measuring a step of {plan.parameters.total:,} parameters")
         step = Rehearsal.of(plan, self.device.type)
-        return replace(candidate, plan=replace(plan, measured=self.measure(step)))
+        return replace(candidate, plan=replace(plan, measured=(self.measure or measure_speed)(step)))
 
     def _candidate(
         self, shape: Shape, step_tokens: int = STEP_TOKENS, steps: int = LEAST_STEPS, rate: float | None = None
@@ -243,12 +229,8 @@ class Search:
         return self.planned(sections, n_train_tokens)
 
     def planned(self, sections: Sections, n_train_tokens: int, vocab_size: int = 0) -> Drafted:
-        """Plan the recipe of these sections, with micro-batches that fit in memory, if any do.
-
-        Args:
-            sections: the recipe's settings, in which a smaller micro-batch replaces one that does not fit.
-            vocab_size: the size of the vocabulary, used if the tokenizer's settings do not state it.
-        """
+        """Plan the recipe of these sections, in which a smaller micro-batch replaces one that does not fit in memory.
+        `vocab_size` is used if the tokenizer's settings do not state it."""
         plan = self._plan(sections, n_train_tokens, vocab_size)
         if not plan.fits and (most := plan.largest_micro_batch_size):
             micro = next(size for size in divisors(plan.train.batch_size) if size <= most)

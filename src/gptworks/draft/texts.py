@@ -127,13 +127,8 @@ class Texts:
 
 def look_at(path: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> Texts:
     """Return the texts found in a file, or in a folder and all folders inside it. One bad file never stops the search.
-
-    Args:
-        progress: called with the numbers of files done and of all files.
-
-    Raises:
-        UserError: the path does not exist, or has no text or too little.
-    """
+    Raise a UserError if the path does not exist, or has no text or too little. `progress` is called with the numbers of
+    files done and of all files."""
     if not path.exists():
         raise UserError(f"{path}: no such file or folder{path_like(path)} Give a folder of texts, or one file.")
     source = {"type": "files", "path": str(path)}

@@ -1,7 +1,7 @@
 """Calibration: about 70% of the tokens that a model predicts with 70% probability should be right."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,59 +9,23 @@ from torch import Tensor
 
 from gptworks.config import IGNORED
 from gptworks.errors import UserError
-from gptworks.evaluation.bootstrap import Floats
 from gptworks.evaluation.loss import LOGITS_AT_ONCE, NO_TOKEN, batches_of
+from gptworks.evaluation.metrics import Floats
 from gptworks.evaluation.results import Measured
 from gptworks.model.gpt import GPT, eval_mode
 
-
-@dataclass(frozen=True)
-class Bin:
-    """The targets at which the model's guess, its most probable token, had a probability within (low, high]."""
-
-    low: float
-    high: float
-    n_tokens: int
-    confidence: float | None
-    """Mean probability of the guess; None for a bin without tokens."""
-    accuracy: float | None
-    """Share of guesses that were right; None for a bin without tokens."""
+N_BINS = 15
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """A reliability table, and the statistics of its bins, from which the calibration error is computed."""
+def measure_calibration(
+    model: GPT, windows: Iterable[tuple[Tensor, Tensor]]
+) -> tuple[dict[str, Measured], list[dict[str, Any]]]:
+    """Compare the probability of the model's guess, its most probable token, with its accuracy (Guo et al., 2017).
 
-    statistics: Floats
-    """float64 [N, 3·B]: for each of N windows, number of tokens, sum of confidences and number of hits in B bins."""
-
-    @property
-    def bins(self) -> list[Bin]:
-        tokens, confidences, hits = np.split(self.statistics.sum(0), 3)
-        n = len(tokens)
-        return [
-            Bin(i / n, (i + 1) / n, int(count), confidence / count if count else None, hit / count if count else None)
-            for i, (count, confidence, hit) in enumerate(zip(tokens, confidences, hits, strict=True))
-        ]
-
-    def measured(self) -> dict[str, Measured]:
-        """Return the expected calibration error and the accuracy of the guesses, with intervals over windows."""
-        tokens, _, hits = np.split(self.statistics, 3, axis=1)
-        return {
-            "calibration error": Measured.of("calibration", self.statistics),
-            "next-token accuracy": Measured.of("mean", np.stack([hits.sum(1), tokens.sum(1)], axis=1)),
-        }
-
-
-def measure_calibration(model: GPT, windows: Iterable[tuple[Tensor, Tensor]], n_bins: int = 15) -> Calibration:
-    """Compare the probability of the most probable next token with its accuracy, in bins of equal width (Guo et al.,
-    2017).
-
-    Args:
-        windows: pairs (inputs, targets) as for `evaluate_loss`; targets of −100 are not counted.
-
-    Raises:
-        UserError: the text has no target to count.
+    `windows` are those of `evaluate_loss`. Return the expected calibration error and the accuracy of the guesses, with
+    intervals over windows; and `N_BINS` bins of equal width, each with the number of targets at which the guess had a
+    probability within (low, high], the mean probability, and the share of guesses that were right (None without
+    tokens). Raise a UserError if the text has no target to count.
     """
     rows = []
     with eval_mode(model), torch.inference_mode():
@@ -70,10 +34,23 @@ def measure_calibration(model: GPT, windows: Iterable[tuple[Tensor, Tensor]], n_
             confidence, guess = _likeliest(model, features.flatten(0, 1))
             confidence, hit = confidence.cpu().view(targets.shape), (guess.cpu().view(targets.shape) == targets)
             for one, right, counted in zip(confidence, hit, targets != IGNORED, strict=True):
-                rows.append(_binned(one[counted].double().numpy(), right[counted].numpy(), n_bins))
+                rows.append(_binned(one[counted].double().numpy(), right[counted].numpy()))
     if not rows or not any(row.any() for row in rows):
         raise UserError(NO_TOKEN)
-    return Calibration(np.stack(rows))
+    statistics = np.stack(rows)  # for each window: number of tokens, sum of confidences and number of hits, by bin
+    tokens, _, hits = np.split(statistics, 3, axis=1)
+    measured = {
+        "calibration error": Measured.of("calibration", statistics),
+        "next-token accuracy": Measured.of("mean", np.stack([hits.sum(1), tokens.sum(1)], axis=1)),
+    }
+    bins = [
+        {
+            "low": i / N_BINS, "high": (i + 1) / N_BINS, "n_tokens": int(count),
+            "confidence": confidence / count if count else None, "accuracy": hit / count if count else None,
+        }
+        for i, (count, confidence, hit) in enumerate(zip(*np.split(statistics.sum(0), 3), strict=True))
+    ]  # fmt: skip
+    return measured, bins
 
 
 def _likeliest(model: GPT, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,8 +60,8 @@ def _likeliest(model: GPT, features: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([one.values for one in best]), torch.cat([one.indices for one in best])
 
 
-def _binned(confidence: Floats, hit: np.ndarray, n_bins: int) -> Floats:
+def _binned(confidence: Floats, hit: np.ndarray) -> Floats:
     """Return the number of tokens, sum of confidences and number of hits in each bin (low, high], [3·B]."""
-    place = np.clip(np.ceil(confidence * n_bins).astype(np.int64) - 1, 0, n_bins - 1)
+    place = np.clip(np.ceil(confidence * N_BINS).astype(np.int64) - 1, 0, N_BINS - 1)
     weights = (np.ones_like(confidence), confidence, hit.astype(np.float64))
-    return np.concatenate([np.bincount(place, weight, n_bins) for weight in weights])
+    return np.concatenate([np.bincount(place, weight, N_BINS) for weight in weights])

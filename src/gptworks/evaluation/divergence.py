@@ -32,15 +32,8 @@ def measure_divergence(
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Divergence:
     """Return the losses of two models with the same vocabulary, and the divergence of their predictions. Both models
-    compute in their own dtypes, without dropout.
-
-    Args:
-        windows: pairs (inputs, targets), as for `evaluate_loss`; targets of −100 are not counted.
-        progress: called after each batch with the number of tokens compared so far.
-
-    Raises:
-        UserError: the text has no target to count.
-    """
+    compute in their own dtypes, without dropout. `windows` are those of `evaluate_loss`; raise a UserError if they have
+    no target to count. `progress` is called after each batch with the number of tokens compared so far."""
     sums = torch.zeros(4, dtype=torch.float64)  # the four sums of `_compare`
     n_tokens = 0
     with eval_mode(model), eval_mode(reference), torch.inference_mode():

@@ -168,8 +168,7 @@ class EvaluatedRun:
         details = {"tokens": found.report.n_tokens, "positions": positions_table(found.positions)}
         questions = sha256(text.encode("utf-8")).hexdigest()  # the text alone determines the passages
         return self._evaluation(
-            "text", found.measured(), len(found.passages), questions, name=f"text-{path.stem}", notes=notes,
-            details=details, stride=stride,
+            "text", found.measured(), questions, name=f"text-{path.stem}", notes=notes, details=details, stride=stride,
         )  # fmt: skip
 
     def calibration(self) -> Evaluation:
@@ -178,18 +177,16 @@ class EvaluatedRun:
         windows = evaluation_windows(shards, self.model.config.context_length)
         windows = watched(windows, shards.n_tokens, None, self._progress)
         with self.precision.autocast():
-            found = measure_calibration(self.model, windows)
-        details = {"bins": [vars(one) for one in found.bins]}
-        text = self.prepared.manifest.fingerprint
-        return self._evaluation("calibration", found.measured(), len(found.statistics), text, details=details)
+            measured, bins = measure_calibration(self.model, windows)
+        return self._evaluation("calibration", measured, self.prepared.manifest.fingerprint, details={"bins": bins})
 
     def memorization(self) -> Evaluation:
         """Measure how many generated n-grams occur in the training text; see `measure_memorization`."""
         training, held_out = (TokenShards(self.prepared.folder, split) for split in SPLITS)
-        found = measure_memorization(
+        measured = measure_memorization(
             self.engine, training, held_out, autocast=self.precision.autocast, progress=self._progress
         )
-        return self._evaluation("memorization", found.measured(), found.n_texts, self.prepared.manifest.fingerprint)
+        return self._evaluation("memorization", measured, self.prepared.manifest.fingerprint)
 
     def of_these_weights(self, found: Evaluation) -> Evaluation:
         """Return the evaluation `found`. If loading rounded the weights, add their format to its name, settings and
@@ -201,7 +198,7 @@ class EvaluatedRun:
         return replace(found, name=f"{found.name}-{self.rounded_to}", settings=settings, notes=(*found.notes, note))
 
     def _evaluation(
-        self, kind: str, metrics: dict[str, Measured], n_items: int, questions: str, *, name: str | None = None,
+        self, kind: str, metrics: dict[str, Measured], questions: str, *, name: str | None = None,
         notes: tuple[str, ...] = (), details: dict[str, Any] | None = None, **settings: Any,
     ) -> Evaluation:  # fmt: skip
         settings = {
@@ -209,6 +206,7 @@ class EvaluatedRun:
             "precision": self.precision.name, **settings,
         }  # fmt: skip
         return Evaluation(
-            name=name or kind, kind=kind, run=self.name, step=self.step, n_items=n_items, metrics=metrics,
+            name=name or kind, kind=kind, run=self.name, step=self.step,
+            n_items=len(next(iter(metrics.values())).statistics), metrics=metrics,
             fingerprint=questions, settings=settings, notes=notes, details=details or {},
         )  # fmt: skip

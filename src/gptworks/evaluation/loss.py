@@ -169,10 +169,8 @@ def watched(
     windows: Iterable[tuple[Tensor, ...]], n_tokens: int, stride: int | None, progress: Callable[[int, int], None]
 ) -> Iterator[Any]:
     """Yield the windows, which cover `n_tokens` tokens; after each, call `progress(targets done, all targets)`. The
-    last call reports all targets, also if the windows cover fewer.
-
-    stride: tokens between the starts of windows; None: windows do not overlap.
-    """
+    last call reports all targets, also if the windows cover fewer. `stride` is the tokens between the starts of
+    windows; None: windows do not overlap."""
     done, n_targets = 0, n_tokens - 1
     for window in windows:
         yield window
@@ -201,11 +199,8 @@ def _stack(windows: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 
 def compressor_bits_per_byte(text: bytes) -> dict[str, float]:
-    """Compute the bits per byte of `gzip -9` and `xz -9e`, including their containers, as a baseline.
-
-    Raises:
-        UserError: the text is empty.
-    """
+    """Compute the bits per byte of `gzip -9` and `xz -9e`, including their containers, as a baseline. Raise a UserError
+    if the text is empty."""
     if not text:
         raise UserError("there is no text to compress.")
     compressed = {

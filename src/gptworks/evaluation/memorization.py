@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +11,8 @@ from gptworks.data.batches import Tokens, evaluation_windows
 from gptworks.data.cleaning.ngrams import Hashes, HashSet
 from gptworks.data.permutation import Int64s
 from gptworks.errors import UserError
-from gptworks.evaluation.bootstrap import Floats
 from gptworks.evaluation.loss import each_nats
+from gptworks.evaluation.metrics import Floats
 from gptworks.evaluation.results import Measured
 from gptworks.evaluation.scoring import Progress, complete_all
 from gptworks.infer.engine import Engine
@@ -31,31 +30,6 @@ Copied = dict[int, list[npt.NDArray[np.bool_]]]
 """Length n → one array of flags for each text: whether each of the text's n-grams was found."""
 
 
-@dataclass(frozen=True)
-class Memorization:
-    """Counts of the n-grams that generated and held-out texts share with the training text, and both splits' losses."""
-
-    copied: dict[int, tuple[Floats, Floats]]
-    """Length n → counts [N, 2] of copied and of all n-grams in each text, for generated and for real continuations."""
-    training: Floats
-    """Nats and tokens of each of W evenly spaced windows of the training text, [W, 2]."""
-    held_out: Floats
-
-    @property
-    def n_texts(self) -> int:
-        return len(next(iter(self.copied.values()))[0])
-
-    def measured(self) -> dict[str, Measured]:
-        """Return the shares of copied n-grams and the losses, with intervals over texts and windows."""
-        found = {}
-        for n, (written, real) in self.copied.items():
-            found[f"generated {n}-grams copied"] = Measured.of("mean", written)
-            found[f"held-out {n}-grams copied"] = Measured.of("mean", real)
-        found["training loss"] = Measured.of("mean", self.training)
-        found["held-out loss"] = Measured.of("mean", self.held_out)
-        return found
-
-
 def measure_memorization(
     engine: Engine,
     training: Tokens,
@@ -66,11 +40,12 @@ def measure_memorization(
     text_tokens: int = 128,
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
     progress: Progress = lambda done, total: None,
-) -> Memorization:
+) -> dict[str, Measured]:
     """Continue held-out text at temperature 1, look up the continuations' n-grams in the training text, and compute the
     losses of both splits.
 
-    The real continuations are looked up as well, because similar texts share n-grams without copying.
+    The real continuations are looked up as well, because similar texts share n-grams without copying. Return the shares
+    of copied n-grams and the losses, with intervals over texts and windows.
 
     Args:
         n_texts: maximum number of texts; a short held-out text has room for fewer.
@@ -99,14 +74,15 @@ def measure_memorization(
     written = [np.array(one[0].token_ids, dtype=np.int64) for one in made]
     real = [window[prompt_tokens:] for window in windows]
     sizes = tuple(n for n in SIZES if n <= text_tokens)
-    found = find_copied(training, [*written, *real], sizes)
-    copied = {}
+    found, measured = find_copied(training, [*written, *real], sizes), dict[str, Measured]()
     for n in sizes:
         counts = np.array([[hits.sum(), len(hits)] for hits in found[n]], dtype=np.float64)
-        copied[n] = (counts[:n_texts], counts[n_texts:])
+        measured[f"generated {n}-grams copied"] = Measured.of("mean", counts[:n_texts])
+        measured[f"held-out {n}-grams copied"] = Measured.of("mean", counts[n_texts:])
     with autocast():
-        losses = [_window_losses(engine.model, tokens) for tokens in (training, held_out)]
-    return Memorization(copied, *losses)
+        for name, tokens in (("training loss", training), ("held-out loss", held_out)):
+            measured[name] = Measured.of("mean", _window_losses(engine.model, tokens))
+    return measured
 
 
 def _window_losses(model: GPT, tokens: Tokens) -> Floats:
@@ -120,10 +96,7 @@ def find_copied(training: Tokens, texts: Sequence[Int64s], sizes: Sequence[int] 
     """Find which n-grams occur in the training tokens. Return flags [T − n + 1] for each length n and each text [T].
 
     This reads the training text once. The hash of an n-gram combines the hashes of its halves. n-grams with equal
-    hashes are compared token by token, so the flags are exact.
-
-    Args:
-        sizes: powers of two, ascending.
+    hashes are compared token by token, so the flags are exact. `sizes` are ascending powers of two.
     """
     longest = max(sizes)
     missing: dict[int, dict[bytes, int]] = {n: {} for n in sizes}  # n → n-gram not yet found → hash

@@ -2,12 +2,15 @@
 
 RUN/evaluations/capitals-3-shot.json      figures with intervals, and each item's statistics
 RUN/model-card.md                         its section "Evaluations" lists all results
+
+`Measurements` are those of one evaluation, as text, as JSON and as tables in a notebook.
 """
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,10 +18,12 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
 from gptworks.errors import UserError
-from gptworks.evaluation.bootstrap import Floats, interval
-from gptworks.evaluation.metrics import figure_of
+from gptworks.evaluation.metrics import Floats, figure_of, interval
 from gptworks.files import make_folder, read_regular, read_text, send, write_whole
+from gptworks.pages import parts as html
+from gptworks.pages.cell import cell
 from gptworks.pages.tables import Table, in_a_cell
+from gptworks.terminal import lines_of
 from gptworks.units import significant
 
 FOLDER = "evaluations"
@@ -158,11 +163,7 @@ def save_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
 
 
 def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
-    """Read the evaluations saved in a run folder; return them by name.
-
-    Raises:
-        UserError: a file there is not an evaluation.
-    """
+    """Return the evaluations saved in a run folder, by name; raise a UserError if a file there is none."""
     found = {}
     for path in sorted((run_dir / FOLDER).glob("*.json")):
         try:
@@ -189,3 +190,80 @@ def write_card_section(run_dir: Path) -> None:
     notes = [in_a_cell(f"* {one.name}: {note}") for one in evaluations.values() for note in one.notes]
     below = "\n" + "\n".join(notes) + "\n" if notes else ""
     write_whole(card, f"{text}\n\n{HEADING}\n\n{table(evaluations.values()).markdown()}\n{below}")
+
+
+@dataclass(frozen=True, repr=False)
+class Measurements:
+    """Figures of the validation split, or of other evaluations such as texts and tasks."""
+
+    validation: dict[str, Any] | None
+    """Loss, perplexity and bits per byte of the validation split; None if something else was measured."""
+    evaluations: tuple[Evaluation, ...] = ()
+    without_bits: str = ""
+    """The reason to state if the validation split has no bits per byte."""
+    rounded_to: str | None = None
+    """The format to which weights were rounded while loading; None if they were not rounded."""
+
+    def to_json(self) -> Any:
+        """Return the figures as JSON with stable keys: a dict for the validation split, else a list of evaluations."""
+        return self.validation if self.validation is not None else [one.summary() for one in self.evaluations]
+
+    @property
+    def table(self) -> Table | None:
+        """A table with a row for each figure; None without evaluations."""
+        return table(self.evaluations) if self.evaluations else None
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """Lines of text with the figures of the validation split, or with the losses by position and the bins of other
+        evaluations."""
+        return [f"{name:<15}  {value}" for name, value in self._rows()]
+
+    @property
+    def notes(self) -> list[str]:
+        """Remarks on the evaluations, one per line."""
+        return [f"{one.name}: {note}." for one in self.evaluations for note in one.notes]
+
+    def __repr__(self) -> str:
+        lines = [] if self.table is None else lines_of(self.table.rich())
+        return "\n".join([*lines, *self.lines, *self.notes]).strip("\n")
+
+    def _repr_html_(self) -> str:
+        tables = [*([] if self.table is None else [self.table]), Table(("", ""), "ll", list(self._rows()))]
+        return cell(*(one.html() for one in tables), *(html.paragraph(note, "note") for note in self.notes))
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        if (found := self.validation) is not None:
+            yield (
+                "validation loss",
+                f"{found['loss']:.4f} nats per token, {found['tokens']:,} tokens, step {found['step']:,}",
+            )
+            if self.rounded_to is not None:
+                yield "weights", f"rounded to {self.rounded_to} as they were loaded; the run's own are in fp32"
+            yield "perplexity", significant(found["perplexity"])
+            bits, n_bytes = found["bits_per_byte"], found["text_bytes"]
+            undefined = f"undefined: {self.without_bits}"
+            yield "bits per byte", undefined if bits is None else f"{bits:.4f} over {n_bytes:,} bytes"
+            for part in found.get("datasets", []):
+                if part["loss"] is not None:
+                    bits = part["bits_per_byte"]
+                    note = "" if bits is None else f"  {bits:.4f} bits per byte"
+                    yield f"of {part['name']}", f"{part['loss']:.4f} nats per token{note}"
+            yield from _positions(found.get("positions", []))
+            for name, value in found.get("compressors", {}).items():
+                yield name.replace("_", " -"), f"{value:.4f}"
+        for one in self.evaluations:
+            yield from _positions(one.details.get("positions", []))
+            for part in one.details.get("bins", []):
+                if part["n_tokens"]:
+                    yield (
+                        f"given {part['low']:.2f} to {part['high']:.2f}",
+                        f"{part['n_tokens']:>11,} tokens, mean {part['confidence']:.3f}, right {part['accuracy']:.3f}",
+                    )
+
+
+def _positions(positions: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    for part in positions:
+        bits = part["bits_per_byte"]
+        note = "" if bits is None else f"  {bits:.4f} bits per byte"
+        yield f"tokens {part['first']:>6,} to {part['last']:>6,}", f"{part['loss']:.4f} nats per token{note}"

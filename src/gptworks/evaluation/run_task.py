@@ -79,11 +79,7 @@ class Asked:
     def context(self, item: Item, room: int) -> tuple[str, list[int]]:
         """Return the text ("" with a chat template) and the tokens before an answer, with as many shots as fit in the
         context together with `room` more tokens. The last of these tokens may lie beyond the context, because the model
-        does not read it.
-
-        Raises:
-            UserError: the item does not fit even without shots.
-        """
+        does not read it. Raise a UserError if the item does not fit even without shots."""
         n_shots = len(self.task.shots_for(item))
         self._n_equal += n_shots < self.task.settings.shots
         for n in range(n_shots, -1, -1):
@@ -177,11 +173,8 @@ def _exact_match(asked: Asked, settings: ExactMatch, progress: Progress) -> Foun
 
 
 def _extracted(texts: list[str], settings: ExactMatch, task: Task) -> list[str]:
-    """Return the first group of `extract` in each text ("" without a match), or the texts if `extract` is None.
-
-    Raises:
-        UserError: the regular expression takes too long on a text.
-    """
+    """Return the first group of `extract` in each text ("" without a match), or the texts if `extract` is None. Raise a
+    UserError if the regular expression takes too long on a text."""
     if settings.extract is None:
         return texts
     try:

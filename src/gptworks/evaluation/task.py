@@ -143,13 +143,8 @@ class Task:
     def __init__(
         self, settings: AnyTask, items: Sequence[Item], shot_items: Sequence[Item] | None, origin: str
     ) -> None:
-        """
-        Args:
-            shot_items: items to take shots (solved examples) from; None: the task's other items.
-
-        Raises:
-            UserError: there are fewer items to take shots from than `shots`.
-        """
+        """Take shots (solved examples) from `shot_items`; None: from the task's other items. Raise a UserError if there
+        are fewer than `shots`."""
         self.settings, self.items, self.origin = settings, list(items), origin
         self._own_shots = shot_items is None
         pool = list(items if shot_items is None else shot_items)
@@ -164,10 +159,8 @@ class Task:
         self._rendered: dict[tuple[int, str], tuple[Item, str | expressions.Fault]] = {}
 
     def shots_for(self, item: Item) -> list[Item]:
-        """Return the shots (solved examples) for an item: the first items of the shuffled pool that differ from it.
-        There are fewer than `shots` if too many items of the pool equal it.
-
-        Nearly all items have the same shots, so the engine computes the shots only once.
+        """Return the shots (solved examples) for an item: the first items of the shuffled pool that differ from it, so
+        that nearly all items have the same ones. There are fewer than `shots` if too many items of the pool equal it.
         """
         return [self._pool[i] for i in self._shot_places(item)]
 
@@ -190,11 +183,7 @@ class Task:
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode("utf-8")).hexdigest()
 
     def text(self, item: Item, key: str) -> str:
-        """Return the value of the setting `key` for an item, as text.
-
-        Raises:
-            UserError: for the reasons of `value`.
-        """
+        """Return the value of the setting `key` for an item, as text; see `value`."""
         return str(self.value(item, key))
 
     def value(self, item: Item, key: str, wanted: str | None = None) -> Any:
@@ -237,11 +226,8 @@ class Task:
         return self._rendered[id(item), template][1]
 
     def texts(self, item: Item, key: str) -> list[str]:
-        """Return the value of the setting `key` for an item, as a list of at least one text.
-
-        Raises:
-            UserError: the list is empty; or for the reasons of `value`.
-        """
+        """Return the value of the setting `key` for an item, as a list of texts; see `value`. Raise a UserError if the
+        list is empty."""
         value = self.value(item, key)
         found = [str(one) for one in value] if isinstance(value, list) else [str(value)]
         if not found:
@@ -252,11 +238,8 @@ class Task:
         return f"{self.origin}: `{key}: {shortened(wanted)!r}`, item {self._number(item)}"
 
     def choices(self, item: Item) -> list[str]:
-        """Return the choices of a multiple-choice item, two or more.
-
-        Raises:
-            UserError: there are fewer choices, or one is empty; or for the reasons of `value`.
-        """
+        """Return the choices of a multiple-choice item; see `value`. Raise a UserError if there are fewer than two, or
+        one is empty."""
         assert isinstance(self.settings, MultipleChoice)
         wanted = self.settings.choices
         if isinstance(wanted, str):
@@ -272,11 +255,8 @@ class Task:
         return texts
 
     def right_choice(self, item: Item) -> int:
-        """Return the index of an item's right choice.
-
-        Raises:
-            UserError: the item's answer is neither a choice nor the index of one; or for the reasons of `choices`.
-        """
+        """Return the index of an item's right choice; see `choices`. Raise a UserError if the answer is neither a
+        choice nor the index of one."""
         assert isinstance(self.settings, MultipleChoice)
         choices, answer = self.choices(item), self.value(item, "answer")
         if isinstance(answer, str) and answer in choices:
@@ -310,11 +290,7 @@ class Task:
         return self.settings.description + shown + question
 
     def check(self) -> None:
-        """Render the prompts and answers (or a code task's tests) of all items asked, to find mistakes before any work.
-
-        Raises:
-            UserError: a template or an item does not fit the settings.
-        """
+        """Raise a UserError if the prompt or the answer (or a code task's tests) of an item cannot be rendered."""
         for item in self.items_asked:
             if isinstance(self.settings, Code):
                 self.text(item, "tests")
@@ -332,15 +308,9 @@ def _is_template(wanted: str) -> bool:
 
 
 def load_task(path: Path, *, shots: int | None = None, limit: int | None = None) -> Task:
-    """Load and check the task of a file.
-
-    Args:
-        shots, limit: override the file's settings of these names; None: keep them.
-
-    Raises:
-        UserError: a file is missing or unreadable, a setting is unknown or wrong, or an item or the number of items
-            does not fit the settings.
-    """
+    """Load and check the task of a file; `shots` and `limit` override its settings of these names. Raise a UserError if
+    a file is missing or unreadable, a setting is unknown or wrong, or an item or the number of items does not fit the
+    settings."""
     try:
         tree = parse_yaml(read_given(path, MAX_BYTES), str(path))
     except FileNotFoundError:
@@ -361,11 +331,7 @@ def load_task(path: Path, *, shots: int | None = None, limit: int | None = None)
 
 
 def read_items(path: Path) -> list[Item]:
-    """Read the objects in a JSONL file.
-
-    Raises:
-        UserError: the file does not exist or is empty, or a line is not a JSON object.
-    """
+    """Read the objects in a JSONL file; raise a UserError if there is none, or a line is not a JSON object."""
     try:
         items = [dict(item) for _, item in read_jsonl(path)]
     except FileNotFoundError:

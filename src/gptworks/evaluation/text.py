@@ -12,8 +12,8 @@ from gptworks.config import IGNORED
 from gptworks.data.batches import Tokens, evaluation_windows
 from gptworks.data.permutation import Int64s
 from gptworks.errors import UserError
-from gptworks.evaluation.bootstrap import Floats
 from gptworks.evaluation.loss import LossReport, PositionLoss, each_nats, evaluate_by_position, watched
+from gptworks.evaluation.metrics import Floats
 from gptworks.evaluation.results import Measured
 from gptworks.evaluation.scoring import Progress
 from gptworks.model.gpt import GPT
@@ -40,8 +40,8 @@ class TextTokens:
         self.n_tokens = len(self.tokens)
         self.round_trips = tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
         sizes = token_bytes(tokenizer)
-        unseen = 0 if begin or sizes is None else sizes[encoding.ids[0]]  # size of the first token, if not predicted
-        self.unseen_bytes = unseen
+        self.unseen_bytes = 0 if begin or sizes is None else sizes[encoding.ids[0]]
+        """Size of the first token, if it is not predicted."""
 
     def read(self, start: int, length: int) -> Int64s:
         return self.tokens[start : start + length]
@@ -111,10 +111,7 @@ def text_nats(
     progress: Progress = lambda done, total: None,
 ) -> npt.NDArray[np.float64]:
     """Return the loss of each token but the first, in nats, [T − 1]. `stride`, `progress`: as for `evaluate_text`.
-
-    Raises:
-        UserError: there are fewer than two tokens, or the stride is not between 1 and the context length.
-    """
+    Raise a UserError if there are fewer than two tokens, or the stride is not between 1 and the context length."""
     context = model.config.context_length
     stride = default_stride(context) if stride is None else stride
     windows = watched(evaluation_windows(tokens, context, stride=stride), tokens.n_tokens, stride, progress)

@@ -24,8 +24,7 @@ import yaml
 
 from gptworks.chat_template import ChatTemplate
 from gptworks.errors import UserError, not_installed
-from gptworks.evaluation.bootstrap import Floats
-from gptworks.evaluation.metrics import means, share_of_best
+from gptworks.evaluation.metrics import Floats, means, share_of_best
 from gptworks.evaluation.results import Evaluation, Measured
 from gptworks.evaluation.scoring import SLOTS, complete_all, score_pairs
 from gptworks.files import read_text

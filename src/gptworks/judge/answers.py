@@ -7,15 +7,15 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from gptworks.judge.campaign import Campaign
-from gptworks.judge.changes import allowed_settings
+from gptworks.judge.changes import allowed_settings, overrides_from
 from gptworks.judge.records import Tried
 from gptworks.planning.params import count_parameters
-from gptworks.runs.settings import differences
+from gptworks.runs.comparable import differences
 
 
 @dataclass(frozen=True)
 class TryAnswer:
-    """A try and its verdict."""
+    """A try and its verdict; see `Tried`."""
 
     number: int
     changes: list[str]
@@ -35,12 +35,9 @@ class TryAnswer:
     """Natural logarithm of the e-value, the evidence for a gain."""
     needed_log_e: float
     place: str
-    """Whether losses are compared at equal tokens or in equal time."""
     step_time: float | None
-    """Time of the same tokens with the change, divided by the time without it."""
     parameters: int | None
     champion: int
-    """Number of the try that made the champion to which the change is applied; 0: the base recipe."""
     seconds: float
 
 
@@ -145,7 +142,7 @@ class Planned:
 
 
 def planned(campaign: Campaign, changes: dict[str, Any] | None, patch: str | None) -> Planned:
-    recipe, changed, work = campaign.plan(changes, patch)
+    recipe, changed, work = campaign.plan(overrides_from(changes, patch))
     found = campaign.records
     seconds = campaign.pair_seconds(found) * (1 + work) / 2
     return Planned(

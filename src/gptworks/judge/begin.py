@@ -1,24 +1,30 @@
 """Begin a campaign: seal a part of the recipe's text, fix the length of runs, and write the ledger's first entry."""
 
+import contextlib
+import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import IO, Any
 
 import yaml
 
+from gptworks.config import Recipe, ValidationSplit
 from gptworks.data.prepare import prepare
+from gptworks.data.sources.base import Piece
+from gptworks.data.sources.choose import AnySource, check_sources, count_documents, iter_documents
+from gptworks.data.split import split_documents
 from gptworks.errors import UserError
-from gptworks.files import check_free, check_links, sha256_file, write_whole
+from gptworks.files import check_free, check_links, open_new, sha256_file, write_whole
 from gptworks.judge.evidence import Control
-from gptworks.judge.ledger import Ledger
+from gptworks.judge.ledger import Ledger, keyed
 from gptworks.judge.records import CampaignRules
-from gptworks.judge.texts import SEALED, TEXTS, seal
 from gptworks.overrides import apply_overrides
 from gptworks.recipe import load_recipe, read_recipe
 from gptworks.runs import try_run
-from gptworks.runs.sequential import FEWEST_PAIRS
+from gptworks.runs.statistics import FEWEST_PAIRS
 from gptworks.runs.trials import Report
 from gptworks.runs.try_run import LEAST_STEPS, RUN_SECONDS
 
@@ -29,6 +35,9 @@ FINAL_PAIRS = 5
 """Number of fresh seeds of the final comparison. Time for it is set aside."""
 
 LEDGER, BASE, SECRET, KEY, COUNT, TRIES = "ledger.jsonl", "base.yaml", "secret", "key", "entries", "tries"
+TEXTS, SEALED = "texts", "sealed.jsonl"
+
+_DOCUMENTS_WORTH_A_CHOICE = 20
 
 
 def begin(
@@ -78,3 +87,70 @@ def begin(
     ledger = Ledger(folder / LEDGER, key, secret / COUNT)
     ledger.append("created", rules=asdict(rules), files=sums, seconds=time.monotonic() - started)
     write_whole(secret / KEY, key, private=True, new=True)  # last: now the campaign is complete
+
+
+def seal(recipe: Recipe, folder: Path, secret: Path, key: bytes) -> dict[str, Any]:
+    """Write one part of the text of a recipe's sources to `texts/` in `folder`, and the sealed part to `secret`. Return
+    the settings of the source that replaces the recipe's sources.
+
+    The sealed share is `data.validation.fraction`. With 20 documents or more, whole documents are sealed, chosen by a
+    keyed hash of their text. With fewer, the end of each document is sealed.
+
+    Raises:
+        UserError: the recipe does not train on text of its own sources, or there is too little text.
+    """
+    sources = recipe.data.texts
+    if recipe.objective.type != "next_token" or not sources or recipe.data.mixture:
+        raise UserError(
+            f"the judge needs a recipe that predicts text of data.sources, since it seals a part of that text: this "
+            f"one has objective.type={recipe.objective.type} and "
+            + ("a data.mixture." if recipe.data.mixture else "other sources.")
+        )
+    check_sources(sources)
+    texts, fraction = folder / TEXTS, recipe.data.validation.fraction
+    texts.mkdir()
+    with open_new(secret / SEALED, inside=secret, private=True) as sealed:
+        if many := count_documents(sources, _DOCUMENTS_WORTH_A_CHOICE) == _DOCUMENTS_WORTH_A_CHOICE:
+            _seal_documents(sources, texts, sealed, fraction, key)
+        else:
+            _seal_ends(sources, texts, sealed, fraction)
+        if not sealed.tell():
+            raise UserError("there is too little text to seal a part of it: give the recipe more text.")
+    return {"type": "jsonl" if many else "text", "path": str(texts)}
+
+
+def _seal_documents(sources: Iterable[AnySource], texts: Path, sealed: IO[bytes], fraction: float, key: bytes) -> None:
+    hashes = sorted(keyed(key, text) for text in _documents(iter_documents(sources)))
+    last = hashes[max(1, round(fraction * len(hashes))) - 1]
+    with open_new(texts / "texts.jsonl", inside=texts) as kept:
+        for text in _documents(iter_documents(sources)):
+            (sealed if keyed(key, text) <= last else kept).write(_line(text))
+
+
+def _seal_ends(sources: Iterable[AnySource], texts: Path, sealed: IO[bytes], fraction: float) -> None:
+    number, file = -1, None
+    with contextlib.ExitStack() as opened:
+        for split, piece in split_documents(iter_documents(sources), ValidationSplit(fraction=fraction, by="tail")):
+            if split == "validation":
+                sealed.write(_line(piece.text))
+                continue
+            if piece.starts_document or file is None:
+                opened.close()
+                number += 1
+                file = opened.enter_context(open_new(texts / f"{number:04d}.txt", inside=texts))
+            file.write(piece.text.encode("utf-8"))
+
+
+def _line(text: str) -> bytes:
+    return json.dumps({"text": text}).encode("ascii") + b"\n"
+
+
+def _documents(pieces: Iterable[Piece]) -> Iterator[str]:
+    held: list[str] = []
+    for piece in pieces:
+        if piece.starts_document and held:
+            yield "".join(held)
+            held = []
+        held.append(piece.text)
+    if held:
+        yield "".join(held)

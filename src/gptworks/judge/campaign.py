@@ -6,7 +6,6 @@ all tries) and its tokens in `data/`, `tries/NNN/` (folders of `gptworks try`), 
 """
 
 import hashlib
-import hmac
 import json
 import threading
 import time
@@ -15,26 +14,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import filelock
 import yaml
 
 from gptworks.config import Recipe
 from gptworks.data.prepare import prepare
 from gptworks.errors import RunError, UserError
-from gptworks.files import check_links, file_lock, read_regular, sha256_file, write_whole
+from gptworks.files import check_links, read_regular, sha256_file, write_whole
 from gptworks.judge.begin import BASE, COUNT, FINAL_PAIRS, KEY, LEDGER, SECRET, TRIES, begin
 from gptworks.judge.changes import changed_recipe, check_work, overrides_from, together, work_of_token
 from gptworks.judge.evidence import Control, level, spread_floor
 from gptworks.judge.final import FINAL, final_facts, final_gains
-from gptworks.judge.ledger import Ledger
+from gptworks.judge.ledger import Ledger, check_pairs, entered_pairs, is_lost, keyed, new_pairs, signature
 from gptworks.judge.page import write_judge_page
-from gptworks.judge.pairs import check_pairs, entered_pairs, is_lost, new_pairs, signature
 from gptworks.judge.records import Records, Tried, facts_of, read_records
 from gptworks.overrides import apply_overrides
 from gptworks.planning.params import count_parameters
 from gptworks.recipe import load_recipe, read_recipe, with_vocab_size
-from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
-from gptworks.runs.trials import Report
+from gptworks.runs.statistics import FEWEST_PAIRS, MOST_PAIRS
+from gptworks.runs.trials import Report, locked
 from gptworks.runs.try_page import write_try_page
 from gptworks.runs.try_results import TRY_FILE, Try, read_try
 from gptworks.runs.try_run import RUN_SECONDS, Rules, plan_try, run_try
@@ -59,13 +56,10 @@ class Campaign:
         if not key.is_file():
             raise UserError(f"{folder} holds no campaign: give a recipe to begin one, or another --folder.")
         check_links(self.folder)
-        self._lock = file_lock(self.folder / ".lock", timeout=0)
-        try:
-            self._lock.acquire()
-        except filelock.Timeout:
-            raise UserError(f"{folder} is in use by another judge: wait for it, or give another --folder.") from None
+        self._lock = locked(self.folder, "judge", "--folder")
         self._training, self._stop = threading.Lock(), threading.Event()
-        self._now: tuple[int, int] | None = None
+        self.running: tuple[int, int] | None = None
+        """The try that trains now (0: the final comparison) and its number of pairs so far; None if nothing trains."""
         self._since = time.monotonic()
         try:
             self._key = read_regular(key, 1 << 10, inside=key.parent)
@@ -115,11 +109,8 @@ class Campaign:
         return Ledger(self.folder / LEDGER, self._key, self.folder / SECRET / COUNT)
 
     def verify(self) -> int:
-        """Check the ledger, the recipes, the texts, and each try's folder and pairs; return the number of entries.
-
-        Raises:
-            UserError: something was changed, added or removed.
-        """
+        """Raise a UserError if the ledger, a recipe, a text, or a try's folder or pair was changed, added or removed.
+        Return the number of entries."""
         ledger = self._read_ledger()
         if not ledger.entries or ledger.entries != self._ledger.entries:
             raise UserError(f"{ledger.path} is not what this judge has written: restore it from a copy.")
@@ -180,16 +171,11 @@ class Campaign:
         for one in found.tries:
             if not one.is_open:
                 continue
-            if one.state == "running" and (self._now is None or self._now[0] != one.number):
+            if one.state == "running" and (self.running is None or self.running[0] != one.number):
                 one.state = "abandoned"
             if ((folder := self._folder(one.number)) / TRY_FILE).is_file():
                 one.take(facts_of(read_try(folder)))
         return found
-
-    @property
-    def running(self) -> tuple[int, int] | None:
-        """The try that trains now (0: the final comparison) and its number of pairs so far; None if nothing trains."""
-        return self._now
 
     @property
     def champion_path(self) -> Path:
@@ -214,11 +200,7 @@ class Campaign:
         return level(rules.error, rules.control, len(found.tries) + 1, len(found.accepted))
 
     def tried(self, number: int) -> Tried:
-        """Return a try by its number.
-
-        Raises:
-            UserError: there is no such try.
-        """
+        """Return a try by its number; raise a UserError if there is no such try."""
         tries = self.records.tries
         if not 1 <= number <= len(tries):
             known = f"there are tries 1 to {len(tries)}" if tries else "there are no tries yet"
@@ -232,16 +214,10 @@ class Campaign:
 
     # -------------------------------------------------------------------------------------------- tries
 
-    def plan(self, changes: Changes = None, patch: str | None = None) -> tuple[Recipe, Recipe, float]:
+    def plan(self, overrides: list[str]) -> tuple[Recipe, Recipe, float]:
         """Return the champion's recipe, the changed recipe, and the FLOPs of a token with the change, divided by the
-        FLOPs without it. Nothing is trained or written to the ledger.
-
-        Raises:
-            UserError: the change is not allowed or invalid, changes nothing, or is too large.
-        """
-        return self._planned(overrides_from(changes, patch))
-
-    def _planned(self, overrides: list[str]) -> tuple[Recipe, Recipe, float]:
+        FLOPs without it. Nothing is trained or written to the ledger. Raise a UserError if the change is not allowed or
+        invalid, changes nothing, or is too large."""
         recipe = self.champion()
         changed = changed_recipe(self.champion_path, recipe, overrides)
         changed = with_vocab_size(changed, recipe.model.vocab_size)
@@ -277,7 +253,7 @@ class Campaign:
                 raise UserError(
                     "the campaign has ended, since its sealed text was opened: begin one in a new --folder."
                 )
-            _, changed, _ = self._planned(overrides)
+            _, changed, _ = self.plan(overrides)
             identity = _identity(found.champion, changed)
             known = next((one for one in found.tries if one.identity == identity), None)
             if known is not None and known.state != "abandoned" and (not known.is_open or len(known.gains) >= pairs):
@@ -310,7 +286,7 @@ class Campaign:
                 "begun", tried=number, changes=overrides, champion=found.champion, identity=identity,
                 level=self.next_level(found), parameters=parameters,
             )  # fmt: skip
-        self._now = number, len(begun.pairs)
+        self.running = number, len(begun.pairs)
         ended, one = begun, self.tried(number)
         one.least_deviation = spread_floor(other.judgement(worth) for other in found.tries if other.number != number)
 
@@ -324,20 +300,20 @@ class Campaign:
 
         def note(so_far: Try) -> None:
             nonlocal ended
-            ended, self._now = so_far, (number, len(so_far.pairs))
+            ended, self.running = so_far, (number, len(so_far.pairs))
             self._enter_pairs(number, so_far)
 
-        def is_over() -> bool:
-            return self._stop.is_set() or time.monotonic() - started > left
-
+        rules = Rules(
+            self._seeds(f"try {number}"), is_ended, lambda: self._stop.is_set() or time.monotonic() - started > left
+        )
         problem, files = "", dict[str, str]()
         try:
-            run_try(begun, path, self._report, note, Rules(self._seeds(f"try {number}"), is_ended, is_over))
+            run_try(begun, path, self._report, note, rules)
         except (RunError, UserError) as error:
             problem = str(error)
         self._note_lost_pair()
         if known is not None and known.state == "judged" and ended.pairs == begun.pairs and not problem:
-            self._now = None
+            self.running = None
             return self.tried(number)  # no run was trained
         if ended.pairs:
             write_try_page(ended)
@@ -353,7 +329,7 @@ class Campaign:
             is_open=answer == "open" and ended.due(ended=False) is not None,
             seconds=self._spent(), least_deviation=one.least_deviation, **facts,
         )  # fmt: skip
-        self._now = None
+        self.running = None
         write_judge_page(self.folder, self.records)
         if problem:
             raise RunError(problem)
@@ -373,10 +349,10 @@ class Campaign:
                 return found.final
             if not found.closing:
                 self._ledger.append("closing", champion=found.champion)
-            self._now = 0, 0
+            self.running = 0, 0
 
             def note(so_far: Try) -> None:
-                self._now = 0, len(so_far.pairs)
+                self.running = 0, len(so_far.pairs)
                 self._enter_pairs(0, so_far)
 
             gains, place = list[float](), ""
@@ -390,13 +366,13 @@ class Campaign:
                     raise
             final = final_facts(gains, place, found)
             self._ledger.append("finished", final=final, seconds=self._spent())
-            self._now = None
+            self.running = None
             write_judge_page(self.folder, self.records)
             return final
 
     def busy(self) -> UserError:
         """Return the error that says what is running."""
-        number, pairs = self._now or (-1, 0)
+        number, pairs = self.running or (-1, 0)
         what = "a try" if number < 0 else f"try {number}" if number else "the final comparison"
         return UserError(f"{what} is running, with {pairs} pairs so far: one training at a time, wait for its end.")
 
@@ -409,17 +385,12 @@ class Campaign:
             self._note_lost_pair()
             yield
         finally:
-            self._now = None
+            self.running = None
             self._training.release()
 
     def _seeds(self, label: str) -> Callable[[int], int]:
         """Return a function from a pair's number to its seed, which only the holder of the key can compute."""
-
-        def seed_of(pair: int) -> int:
-            digest = hmac.new(self._key, f"seed of {label}, pair {pair}".encode(), hashlib.sha256).digest()
-            return int.from_bytes(digest[:4], "big")
-
-        return seed_of
+        return lambda pair: int.from_bytes(keyed(self._key, f"seed of {label}, pair {pair}")[:4], "big")
 
 
 def _identity(champion: int, changed: Recipe) -> str:

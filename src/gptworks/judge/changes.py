@@ -11,6 +11,7 @@ from gptworks.errors import UserError, did_you_mean, shortened
 from gptworks.overrides import as_typed, overrides_of
 from gptworks.planning.flops import forward_flops
 from gptworks.recipe import load_recipe
+from gptworks.runs.comparable import measured
 from gptworks.runs.trials import check_comparable
 from gptworks.training.setup import check_memory
 from gptworks.yaml_files import parse_yaml
@@ -86,12 +87,8 @@ def overrides_from(changes: Mapping[str, Any] | None, patch: str | None) -> list
 
 
 def check_allowed(recipe: Recipe, overrides: list[str]) -> None:
-    """Refuse overrides of settings that are not allowed.
-
-    Raises:
-        UserError: a setting is not allowed (the message has the rule) or does not exist (the message has the nearest
-            allowed setting).
-    """
+    """Raise a UserError if an override's setting is not allowed (the message has the rule) or does not exist (the
+    message has the nearest allowed setting)."""
     allowed = allowed_settings(recipe)
     paths = {one.path for one in settings(recipe)}
     for override in overrides:
@@ -109,15 +106,12 @@ def check_allowed(recipe: Recipe, overrides: list[str]) -> None:
 
 def work_of_token(recipe: Recipe) -> float:
     """Return the forward FLOPs of a token. Training and evaluating a token both take a multiple of it."""
-    return forward_flops(recipe.model, recipe.row_length).total_causal / recipe.row_length
+    return forward_flops(recipe.model, recipe.row_length).per_token_causal
 
 
 def check_work(base: Recipe, changed: Recipe) -> None:
-    """Refuse a change whose model needs too much time or memory. Both recipes must have a vocabulary size.
-
-    Raises:
-        UserError: a token takes more than MOST_WORK times the base recipe's FLOPs, or memory does not suffice.
-    """
+    """Raise a UserError if a token takes more than MOST_WORK times the base recipe's FLOPs with a change, or memory
+    does not suffice. Both recipes must have a vocabulary size."""
     ratio = work_of_token(changed) / work_of_token(base)
     if ratio > MOST_WORK:
         raise UserError(
@@ -145,18 +139,12 @@ def together(earlier: Iterable[str], later: Iterable[str]) -> list[str]:
 
 
 def changed_recipe(path: Any, recipe: Recipe, overrides: list[str]) -> Recipe:
-    """Return the recipe in a file with allowed overrides applied.
-
-    Raises:
-        UserError: an override is not allowed, its value is wrong, or it changes what the validation loss measures.
-    """
+    """Return the recipe in a file with overrides applied. Raise a UserError if an override is not allowed, its value is
+    wrong, or it changes what the validation loss measures."""
     check_allowed(recipe, overrides)
     changed = load_recipe(path, overrides)
     for override in overrides:
         check_comparable(recipe, key_of(override), f"change {override}")
-    measured = [
-        {one.path: one.value for one in settings(each) if one.role.decides_measure} for each in (recipe, changed)
-    ]
-    if measured[0] != measured[1]:
+    if measured(changed) != measured(recipe):
         raise UserError("this change also changes what the validation loss measures: leave that setting out.")
     return changed

@@ -34,8 +34,7 @@ from functools import cache
 from statistics import fmean
 from typing import Literal
 
-from gptworks.runs.sequential import FEWEST_PAIRS
-from gptworks.runs.statistics import end_of, t_two_sided
+from gptworks.runs.statistics import FEWEST_PAIRS, end_of, t_two_sided
 
 Control = Literal["family", "discoveries"]
 Answer = Literal["gain", "tie", "harm", "open"]
@@ -81,13 +80,8 @@ def level(error: float, control: Control, number: int, accepted: int) -> float:
 
 
 def judged(gains: Sequence[float], at_level: float, worth: float, least_deviation: float = 0.0) -> Judgement:
-    """Return the conclusion from the gains of a try, one for each pair.
-
-    Args:
-        at_level: the try's level: a gain needs e ≥ 1 / at_level.
-        worth: the minimum worthwhile gain.
-        least_deviation: see `spread_floor`.
-    """
+    """Return the conclusion from the gains of a try, one for each pair. A gain needs e ≥ 1 / `at_level`, and a mean of
+    `worth`. For `least_deviation`, see `spread_floor`."""
     n = len(gains)
     mean = fmean(gains) if gains else 0.0
     if n < FEWEST_PAIRS:

@@ -1,5 +1,6 @@
 """The end of a campaign: compare the champion with the base recipe, with fresh seeds, on text that no try has seen."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,8 +8,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 from gptworks.errors import RunError
-from gptworks.judge import texts
-from gptworks.judge.begin import BASE, FINAL_PAIRS, SECRET
+from gptworks.evaluation.evaluated_run import EvaluatedRun
+from gptworks.evaluation.text import evaluate_text
+from gptworks.files import open_regular
+from gptworks.judge.begin import BASE, FINAL_PAIRS, SEALED, SECRET
 from gptworks.judge.records import Records
 from gptworks.runs.statistics import t_quantile
 from gptworks.runs.trials import Report
@@ -20,16 +23,15 @@ FINAL = "final"
 NO_LIMIT_MINUTES = 1e6
 """Time limit of the final comparison, too long to matter: only the number of pairs ends the comparison."""
 
+MOST_SEALED_CHARACTERS = 1 << 20
+"""Maximum number of sealed characters on which `sealed_loss` evaluates a run."""
+
 
 def final_gains(
     folder: Path, found: Records, rules: Rules, report: Report, after_pair: Callable[[Try], None]
 ) -> tuple[list[float], str]:
     """Train the missing pairs. Return each pair's gain on the sealed text, and where it is measured: at equal tokens or
-    in equal time.
-
-    Raises:
-        RunError: a run failed or was stopped; a later call continues.
-    """
+    in equal time. Raise a RunError if a run failed or was stopped; a later call continues."""
     base, place = folder / BASE, folder / FINAL
     begun = plan_try(
         base, found.champion_changes, place, NO_LIMIT_MINUTES, found.rules.worth, found.rules.steps,
@@ -43,12 +45,26 @@ def final_gains(
     arm, gains = ended.arms[-1], []
     for pair in ended.pairs:
         before, after = (
-            texts.sealed_loss(place / "pairs" / f"{pair.number:02d}-{name}", folder / SECRET)
-            for name in ("before", arm)
+            sealed_loss(place / "pairs" / f"{pair.number:02d}-{name}", folder / SECRET) for name in ("before", arm)
         )
         gains.append(before - after)
     where = PLACES[arm]
     return gains, f"{where} ({ended.step_time})" if ended.is_time_open else where
+
+
+def sealed_loss(run_dir: Path, secret: Path) -> float:
+    """Return the loss of a run's last checkpoint on at most the first `MOST_SEALED_CHARACTERS` of the sealed text, in
+    nats per token."""
+    run, nats, n_tokens, left = EvaluatedRun(run_dir, "last"), 0.0, 0, MOST_SEALED_CHARACTERS
+    with open_regular(secret / SEALED, inside=secret) as file:
+        for line in file:
+            text = str(json.loads(line)["text"])[:left]
+            left -= len(text)
+            if text:
+                with run.precision.autocast():
+                    report = evaluate_text(run.model, run.tokenizer, text).report
+                nats, n_tokens = nats + report.loss * report.n_tokens, n_tokens + report.n_tokens
+    return nats / n_tokens
 
 
 def final_facts(gains: list[float], place: str, found: Records) -> dict[str, Any]:

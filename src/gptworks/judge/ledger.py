@@ -4,37 +4,38 @@ Each entry has the sha256 of the line before it (a hash chain) and an HMAC-SHA25
 is the head: it has the number of entries, the sha256 of the last one, and an HMAC. Each append replaces the whole file
 at once, so a crash leaves the old ledger or the new one. A second file holds the number of entries, so an old copy of
 the ledger is noticed. Whoever can read the key can forge entries.
+
+An entry of each pair of runs has the pair's signature, and is written before `try.json` has the pair.
 """
 
 import hashlib
 import hmac
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from gptworks.errors import UserError
 from gptworks.files import read_regular, write_whole
+from gptworks.runs.try_results import TRY_FILE, Pair, Try, read_try
 
 MOST_BYTES = 1 << 26
 _FIRST = "0" * 64
 
 Entry = dict[str, Any]
+Entered = dict[int, dict[str, float]]
+"""For each pair of a try, by number: its signatures, each with the seconds of training. A third run gives a pair
+another signature. A lost pair has an empty signature: the seconds of its runs count, but `try.json` lacks the pair."""
 
 
 class Ledger:
     """The entries of a ledger, checked when it is read."""
 
     def __init__(self, path: Path, key: bytes, count: Path) -> None:
-        """Read the ledger; a missing file is an empty ledger.
-
-        Args:
-            count: file with the number of entries.
-
-        Raises:
-            UserError: the file is damaged, was changed, or is an old copy; the message names the line.
-        """
+        """Read the ledger; a missing file is an empty ledger. The file `count` has the number of entries. Raise a
+        UserError, which names the line, if the file is damaged, was changed, or is an old copy."""
         self.path, self._key, self._count = path, key, count
         self._lines: list[str] = []
         self.entries: list[Entry] = []
@@ -42,8 +43,8 @@ class Ledger:
             self._read()
             self._check_number()
 
-    def append(self, kind: str, **facts: Any) -> Entry:
-        """Add an entry and return it; the file is on the disk when this returns."""
+    def append(self, kind: str, **facts: Any) -> None:
+        """Add an entry; the file is on the disk when this returns."""
         previous = _sha256(self._lines[-1]) if self._lines else _FIRST
         entry = {"number": len(self.entries) + 1, "kind": kind, "time": round(time.time(), 3), **facts}
         line = self._signed({**entry, "previous": previous})
@@ -51,7 +52,6 @@ class Ledger:
         self.entries.append(json.loads(line))
         write_whole(self.path, "\n".join([*self._lines, self._head()]) + "\n", inside=self.path.parent)
         write_whole(self._count, str(len(self.entries)), private=True, inside=self._count.parent)
-        return self.entries[-1]
 
     def of_kind(self, *kinds: str) -> Iterator[Entry]:
         return (entry for entry in self.entries if entry["kind"] in kinds)
@@ -61,8 +61,7 @@ class Ledger:
 
     def _signed(self, tree: dict[str, Any]) -> str:
         text = json.dumps(tree, sort_keys=True, allow_nan=False)
-        mac = hmac.new(self._key, text.encode("utf-8"), hashlib.sha256).hexdigest()
-        return f'{text[:-1]}, "mac": "{mac}"}}'
+        return f'{text[:-1]}, "mac": "{keyed(self._key, text).hex()}"}}'
 
     def _read(self) -> None:
         lines = read_regular(self.path, MOST_BYTES, inside=self.path.parent).decode("utf-8", "replace").splitlines()
@@ -76,7 +75,7 @@ class Ledger:
             except (ValueError, KeyError, AttributeError, RecursionError, TypeError) as error:
                 raise self._changed(number, f"it was changed ({error})") from None
             if tree.get("kind") == "head":
-                if number != len(lines) or tree != json.loads(self._unsigned_head()):
+                if number != len(lines) or not self._lines or line != self._head():
                     raise self._changed(number, "the head is not that of the entries above it")
                 return
             if tree.get("previous") != previous or tree.get("number") != number:
@@ -96,11 +95,6 @@ class Ledger:
             what = f"it has {len(self.entries):,} entries, and this judge wrote {wrote:,}"
             raise self._changed(len(self.entries) + 1, what)
 
-    def _unsigned_head(self) -> str:
-        tree = json.loads(self._head()) if self._lines else {}
-        tree.pop("mac", None)
-        return json.dumps(tree)
-
     def _changed(self, number: int, why: str) -> UserError:
         return UserError(
             f"{self.path}, line {number}: {why}. The results of this campaign cannot be trusted: restore the file from "
@@ -110,3 +104,55 @@ class Ledger:
 
 def _sha256(line: str) -> str:
     return hashlib.sha256(line.encode("utf-8")).hexdigest()
+
+
+def keyed(key: bytes, text: str) -> bytes:
+    """Return the HMAC-SHA256 of a text: only the holder of the key can compute it."""
+    return hmac.new(key, text.encode("utf-8"), hashlib.sha256).digest()
+
+
+# -------------------------------------------------------------------------------------------- pairs of runs
+
+
+def signature(pair: Pair, key: bytes) -> str:
+    return keyed(key, json.dumps(asdict(pair), sort_keys=True)).hex()
+
+
+def entered_pairs(ledger: Ledger) -> dict[int, Entered]:
+    """Return the pairs of each try, by its number; 0 is the final comparison."""
+    found: dict[int, Entered] = {entry["tried"]: {} for entry in ledger.of_kind("begun")}
+    for entry in ledger.of_kind("pair", "lost"):
+        signatures = found.setdefault(entry["tried"], {}).setdefault(entry["pair"], {})
+        if entry["kind"] == "lost":
+            signatures[""] = signatures.pop(entry["signature"])
+        else:
+            signatures[entry["signature"]] = entry["trained"]
+    return found
+
+
+def new_pairs(so_far: Try, entered: Mapping[int, Mapping[str, float]], key: bytes) -> Iterator[tuple[Pair, float]]:
+    """Yield the pairs that are not entered yet, each with the seconds that its new runs trained."""
+    for pair in so_far.pairs:
+        known = entered.get(pair.number, {})
+        if signature(pair, key) not in known:
+            yield pair, sum(pair.seconds.values()) - max(known.values(), default=0.0)
+
+
+def check_pairs(folder: Path, entered: Entered, key: bytes) -> None:
+    """Raise a UserError if a pair in a try's `try.json` was changed, added or removed since the ledger has it."""
+    found = {pair.number: signature(pair, key) for pair in _pairs_in(folder)}
+    there = {number for number, signatures in entered.items() if any(signatures)}
+    changed = {number for number, one in found.items() if one not in entered.get(number, ())}
+    if wrong := sorted(there - found.keys() | changed):
+        raise UserError(
+            f"{folder / TRY_FILE}: pair {wrong[0]} is not as the judge entered it. Restore the file from a copy."
+        )
+
+
+def is_lost(folder: Path, entered: str, key: bytes) -> bool:
+    """Return whether a try's `try.json` lacks the pair with this signature, because writing it failed."""
+    return entered not in (signature(one, key) for one in _pairs_in(folder))
+
+
+def _pairs_in(folder: Path) -> tuple[Pair, ...]:
+    return read_try(folder).pairs if (folder / TRY_FILE).is_file() else ()

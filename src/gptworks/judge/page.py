@@ -5,7 +5,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from gptworks.judge.evidence import level
-from gptworks.judge.records import Records, Tried, shown_e
+from gptworks.judge.records import Records, shown_e
 from gptworks.pages import parts as html
 from gptworks.pages.chart import Chart, Series
 from gptworks.pages.page import page, write_page
@@ -21,7 +21,7 @@ def write_judge_page(folder: Path, found: Records) -> None:
 
 def to_html(found: Records) -> str:
     """Return the campaign as an HTML page, in which <data> elements hold the exact numbers."""
-    rules, tries = found.rules, found.tries
+    rules, tries, champion = found.rules, found.tries, " ".join(found.champion_changes)
     at_level = level(rules.error, rules.control, len(tries) + 1, len(found.accepted))
     tiles: list[tuple[str, str | Markup, str]] = [
         ("tries", html.number(len(tries)), f"{len(found.accepted)} accepted"),
@@ -36,9 +36,7 @@ def to_html(found: Records) -> str:
         html.section("The end", html.paragraph(found.final["line"]) if found.final is not None else ""),
         html.section("Gain of each try", html.figures([_chart(found)]) if any(one.gains for one in tries) else ""),
         html.section("Tries", _table(found)),
-        html.section("The champion", html.paragraph("The base recipe with: " + " ".join(found.champion_changes)))
-        if found.accepted
-        else Markup(""),
+        html.section("The champion", html.paragraph(f"The base recipe with: {champion}") if champion else ""),
     ]
     lines = (
         f"{rules.steps:,} steps without a change, at least {rules.worth:g} {rules.loss_unit} to matter",
@@ -52,12 +50,10 @@ _CONTROL = {"family": "probability of any false gain", "discoveries": "expected 
 
 def _chart(found: Records) -> Markup:
     """Return a chart of each try's mean gain, with its confidence sequence in the tooltip."""
-    placed: dict[bool, list[Tried]] = {
-        accepted: [one for one in found.tries if one.gains and one.accepted == accepted] for accepted in (False, True)
-    }
     drawn = []
     for accepted, kind, name in ((False, "series-0", ""), (True, "series-1", "accepted")):
-        judgements = [(one, one.judgement(found.rules.worth)) for one in placed[accepted]]
+        placed = [one for one in found.tries if one.gains and one.accepted == accepted]
+        judgements = [(one, one.judgement(found.rules.worth)) for one in placed]
         points = [(float(one.number), each.gain) for one, each in judgements]
         titles = [
             f"try {one.number}: {each.gain:+.4f} ({each.low:+.4f} to {each.high:+.4f})" for one, each in judgements

@@ -9,8 +9,9 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import IO, Annotated, Any, BinaryIO, cast
+from typing import IO, Annotated, Any, BinaryIO, TypeVar, cast
 
 import anyio
 from mcp.server import MCPServer
@@ -19,24 +20,11 @@ from mcp.server.stdio import stdio_server
 from pydantic import Field
 
 from gptworks.errors import RunError, UserError
-from gptworks.judge.answers import (
-    Compared,
-    Evaluated,
-    League,
-    Planned,
-    Start,
-    Status,
-    compared,
-    evaluated,
-    league,
-    planned,
-    start,
-    status,
-)
+from gptworks.judge import answers
 from gptworks.judge.campaign import USUAL_PAIRS, Campaign
 from gptworks.judge.changes import MOST_CHANGES, MOST_PATCH_CHARACTERS
 from gptworks.judge.records import Tried
-from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
+from gptworks.runs.statistics import FEWEST_PAIRS, MOST_PAIRS
 
 MOST_LINE_BYTES = 1 << 20
 """Maximum bytes of a request."""
@@ -69,77 +57,58 @@ Pairs = Annotated[
 Wait = Annotated[
     float, Field(ge=0, le=MOST_WAIT_SECONDS, description="Seconds to wait for the end; training goes on afterwards.")
 ]
+Answer = TypeVar("Answer")
 Number = Annotated[int, Field(ge=1, le=10**6, description="The number of a try.")]
 
 
-class _Job:
-    """A training in a thread of its own."""
+class Judge:
+    """The tools' state: the campaign, once it is open, and its last training, in a thread of its own."""
 
-    def __init__(self, work: Callable[[], Tried | None]) -> None:
-        self._work = work
-        self.result: Tried | None = None
-        self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.result = self._work()
-        except Exception as error:
-            self.error = error
-            if not isinstance(error, UserError | RunError):
-                traceback.print_exc()
-
-    @property
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
-    async def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the end of the training; return whether it has ended."""
-        with anyio.move_on_after(seconds):
-            while self.is_running:
-                await anyio.sleep(0.05)
-        return not self.is_running
-
-
-class _Judge:
-    """The tools' state: the campaign, once it is open, and its last training."""
-
-    def __init__(self, campaign: Campaign | None) -> None:
-        self._campaign = campaign
-        self.job: _Job | None = None
-
-    def open(self, campaign: Campaign) -> None:
-        self._campaign = campaign
+    def __init__(self, campaign: Campaign | None = None) -> None:
+        self.opened = campaign
+        self.job: Future[Tried | None] | None = None
 
     async def campaign(self) -> Campaign:
         """Return the campaign once it is open. Clients wait only briefly for a server to start, but longer for an
         answer."""
-        while self._campaign is None:
+        while self.opened is None:
             await anyio.sleep(0.05)
-        return self._campaign
+        return self.opened
 
-    def close(self) -> None:
-        if self._campaign is not None:
-            self._campaign.close()
-
-    async def train(self, work: Callable[[Campaign], Tried | None], wait_seconds: float) -> Status:
-        """Start a training and wait at most `wait_seconds` for its end; return the status, with the try if it ended.
-
-        Raises:
-            ToolError: another training is running, or this one failed.
-        """
+    async def ask(self, about: Callable[[Campaign], Answer]) -> Answer:
+        """Return what `about` returns for the campaign; raise a ToolError if it raises a UserError."""
         campaign = await self.campaign()
-        if self.job is not None and self.job.is_running:
-            raise ToolError(str(campaign.busy()))
-        self.job = job = _Job(lambda: work(campaign))
-        ended = await job.wait(wait_seconds)
         with _answered():
-            if not ended:
-                return status(campaign)
-            if job.error is not None:
-                raise job.error
-            return status(campaign, job.result)
+            return about(campaign)
+
+    async def wait(self, seconds: float) -> None:
+        """Wait at most `seconds` for the end of the training, if any."""
+        with anyio.move_on_after(seconds):
+            while self.job is not None and not self.job.done():
+                await anyio.sleep(0.05)
+
+    async def train(self, work: Callable[[Campaign], Tried | None], wait_seconds: float) -> answers.Status:
+        """Start a training and wait at most `wait_seconds` for its end; return the status, with the try if it ended.
+        Raise a ToolError if another training is running, or this one failed."""
+        campaign = await self.campaign()
+        if self.job is not None and not self.job.done():
+            raise ToolError(str(campaign.busy()))
+        job: Future[Tried | None] = Future()
+        self.job = job
+        threading.Thread(target=_work, args=(job, lambda: work(campaign))).start()
+        await self.wait(wait_seconds)
+        with _answered():
+            return answers.status(campaign, job.result() if job.done() else None)
+
+
+def _work(job: "Future[Tried | None]", work: Callable[[], Tried | None]) -> None:
+    """Do a job, and log an error that is a bug."""
+    try:
+        job.set_result(work())
+    except BaseException as error:
+        if not isinstance(error, UserError | RunError):
+            traceback.print_exc()
+        job.set_exception(error)
 
 
 @contextmanager
@@ -151,34 +120,28 @@ def _answered() -> Iterator[None]:
         raise ToolError(str(error)) from None
 
 
-def _known(error: Exception) -> str:
+def _known(error: BaseException) -> str:
     return str(error) if isinstance(error, UserError | RunError) else "the judge failed; its log says why"
 
 
-def server_of(campaign: Campaign) -> MCPServer:
+def server_of(judge: Judge) -> MCPServer:
     """Return a server whose tools are the campaign's methods."""
-    return _server_of(_Judge(campaign))
-
-
-def _server_of(judge: _Judge) -> MCPServer:
     server = MCPServer("gptworks-judge", instructions=INSTRUCTIONS, log_level="ERROR")
 
-    @server.tool(name="init")
-    async def init_() -> Start:
+    @server.tool()
+    async def init() -> answers.Start:
         """Show the rules, the champion's changes, and the settings that may be changed, with their values."""
-        with _answered():
-            return start(await judge.campaign())
+        return await judge.ask(answers.start)
 
     @server.tool()
-    async def plan(changes: Changes = None, patch: Patch = None) -> Planned:
+    async def plan(changes: Changes = None, patch: Patch = None) -> answers.Planned:
         """Check a change and estimate what it costs. Trains nothing and costs no budget."""
-        with _answered():
-            return planned(await judge.campaign(), changes, patch)
+        return await judge.ask(lambda one: answers.planned(one, changes, patch))
 
     @server.tool(name="try")
     async def try_(
         changes: Changes = None, patch: Patch = None, pairs: Pairs = USUAL_PAIRS, wait_seconds: Wait = 45
-    ) -> Status:
+    ) -> answers.Status:
         """Find out whether a change improves the champion: train pairs of runs with and without it until it is judged.
 
         Returns the status with the try. If `running` is not empty, training goes on: call `status` with wait_seconds.
@@ -192,42 +155,34 @@ def _server_of(judge: _Judge) -> MCPServer:
         patch: Patch = None,
         pairs: Pairs = USUAL_PAIRS,
         wait_seconds: Wait = 45,
-    ) -> Status:
+    ) -> answers.Status:
         """Try the change of an earlier try together with further changes, against the champion."""
         return await judge.train(lambda one: one.try_change(changes, patch, pairs=pairs, of_try=number), wait_seconds)
 
     @server.tool()
-    async def evaluate(number: Number) -> Evaluated:
+    async def evaluate(number: Number) -> answers.Evaluated:
         """Show what a try's runs measured: losses, perplexity, the gain of each pair, the time of the same tokens."""
-        with _answered():
-            campaign = await judge.campaign()
-            return evaluated(campaign, campaign.tried(number))
+        return await judge.ask(lambda one: answers.evaluated(one, one.tried(number)))
 
     @server.tool()
-    async def compare(first: Number, second: Number) -> Compared:
+    async def compare(first: Number, second: Number) -> answers.Compared:
         """Show two tries next to each other. Only a try against the champion judges which is better."""
-        with _answered():
-            campaign = await judge.campaign()
-            return compared(campaign, campaign.tried(first), campaign.tried(second))
-
-    @server.tool(name="league")
-    async def league_() -> League:
-        """Rank all tries: accepted changes first, then by mean gain."""
-        with _answered():
-            return league(await judge.campaign())
-
-    @server.tool(name="status")
-    async def status_(wait_seconds: Wait = 0) -> Status:
-        """Show the budget, the evidence that the next try needs, and what is running; optionally wait for its end."""
-        job = judge.job
-        if job is not None:
-            await job.wait(wait_seconds)
-        with _answered():
-            error = None if job is None else job.error
-            return status(await judge.campaign(), last_error="" if error is None else _known(error))
+        return await judge.ask(lambda one: answers.compared(one, one.tried(first), one.tried(second)))
 
     @server.tool()
-    async def finish(wait_seconds: Wait = 45) -> Status:
+    async def league() -> answers.League:
+        """Rank all tries: accepted changes first, then by mean gain."""
+        return await judge.ask(answers.league)
+
+    @server.tool()
+    async def status(wait_seconds: Wait = 0) -> answers.Status:
+        """Show the budget, the evidence that the next try needs, and what is running; optionally wait for its end."""
+        await judge.wait(wait_seconds)
+        error = None if judge.job is None or not judge.job.done() else judge.job.exception()
+        return await judge.ask(lambda one: answers.status(one, last_error="" if error is None else _known(error)))
+
+    @server.tool()
+    async def finish(wait_seconds: Wait = 45) -> answers.Status:
         """End the campaign: compare the champion with the base recipe, with fresh seeds, on sealed text."""
 
         def end(campaign: Campaign) -> None:
@@ -264,13 +219,7 @@ def _innermost(errors: BaseExceptionGroup) -> BaseException:
 
 def serve(open_campaign: Callable[[], Campaign]) -> None:
     """Serve a campaign to the client at standard input and output until it leaves; then stop any training.
-
-    Args:
-        open_campaign: called in a thread, since a new campaign takes longer than a client waits for a server.
-
-    Raises:
-        UserError: the campaign cannot be opened.
-    """
+    `open_campaign` is called in a thread, since a new campaign takes longer than a client waits for a server."""
     requests = os.fdopen(os.dup(0), "rb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # processes that train must not read requests
@@ -281,18 +230,19 @@ def serve(open_campaign: Callable[[], Campaign]) -> None:
         raise SystemExit(0)
 
     signal.signal(signal.SIGTERM, leave)
-    judge = _Judge(None)
-    low = _server_of(judge)._lowlevel_server
+    judge = Judge()
+    low = server_of(judge)._lowlevel_server
 
     async def run() -> None:
         lines = anyio.wrap_file(cast(IO[str], _Lines(requests)))
         async with stdio_server(stdin=lines) as (incoming, outgoing), anyio.create_task_group() as group:
             group.start_soon(low.run, incoming, outgoing, low.create_initialization_options())
-            judge.open(await anyio.to_thread.run_sync(open_campaign))
+            judge.opened = await anyio.to_thread.run_sync(open_campaign)
 
     try:
         anyio.run(run)
     except BaseExceptionGroup as errors:
         raise _innermost(errors) from None
     finally:
-        judge.close()
+        if judge.opened is not None:
+            judge.opened.close()

@@ -16,8 +16,8 @@ from pydantic import Field, ValidationError
 from gptworks.config import PositiveInt, Recipe, Section
 from gptworks.errors import UserError
 from gptworks.files import read_given, write_whole
+from gptworks.runs.comparable import decisive, differences, settings_fingerprint
 from gptworks.runs.history import History
-from gptworks.runs.settings import decisive, differences, settings_fingerprint
 from gptworks.runs.statistics import binomial_quantile, t_quantile
 
 FEWEST_SEEDS = 3
@@ -105,12 +105,9 @@ class Verdict:
 
 
 def make_band(runs: Sequence[History]) -> Band:
-    """Make the band of three or more runs of one recipe, which differ only in their seed.
-
-    Raises:
-        UserError: there are fewer than three runs, their settings differ, a seed occurs twice, evaluations are
-            missing or not finite, or a run's length is set in minutes.
-    """
+    """Make the band of three or more runs of one recipe, which differ only in their seed. Raise a UserError if there
+    are fewer runs, their settings differ, a seed occurs twice, evaluations are missing or not finite, or a run's length
+    is set in minutes."""
     first = runs[0]
     settings = decisive(first.recipe)
     if len(runs) < FEWEST_SEEDS:
@@ -169,11 +166,7 @@ _MOST_BYTES = 1 << 26
 
 
 def read_band(path: Path) -> Band:
-    """Read a band from its file.
-
-    Raises:
-        UserError: the file does not exist, or is not a band.
-    """
+    """Read a band from its file; raise a UserError if the file does not exist or is not a band."""
     try:
         return Band.model_validate_json(read_given(path, _MOST_BYTES))
     except FileNotFoundError:

@@ -1,14 +1,18 @@
-"""Decide whether the losses of two runs can be compared, and at which point of training."""
+"""Decide whether the losses of two runs can be compared, and at which point of training; and find the settings of a
+recipe that decide its loss curve, and those in which recipes differ."""
 
+import hashlib
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from gptworks.config import Recipe, settings
+from gptworks.config import Recipe, role_of, settings
+from gptworks.errors import UserError
 from gptworks.runs.history import History
-from gptworks.runs.settings import text_of
 from gptworks.training.record.metrics import Record
 
 FINISHED = 0.98
@@ -34,7 +38,7 @@ def comparability(first: History, second: History) -> Comparability:
     byte are comparable if the tokens differ but the held-out text is the same. Neither is comparable between rows of
     different lengths if a run evaluated only a part of the held-out text.
     """
-    ours, theirs = _measured(first.recipe), _measured(second.recipe)
+    ours, theirs = measured(first.recipe), measured(second.recipe)
     differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
     reasons = [
         f"{key} is {text_of(ours.get(key), 80) or 'absent'} and {text_of(theirs.get(key), 80) or 'absent'}"
@@ -46,9 +50,9 @@ def comparability(first: History, second: History) -> Comparability:
         reasons.append(reason)
     if reasons:
         return Comparability(None, tuple(reasons))
-    tokens, texts = (first.data_fingerprint, second.data_fingerprint), (first.text_fingerprint, second.text_fingerprint)
+    tokens = (first.data_fingerprint, second.data_fingerprint)
     if differing or (None not in tokens and tokens[0] != tokens[1]):
-        return _in_bits(first, second, differing, texts)
+        return _in_bits(first, second, differing)
     if None in tokens:
         name = (first if tokens[0] is None else second).name
         unknown = f"{name} has no checkpoint that says which text it was evaluated on"
@@ -85,10 +89,9 @@ def _evaluates_all(run: History) -> bool | None:
     return False if False in known else True if known else None
 
 
-def _in_bits(
-    first: History, second: History, differing: Sequence[str], texts: tuple[str | None, str | None]
-) -> Comparability:
+def _in_bits(first: History, second: History, differing: Sequence[str]) -> Comparability:
     """Return bits per byte as measure if runs with different tokens have the same held-out text; else the reason."""
+    texts = (first.text_fingerprint, second.text_fingerprint)
     why = f"{differing[0]} differs" if differing else "their token files differ"
     if None in texts:
         name = (first if texts[0] is None else second).name
@@ -104,7 +107,8 @@ def _in_bits(
     return Comparability("bits_per_byte")
 
 
-def _measured(recipe: Recipe) -> dict[str, Any]:
+def measured(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings that decide what the validation loss measures, by path."""
     return {setting.path: setting.value for setting in settings(recipe) if setting.role.decides_measure}
 
 
@@ -195,11 +199,62 @@ def finished_by_clock(run: History) -> bool:
 
 def _step_of(recipe: Recipe) -> tuple[Any, ...]:
     """Return a key that is equal for two runs if their steps do the same work."""
-    return (
-        recipe.train.batch_size,
-        recipe.train.smaller_batches,
-        recipe.train.shorter_contexts,
-        recipe.row_length,
-        recipe.objective.type,
-        _measured(recipe)["tokenizer.type"],
-    )
+    train, tokenizer = recipe.train, measured(recipe)["tokenizer.type"]
+    batches = (train.batch_size, train.smaller_batches, train.shorter_contexts)
+    return (*batches, recipe.row_length, recipe.objective.type, tokenizer)
+
+
+# -------------------------------------------------------------------------------------------- settings
+
+
+def decisive(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings that decide a loss curve and differ from their defaults, by path.
+
+    A setting decides the curve if the `gptworks.config.Role` in its type says so. The seed, the run folder and the
+    paths of text do not; the path of a tokenizer or of starting weights does. Since defaults are left out, a setting
+    that a new version adds changes no fingerprint.
+    """
+    tree = recipe.model_dump(mode="json", exclude={"sweep"}, exclude_defaults=True)
+    return {key: value for key, value in flat(tree) if role_of(recipe, key).decides_curve}
+
+
+def fingerprint(recipe: Recipe) -> str:
+    """Return a sha256 of the settings that decide a loss curve. Runs that differ only in their seed have equal ones."""
+    return settings_fingerprint(decisive(recipe))
+
+
+def settings_fingerprint(given: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def differences(recipes: Sequence[Recipe], exclude: dict[str, Any] | None = None) -> dict[str, list[Any]]:
+    """Return the settings that differ, by path, each with its value in every recipe (None if a recipe lacks it), except
+    those of `exclude`; None: name, run folder and sweep."""
+    left_out = dict.fromkeys(("name", "run_dir", "sweep"), True) if exclude is None else exclude
+    trees = [dict(flat(recipe.model_dump(mode="json", exclude=left_out))) for recipe in recipes]
+    keys = dict.fromkeys(key for tree in trees for key in tree)
+    values = {key: [tree.get(key) for tree in trees] for key in keys}
+    return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
+
+
+def check_same(folder: Path, then: Recipe, now: Recipe, advice: str, exclude: dict[str, Any] | None = None) -> None:
+    """Raise a UserError, with `advice`, if a recipe is not the one with which a folder was started; see
+    `differences`."""
+    for key, (was, is_now) in differences([then, now], exclude).items():
+        raise UserError(f"{folder} was started with another `{key}`: it was {was} and is now {is_now}. {advice}")
+
+
+def text_of(value: Any, room: int = 40) -> str:
+    """Return a setting's value as text; if it is longer than `room` characters, only its end."""
+    text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= room else f"…{text[1 - room :]}"
+
+
+def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of a tree with its path, written as in an override, such as `train.batch_size`."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
+    if items is None:
+        yield path, tree
+        return
+    for key, value in items:
+        yield from flat(value, f"{path}.{key}" if path else str(key))

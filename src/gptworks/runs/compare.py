@@ -1,36 +1,40 @@
-"""`gptworks compare`: show runs side by side, and test whether their differences are more than noise."""
+"""`gptworks compare`: show runs side by side, and test whether their differences are more than noise. On a terminal
+and as an HTML page with curves."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import fmean, stdev
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from markupsafe import Markup
+from rich.console import Group
 from rich.text import Text
 
 from gptworks.errors import UserError
 from gptworks.pages import parts as html
-from gptworks.pages.chart import colour
+from gptworks.pages.chart import WIDE, Chart, Series, colour
+from gptworks.pages.drawing import Point
+from gptworks.pages.page import page
 from gptworks.pages.tables import Table
 from gptworks.runs.bands import Band, Verdict, judge, shipped_bands
-from gptworks.runs.comparable import Place, by_clock, common_place, comparability, finished_by_clock, shared_steps
+from gptworks.runs.comparable import (
+    Place,
+    by_clock,
+    common_place,
+    comparability,
+    decisive,
+    differences,
+    fingerprint,
+    finished_by_clock,
+    shared_steps,
+    text_of,
+)
 from gptworks.runs.history import History
-from gptworks.runs.settings import decisive, differences, fingerprint, text_of
 from gptworks.runs.statistics import Difference, known_spread, welch
+from gptworks.training.record.curves import dot_titles, points, smoothed
 from gptworks.training.record.display import clock
 from gptworks.units import counted
-
-
-@dataclass(frozen=True)
-class Group:
-    """Runs with the same settings and text but different seeds."""
-
-    runs: tuple[History, ...]
-
-    @property
-    def names(self) -> str:
-        return ", ".join(run.name for run in self.runs)
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Comparison:
     """The band of each run; None for a run without a band."""
 
     @cached_property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[tuple[History, ...]]:
         """Runs grouped by text and by the settings that decide a curve, with one run per seed.
 
         If all runs of a group have a time limit and some have finished, the group keeps these. Otherwise it keeps the
@@ -98,13 +102,13 @@ class Comparison:
             by_seed: dict[int, History] = {}
             for run in ended or [run for run in runs if run.validation[-1]["step"] == furthest]:
                 by_seed.setdefault(run.recipe.seed, run)
-            groups.append(Group(tuple(by_seed.values())))
+            groups.append(tuple(by_seed.values()))
         return groups
 
     @cached_property
     def uncounted(self) -> list[str]:
         """Names of the runs that belong to no group."""
-        counted = {run.folder for group in self.groups for run in group.runs}
+        counted = {run.folder for group in self.groups for run in group}
         return [run.name for run in self.runs if run.folder not in counted]
 
     @cached_property
@@ -131,25 +135,28 @@ class Comparison:
     def refusals(self) -> list[Refusal]:
         return [result for result in self.results if isinstance(result, Refusal)]
 
-    def _result(self, first: Group, second: Group) -> Finding | Refusal:
-        found = comparability(first.runs[0], second.runs[0])
+    def _result(self, first: Sequence[History], second: Sequence[History]) -> Finding | Refusal:
+        found = comparability(first[0], second[0])
+        ours, theirs = (", ".join(run.name for run in group) for group in (first, second))
         if found.measure is None:
-            return Refusal(first.names, second.names, found.reasons)
-        place = common_place(first.runs, second.runs, found.measure)
+            return Refusal(ours, theirs, found.reasons)
+        place = common_place(first, second, found.measure)
         if isinstance(place, str):
-            return Refusal(first.names, second.names, (place,))
+            return Refusal(ours, theirs, (place,))
         difference, how = self._test(first, second, place, found.measure)
         a, b = place.values
-        shared = max(shared_steps(one, other) for one in first.runs for other in second.runs)
+        shared = max(shared_steps(one, other) for one in first for other in second)
         forked = f"up to step {shared:,} they are one run, which was forked there" if shared else ""
         return Finding(
-            first=first.names, second=second.names, n_runs=(len(a), len(b)), measure=found.measure,
-            unit=first.runs[0].loss_unit if found.measure == "loss" else "bits per byte", after=place.words, how=how,
+            first=ours, second=theirs, n_runs=(len(a), len(b)), measure=found.measure,
+            unit=first[0].loss_unit if found.measure == "loss" else "bits per byte", after=place.words, how=how,
             difference=difference, value=fmean(b) - fmean(a),
             caveats=tuple(filter(None, (found.caveat, place.caveat, forked))),
         )  # fmt: skip
 
-    def _test(self, first: Group, second: Group, place: Place, measure: str) -> tuple[Difference | None, str]:
+    def _test(
+        self, first: Sequence[History], second: Sequence[History], place: Place, measure: str
+    ) -> tuple[Difference | None, str]:
         """Return the difference with its interval, and the method; or None and the reason why there is no interval."""
         a, b = place.values
         counts = f"{counted(len(a), 'run')} and {counted(len(b), 'run')}"
@@ -157,10 +164,10 @@ class Comparison:
             return welch(a, b), f"Welch's t-test, {counts}"
         for group, values in ((first, a), (second, b)):
             if len(values) > 1:
-                how = f"{counts}, taking the spread of {group.names} for both"
+                how = f"{counts}, taking the spread of {', '.join(run.name for run in group)} for both"
                 return known_spread(a, b, stdev(values), len(values) - 1), how
         for group in (first, second):
-            band = self.bands[self.runs.index(group.runs[0])]
+            band = self.bands[self.runs.index(group[0])]
             point = next((point for point in band.points if point.step == place.step), None) if band else None
             if band is not None and point is not None and measure == "loss":
                 spread = f"the spread of the band of {band.name}, which has {counted(point.n, 'run')}"
@@ -237,19 +244,13 @@ class Comparison:
         rows = [(key, *(text_of(value, room) for value in found)) for key, found in self.differing.items()]
         return Table(header, "l" + "r" * len(self.runs), rows)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self.table.rich()
-        if self.differing:
-            yield self.settings_table(max(10, 60 // len(self.runs))).rich()
-        yield from map(Text, self.notes)
+    def __rich__(self) -> Group:
+        tables = [self.table, *([self.settings_table(max(10, 60 // len(self.runs)))] if self.differing else [])]
+        return Group(*(table.rich() for table in tables), *map(Text, self.notes))
 
 
 def compare(runs: Sequence[History], bands: Sequence[Band | None]) -> Comparison:
-    """Compare runs with one another, and each with its band.
-
-    Raises:
-        UserError: a folder is given twice, or two folders have the same name.
-    """
+    """Compare runs with one another, and each with its band. Raise a UserError if two runs have the same name."""
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
@@ -281,3 +282,61 @@ def _why_no_band(run: History) -> str:
         "No band has this recipe's settings. `gptworks compare --make-band FILE RUN RUN RUN` makes one from three runs "
         "with different seeds."
     )
+
+
+def to_html(comparison: Comparison) -> str:
+    """Return the comparison as an HTML page, in which <data> elements hold the exact numbers."""
+    runs = comparison.runs
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    names = " · ".join(run.name for run in runs) if len(runs) > 1 else f"the recipe {runs[0].recipe.name}"
+    by_time = []
+    for run in runs:
+        seconds = run.seconds_at([r["step"] for r in run.validation])
+        by_time.append([(at / 60, r["loss"]) for at, r in zip(seconds, run.validation, strict=True)])
+    training = [Series(smoothed(points(run.train, "loss")), run.name, colour(i)) for i, run in enumerate(runs)]
+    by_tokens = [*_bands(comparison), *_evaluated(runs, [points(run.validation, "loss") for run in runs])]
+    parts = [
+        html.section("Runs", comparison.table.html()),
+        html.section("What can be concluded", *(html.paragraph(note, "verdict") for note in comparison.notes)),
+        _curves(comparison, "by-tokens", "Validation loss by tokens", by_tokens, height=400),
+        _curves(comparison, "by-time", "Validation loss by time", _evaluated(runs, by_time), "minutes of training"),
+        _curves(comparison, "training", "Training loss by tokens", training),
+        html.section("Settings that differ", comparison.settings_table(room=40).html()),
+    ]
+    return page(title, (names,), parts, _CONVENTIONS)
+
+
+def _curves(
+    comparison: Comparison, name: str, title: str, series: list[Series], x_label: str = "tokens", height: float = 320
+) -> Markup:
+    units = {run.loss_unit for run in comparison.runs}
+    unit = units.pop() if len(units) == 1 else "loss (the units differ: do not compare the curves)"
+    return html.section(title, html.figure(Chart(name, title, series, x_label, unit, width=WIDE, height=height).svg()))
+
+
+def _evaluated(runs: Sequence[History], curves: Sequence[Sequence[Point]]) -> list[Series]:
+    """Return a chart series for each run, with a dot for each evaluation."""
+    return [
+        Series(curve, run.name, colour(i), "both", dot_titles(run.validation))
+        for i, (run, curve) in enumerate(zip(runs, curves, strict=True))
+    ]
+
+
+def _bands(comparison: Comparison) -> Iterator[Series]:
+    drawn: set[str] = set()
+    for i, band in enumerate(comparison.bands):
+        if band is not None and band.fingerprint not in drawn:
+            drawn.add(band.fingerprint)
+            upper = [(p.tokens, p.mean + band.margin(p)) for p in band.points]
+            lower = [(p.tokens, p.mean - band.margin(p)) for p in band.points]
+            yield Series([*upper, *reversed(lower)], kind=colour(i), style="area")
+
+
+_CONVENTIONS = (
+    "Runs are compared at the last point of training at which all were evaluated: at equal steps where a step is "
+    "the same work, else at equal tokens, or at their ends where all train for the same minutes. Runs with equal "
+    "settings and different seeds form a group; each group is compared with the first, and p is not corrected for "
+    "the number of groups. A band's shade is the mean of its runs ± t·s·√(1 + 1/n), the interval that holds one "
+    "more run of the recipe with 95% probability at each point. Training loss is a moving average of single "
+    "batches. Time counts training steps only. Written by gptworks compare."
+)

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Group
 
 from gptworks.errors import UserError
-from gptworks.evaluation.bootstrap import Interval, paired_difference
-from gptworks.evaluation.metrics import figure_of
+from gptworks.evaluation.metrics import Interval, figure_of, paired_difference
 from gptworks.evaluation.results import Evaluation, number, read_evaluations, table
 from gptworks.pages import parts as html
 from gptworks.pages.chart import Chart, Series, colour
@@ -48,7 +47,7 @@ class EvaluationComparison:
     skipped: tuple[str, ...]
     """Evaluations that were not compared, each with the reason."""
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich__(self) -> Group:
         rows = [
             (
                 one.evaluation, one.metric, f"{one.n_items:,}", one.first, number(one.first_value), one.second,
@@ -59,8 +58,7 @@ class EvaluationComparison:
             for one in self.findings
         ]  # fmt: skip
         header = ("evaluation", "figure", "items", "run", "value", "run", "value", "difference", "95% interval", "")
-        yield Table(header, "llrlrlrrll", rows).rich()
-        yield from (f"not compared: {reason}" for reason in self.skipped)
+        return Group(Table(header, "llrlrlrrll", rows).rich(), *(f"not compared: {each}" for each in self.skipped))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -71,10 +69,7 @@ class EvaluationComparison:
 
 def compare_evaluations(runs: Sequence[Path]) -> EvaluationComparison:
     """Compare each run's stored evaluations with the first run's, if both runs were evaluated on the same questions.
-
-    Raises:
-        UserError: only one run is given, or no other run shares an evaluation of the same questions with the first.
-    """
+    Raise a UserError if only one run is given, or no other run was evaluated on a question of the first."""
     if len(runs) < 2:
         raise UserError("--evaluations compares runs with the first: give two or more.")
     first, *others = [(run.resolve().name, read_evaluations(run)) for run in runs]
@@ -114,8 +109,7 @@ def evaluations_section(run_dir: Path) -> Markup:
     evaluations = list(read_evaluations(run_dir).values())
     if not evaluations:
         return Markup("")
-    sheet = table(evaluations)
-    parts = [html.table(sheet.header, sheet.align, sheet.rows)]
+    parts = [table(evaluations).html()]
     texts = [one for one in evaluations if one.details.get("positions")]
     if texts:
         curves = [

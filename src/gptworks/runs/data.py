@@ -55,11 +55,8 @@ class RunData:
 
     @cached_property
     def samples(self) -> Samples:
-        """The samples that training reads.
-
-        Raises:
-            UserError: a file was changed or lacks data; or there is no recipe, or its context is too long to show.
-        """
+        """The samples that training reads. Raises a UserError if a file was changed or lacks data, or if there is no
+        recipe or its context is too long to show."""
         if self.recipe is None:
             raise UserError(f"{self.id} is a dataset: what a model sees depends on a recipe. Give one, or a run.")
         if self.recipe.row_length > MOST_CONTEXT:
@@ -78,9 +75,6 @@ class RunData:
     @cached_property
     def _speller(self) -> Speller:
         return Speller(self.prepared.tokenizer)
-
-    def spell(self, token: int) -> str:
-        return self._speller.spell(token)[0] if token < self.prepared.manifest.vocab_size else ""
 
     def shards(self, split: Split) -> TokenShards:
         return TokenShards(self.prepared.folder, split)
@@ -103,11 +97,8 @@ class RunData:
         """Return a document's size, and at most n of its tokens from token `first` on, as JSON.
 
         `n_bytes` is the size of the document's text without special tokens; None if token ids do not determine it. Each
-        token's `learned` says whether it counts in the loss; None for plain text.
-
-        Raises:
-            UserError: the document or token does not exist.
-        """
+        token's `learned` says whether it counts in the loss; None for plain text. Raise a UserError if the document or
+        token does not exist."""
         with self.checked():
             shards = self.shards(split)
             start, end = shards.document(number)
@@ -135,10 +126,7 @@ class RunData:
 
     def rows(self, number: int, epoch: int) -> list[Row]:
         """Return the rows that a model sees of training item `number`: a window, a row of conversations, a pair or a
-        prompt.
-
-        Raises:
-            UserError: the number is too large.
+        prompt. Raise a UserError if the number is too large.
         """
         with self.checked():
             self.samples.train_shards.verify()
@@ -149,13 +137,9 @@ class RunData:
     def rows_of_step(
         self, step: int, first: int, n: int, check: Check = lambda: None
     ) -> tuple[StepSamples, list[tuple[Tree, Row]]]:
-        """Return a step's samples, and the rows of n of these samples, from sample `first` of the batch on.
-
-        Each row comes with its `sample` (index in the batch), and the `epoch` and `number` of its training item.
-
-        Raises:
-            UserError: the run has not reached the step, or the step has no such sample.
-        """
+        """Return a step's samples, and the rows of n of these samples, from sample `first` of the batch on. Each row
+        comes with its `sample` (index in the batch), and the `epoch` and `number` of its training item. Raise a
+        UserError if the run has not reached the step, or the step has no such sample."""
         samples, whole = self.step(step), self.samples.context_length
         assert self.recipe is not None  # else `self.step` has raised an error
         length = self.recipe.train.length_at(step - 1, whole)
@@ -178,7 +162,11 @@ class RunData:
         stream = StreamDecoder(self.prepared.tokenizer)
         for token in before.tolist():
             stream.push(token)
-        return [{"id": token, "text": stream.push(token), "spelling": self.spell(token)} for token in ids.tolist()]
+        n = self.prepared.manifest.vocab_size
+        return [
+            {"id": token, "text": stream.push(token), "spelling": self._speller.spell(token)[0] if token < n else ""}
+            for token in ids.tolist()
+        ]
 
     def shown(self, row: Row, first: int, n: int, nats: Sequence[float | None] | None = None) -> Tree:
         """Return a row as JSON, with n of its tokens from token `first` on. nats: a model's loss on each token."""
@@ -195,11 +183,8 @@ class RunData:
                 "padding": row.padding, "documents": len(row.pieces), "tokens": tokens}  # fmt: skip
 
     def step(self, step: int) -> StepSamples:
-        """Return the samples of one of the run's steps; see `samples_of_step`.
-
-        Raises:
-            UserError: this is not a run, it has not reached the step, or its files are damaged.
-        """
+        """Return the samples of one of the run's steps. Raise a UserError if this is not a run, or it has not reached
+        the step, or its files are damaged."""
         if self.folder is None or self.recipe is None:
             raise UserError(f"{self.id} is not a run: it has no training steps. Give a run folder.")
         with self.checked():
@@ -223,11 +208,8 @@ class RunData:
 
 
 def data_of(place: str | Path, overrides: Sequence[str] = ()) -> RunData:
-    """Open the data of `place`: the folder of a dataset or a run, or a recipe whose data has been built.
-
-    Raises:
-        UserError: the data is missing or was changed, or `overrides` are given for a dataset.
-    """
+    """Open the data of `place`: the folder of a dataset or a run, or a recipe whose data has been built. Raise a
+    UserError if the data is missing or was changed, or `overrides` are given for a dataset."""
     folder = fetched_path(place)
     if (folder / MANIFEST_FILE).is_file():
         if overrides:
@@ -243,11 +225,8 @@ def data_of(place: str | Path, overrides: Sequence[str] = ()) -> RunData:
 
 
 def data_of_run(name: str, folder: Path, trained_on: str, overrides: Sequence[str] = ()) -> RunData:
-    """Open the data that a run was trained on, found by its fingerprint `trained_on`.
-
-    Raises:
-        UserError: the run was imported, or its data is missing or was made by another tokenizer.
-    """
+    """Open the data that a run was trained on, found by its fingerprint `trained_on`. Raise a UserError if the run was
+    imported, or its data is missing or was made by another tokenizer."""
     if not trained_on:
         raise UserError(
             f"{name} was not trained here but imported, so there is no prepared data of it. Choose a run that was "

@@ -156,11 +156,7 @@ def origins_of(folder: Path) -> tuple[Origin, ...]:
 
 
 def read_history(folder: Path) -> History:
-    """Read the run in a folder.
-
-    Raises:
-        UserError: `folder` is not a run folder.
-    """
+    """Read the run in a folder; raise a UserError if it is not a run folder."""
     folder = fetched_path(folder)
     if not (folder / "recipe.yaml").exists():
         trials = folder / "trials"
@@ -175,9 +171,8 @@ def read_history(folder: Path) -> History:
         if record["kind"] == "train":
             taken = record.pop("seconds_by_part", {})
             parts.update(taken if isinstance(taken, dict) else {})
-            sizes = {key: value for key, value in record.items() if key.endswith("_bytes")}
-            for key, value in sizes.items():
-                if isinstance(value, int) and value >= 0:
+            for key, value in record.items():
+                if key.endswith("_bytes") and isinstance(value, int) and value >= 0:
                     memory[key] = max(value, memory.get(key, 0))
     records = sorted((record for kind in kinds.values() for record in kind.records), key=lambda record: record["step"])
     return History(folder, load_recipe(folder), tuple(records), skipped, n_records, parts, memory)

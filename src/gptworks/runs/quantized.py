@@ -1,31 +1,40 @@
-"""Write a quantized copy of a run folder, which can be used like any other run folder."""
+"""Write a quantized copy of a run folder, which can be used like any other run folder, and report what it costs: the
+change of size, perplexity and speed, and the divergence of the predictions."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from rich.table import Table as RichTable
 
 from gptworks.checkpoint import LoadedRun, Report, load_run
 from gptworks.choices import HeadWeights, Rounding, Weights
-from gptworks.config import Recipe, TextSource, ValidationSplit
+from gptworks.config import IGNORED, Recipe, TextSource, ValidationSplit
 from gptworks.config.objective import NextTokenObjective
 from gptworks.data.batches import evaluation_windows
 from gptworks.data.opened import Prepared, find_of_run
 from gptworks.data.prepare import prepare as prepare_data
 from gptworks.data.shards import TokenShards
 from gptworks.errors import UserError
+from gptworks.evaluation.divergence import Divergence, measure_divergence
 from gptworks.evaluation.evaluated_run import PLACEHOLDER_SOURCES
 from gptworks.evaluation.loss import batches_of
 from gptworks.evaluation.results import MAX_CARD_BYTES
 from gptworks.files import check_free, copy_folder, new_folder, read_text, write_sums, write_whole
+from gptworks.infer.engine import Engine
+from gptworks.infer.text import Pace
+from gptworks.model.gpt import GPT
+from gptworks.pages.tables import Table
 from gptworks.quantize.convert import matrix_kinds, quantize_model
-from gptworks.quantize.linear import QuantizedGPT
+from gptworks.quantize.linear import QuantizedGPT, packed_matrices
 from gptworks.recipe import save_recipe
-from gptworks.runs.quantization_report import QuantizationReport, make_report
 from gptworks.tokenizer import load_tokenizer
 from gptworks.training.checkpoint_files import save_checkpoint
+from gptworks.units import significant
 
 FILE = "quantization.json"
 """The file of a quantized run that holds its origin and the figures of the `QuantizationReport`."""
@@ -35,6 +44,79 @@ CALIBRATION_TOKENS = 32_768
 
 REPORT_TOKENS = 65_536
 """Approximate number of held-out tokens for the report, in windows evenly spaced over the validation split."""
+
+_PROMPT_TOKENS, _DECODED_TOKENS = 16, 64
+
+
+@dataclass(frozen=True)
+class QuantizationReport:
+    """Figures of a model in fp32 and of its quantized copy; each pair is (fp32, quantized)."""
+
+    weights: str
+    """The requested format of the weights, such as int8."""
+    rounding: str
+    calibration_tokens: int
+    """Number of training tokens that calibrated the rounding; 0 without calibration."""
+    matrices: dict[str, int]
+    """Number of parameters stored in each format."""
+    n_bytes: tuple[int, int]
+    """Total bytes of each model's tensors."""
+    divergence: Divergence
+    tokens_per_second: tuple[float | None, float | None]
+    """Speed of greedy decoding; None if the model generated fewer than two tokens."""
+
+    @property
+    def perplexities(self) -> tuple[float, float]:
+        return self.divergence.reference.perplexity, self.divergence.model.perplexity
+
+    @property
+    def perplexity_change(self) -> float:
+        """Relative change of the perplexity: quantized over fp32, minus 1."""
+        before, after = self.perplexities
+        return after / before - 1
+
+    @property
+    def table(self) -> Table:
+        """Table of the figures, with a column for the fp32 model and one for the quantized model."""
+        kept = ", ".join(f"{count:,} in {kind}" for kind, count in self.matrices.items())
+        calibrated = f", on {self.calibration_tokens:,} tokens" if self.calibration_tokens else ""
+        before, after = self.perplexities
+        speed, speed_after = ("" if one is None else f"{one:,.1f}" for one in self.tokens_per_second)
+        rows = [
+            ("parameters", f"{sum(self.matrices.values()):,}", kept),
+            ("rounding", "", f"{self.rounding}{calibrated}"),
+            ("size (bytes)", f"{self.n_bytes[0]:,}", f"{self.n_bytes[1]:,} ({self.n_bytes[1] / self.n_bytes[0]:.1%})"),
+            ("perplexity", significant(before), f"{significant(after)} ({self.perplexity_change:+.3%})"),
+            ("KL divergence (nats per token)", "0", f"{self.divergence.kl_nats:.6f}"),
+            ("same likeliest token", "", f"{self.divergence.agreement:.2%}"),
+            ("held-out tokens", "", f"{self.divergence.model.n_tokens:,}"),
+            ("decoding (tokens/s)", speed, speed_after),
+        ]
+        return Table(("", "fp32", self.weights), "lrl", rows)
+
+    def __rich__(self) -> RichTable:
+        return self.table.rich()
+
+    def to_markdown(self) -> str:
+        return f"## Quantization\n\n{self.table.markdown()}\n"
+
+    def to_json(self) -> dict[str, Any]:
+        def pair(values: tuple[Any, Any]) -> dict[str, Any]:
+            return dict(zip(("fp32", "quantized"), values, strict=True))
+
+        return {
+            "weights": self.weights,
+            "rounding": self.rounding,
+            "calibration_tokens": self.calibration_tokens,
+            "parameters": self.matrices,
+            "bytes": pair(self.n_bytes),
+            "perplexity": pair(self.perplexities),
+            "perplexity_change": self.perplexity_change,
+            "kl_nats": self.divergence.kl_nats,
+            "same_likeliest_token": self.divergence.agreement,
+            "held_out_tokens": self.divergence.model.n_tokens,
+            "decode_tokens_per_second": pair(self.tokens_per_second),
+        }
 
 
 def quantize_run(
@@ -77,20 +159,24 @@ def quantize_run(
     context = loaded.model.config.context_length
     batches = []
     if rounding == "gptq":
-        batches = _calibration(TokenShards(prepared.folder, "train"), context, calibration_tokens or CALIBRATION_TOKENS)
+        n_windows = -(-(calibration_tokens or CALIBRATION_TOKENS) // context)
+        windows = evaluation_windows(TokenShards(prepared.folder, "train"), context, n_windows)
+        batches = [inputs for inputs, _ in batches_of(windows)]  # each [B, T]
     report(f"rounding to {weights}, {rounding}")
     quantized = quantize_model(loaded.model, weights, batches, step=report, head=head)
     report("comparing it with the run on held-out text")
-    measured = make_report(
-        loaded.model,
-        quantized,
-        load_tokenizer(loaded.tokenizer_folder),
-        evaluation_windows(TokenShards(prepared.folder, "validation"), context, max(1, REPORT_TOKENS // context)),
-        weights=weights,
-        rounding=rounding,
-        calibration_tokens=sum(batch.numel() for batch in batches),
-        progress=progress,
-    )
+    held_out = TokenShards(prepared.folder, "validation")
+    compared = list(evaluation_windows(held_out, context, max(1, REPORT_TOKENS // context)))
+    n_tokens = sum(int((targets != IGNORED).sum()) for _, targets in compared)
+    n_bytes = (_bytes(loaded.model), _bytes(quantized))
+    divergence = measure_divergence(quantized, loaded.model, compared, lambda done: progress(done, n_tokens))
+    # Measure speed last: an engine changes the layout of the matrices, which makes other torch code slower.
+    tokenizer, prompt = load_tokenizer(loaded.tokenizer_folder), compared[0][0][:_PROMPT_TOKENS].tolist()
+    speed, speed_after = (_decode_speed(Engine(one, tokenizer), prompt) for one in (loaded.model, quantized))
+    measured = QuantizationReport(
+        weights, rounding, sum(batch.numel() for batch in batches), _parameters_by_kind(quantized), n_bytes, divergence,
+        (speed, speed_after),
+    )  # fmt: skip
     _write(out, run, loaded, quantized, measured)
     return measured
 
@@ -128,12 +214,6 @@ def _check_rounding(weights: Weights, rounding: Rounding | None, calibration_tok
     return chosen
 
 
-def _calibration(shards: TokenShards, context_length: int, n_tokens: int) -> list[Tensor]:
-    """Return evenly spaced windows of the training text as batches [B, T]."""
-    windows = evaluation_windows(shards, context_length, -(-n_tokens // context_length))
-    return [inputs for inputs, _ in batches_of(windows)]
-
-
 def _write(out: Path, run: Path, loaded: LoadedRun, quantized: QuantizedGPT, measured: QuantizationReport) -> None:
     """Write the copy under a temporary name and rename it to `out`, so that `out` is complete or absent."""
     step = loaded.checkpoint.step
@@ -154,3 +234,23 @@ def _card(run: Path, loaded: LoadedRun, measured: QuantizationReport) -> str:
     before = read_text(card, MAX_CARD_BYTES, inside=run) if card.exists() else f"# {loaded.recipe.name}\n"
     origin = f"Made from the run in `{run}`, step {loaded.checkpoint.step:,}, whose weights are in fp32.\n"
     return f"{before.rstrip()}\n\n{measured.to_markdown()}\n{origin}"
+
+
+def _parameters_by_kind(model: QuantizedGPT) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for _, matrix in packed_matrices(model):
+        counts[matrix.kind] += matrix.rows * matrix.columns
+    return dict(counts) | {"fp32": sum(parameter.numel() for parameter in model.parameters())}
+
+
+def _bytes(model: GPT) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+
+
+def _decode_speed(engine: Engine, prompt: list[int]) -> float | None:
+    """Return the tokens per second of a greedy continuation after its first token; None for fewer than two tokens."""
+    room = engine.model.config.context_length - len(prompt)
+    pace = Pace()
+    for piece in engine.pieces(prompt, temperature=0.0, max_tokens=max(1, min(_DECODED_TOKENS, room))):
+        pace.push(piece)
+    return pace.tokens_per_second

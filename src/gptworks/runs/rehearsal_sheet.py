@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from markupsafe import Markup
-from rich.console import Group
 
+from gptworks.describe.plan_sheet import Tables
 from gptworks.describe.plan_tables import plan_json, words
 from gptworks.pages import parts as html
 from gptworks.pages.page import page
@@ -15,7 +15,6 @@ from gptworks.pages.tables import Table
 from gptworks.planning.fit import layout_words
 from gptworks.planning.host import building_bytes, placed_bytes
 from gptworks.planning.network import machines
-from gptworks.terminal import lines_of
 from gptworks.training.rehearsal.dress import Rehearsed, Traffic
 from gptworks.training.rehearsal.fake_cuda import Finding, Kind
 from gptworks.units import counted, duration, readable
@@ -34,13 +33,13 @@ class Line:
     """Exact figures of the line, by name."""
 
 
-SECTIONS = ("before the start", "step", "ranks", "memory and time", "data, disk and cost")
-
-
 def sections(rehearsed: Rehearsed) -> dict[str, list[Line]]:
-    """Return the lines of a rehearsal under the titles of `SECTIONS`."""
-    made = (_before, _step, _ranks, _memory_and_time, _data_and_cost)
-    return {title: list(lines(rehearsed)) for title, lines in zip(SECTIONS, made, strict=True)}
+    """Return the lines of a rehearsal by the titles of its sections."""
+    made = {
+        "before the start": _before, "step": _step, "ranks": _ranks, "memory and time": _memory_and_time,
+        "data, disk and cost": _data_and_cost,
+    }  # fmt: skip
+    return {title: list(lines(rehearsed)) for title, lines in made.items()}
 
 
 def _before(r: Rehearsed) -> Iterator[Line]:
@@ -232,7 +231,7 @@ def _data_and_cost(r: Rehearsed) -> Iterator[Line]:
 # -------------------------------------------------------------------------------------------- as text, page and JSON
 
 
-def _tables(rehearsed: Rehearsed) -> Iterator[tuple[str, Table]]:
+def _titled(rehearsed: Rehearsed) -> Iterator[tuple[str, Table]]:
     for title, lines in sections(rehearsed).items():
         yield title, Table((title, "", ""), "lln", [(one.what, one.status, one.found) for one in lines])
 
@@ -242,14 +241,12 @@ def _advice(rehearsed: Rehearsed) -> Table:
     return Table(("", "to change", "settings to write"), "lnn", rows or [("", "nothing found", "")])
 
 
-class RehearsalSheet(Rehearsed):
-    """A rehearsal that a terminal prints as text."""
+class RehearsalSheet(Tables, Rehearsed):
+    """A rehearsal, as text, tables, page and JSON."""
 
-    def __rich__(self) -> Group:
-        return Group(*(table.rich() for _, table in _tables(self)), _advice(self).rich())
-
-    def __repr__(self) -> str:
-        return "\n".join(lines_of(self.__rich__())).strip("\n")
+    def _tables(self) -> Iterator[Table]:
+        yield from (table for _, table in _titled(self))
+        yield _advice(self)
 
     def to_json(self) -> dict[str, Any]:
         """Return the rehearsal as JSON with stable keys."""
@@ -265,7 +262,7 @@ class RehearsalSheet(Rehearsed):
         """Return the rehearsal as a page."""
         plan = self.plan
         count = counted(plan.setting.layout.world_size, "device")
-        parts: list[Markup] = [html.section(title, table.html()) for title, table in _tables(self)]
+        parts: list[Markup] = [html.section(title, table.html()) for title, table in _titled(self)]
         lines = [
             f"{plan.parameters.total:,} parameters on {count}: {plan.device.name}, {layout_words(plan.setting.layout)}"
         ]

@@ -3,8 +3,9 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from markupsafe import Markup
 
@@ -27,6 +28,8 @@ from gptworks.training.record.outcome import read_outcome
 from gptworks.training.run_folder import is_in_use
 from gptworks.units import significant
 
+Item = TypeVar("Item")
+
 MOST_ROWS = 24
 """Maximum number of rows in a table of evaluations or of skipped steps."""
 
@@ -41,20 +44,14 @@ REFRESH_SECONDS = 5
 
 
 def write_report(run: History, path: Path, refresh_seconds: int | None = None) -> None:
-    """Write the HTML page of a run (see `to_html`), replacing an older page.
-
-    Raises:
-        UserError: `path` is a folder, or its parent folder does not exist.
-    """
+    """Write the HTML page of a run (see `to_html`), replacing an older page. Raise a UserError if `path` is a folder,
+    or its parent folder does not exist."""
     write_page(to_html(run, refresh_seconds), path, "--html")
 
 
 def watch_report(folder: Path, path: Path, wait: Callable[[float], object] = time.sleep) -> None:
-    """Write the page of a run whenever its log has changed, until the run ends or Ctrl-C is pressed.
-
-    Raises:
-        UserError: `folder` is not a run folder; or `path` is a folder, or its parent folder does not exist.
-    """
+    """Write the page of a run as `write_report` does, whenever its log has changed, until the run ends or Ctrl-C is
+    pressed. Raise a UserError if `folder` is not a run folder."""
     seen = None
     with contextlib.suppress(KeyboardInterrupt):
         while not has_ended(fetched_path(folder)):
@@ -195,7 +192,7 @@ def _by_layer(run: History) -> Iterator[Markup]:
         records = [record for record in records if len(record[key]) == n_layers]
         if not n_layers:
             continue
-        layers = sorted({round(i * (n_layers - 1) / (MOST_LAYERS - 1)) for i in range(MOST_LAYERS)})
+        layers = _spread(range(n_layers), MOST_LAYERS)
         series = [
             Series([(r["tokens"], r[key][layer]) for r in records], f"layer {layer + 1}", colour(i))
             for i, layer in enumerate(layers)
@@ -299,11 +296,9 @@ def _samples(run: History) -> list[Markup]:
     return [html.samples(texts), left_out] if texts else []
 
 
-def _spread(records: list[Record], n: int) -> list[Record]:
-    """Return at most n of the records, evenly spaced, with the first and the last."""
-    if len(records) <= n:
-        return records
-    return [records[round(i * (len(records) - 1) / (n - 1))] for i in range(n)]
+def _spread(items: Sequence[Item], n: int) -> Sequence[Item]:
+    """Return at most n of the items, evenly spaced, with the first and the last."""
+    return items if len(items) <= n else [items[round(i * (len(items) - 1) / (n - 1))] for i in range(n)]
 
 
 def _left_out(n: int, n_shown: int, what: str) -> Markup:

@@ -174,11 +174,8 @@ class Series:
         return sum(columns.n_bytes for columns in self.columns.values())
 
     def read(self) -> bool:
-        """Read up to 256 KiB more of the log; start again from its beginning if the log was replaced.
-
-        Returns:
-            Whether records were read or the log was replaced.
-        """
+        """Read up to 256 KiB more of the log; start again from its beginning if the log was replaced. Return whether
+        records were read or the log was replaced."""
         now = stamp(self._reader.path)
         if self.at_end and now == self._stamp:
             return False
@@ -215,10 +212,9 @@ class Series:
     @property
     def keys(self) -> list[str]:
         """Names of the figures that have curves. Those by layer and by part are in `details` instead."""
-        drawn = ("train", "validation")
         return [
             f"{kind}.{key}"
-            for kind in drawn
+            for kind in ("train", "validation")
             for key in self.columns[kind].keys
             if "." not in key and key not in _NO_FIGURES
         ]

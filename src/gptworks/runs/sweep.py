@@ -17,7 +17,7 @@ from gptworks.errors import RunError, UserError, not_installed
 from gptworks.files import check_links, check_regular, url_of
 from gptworks.overrides import as_typed
 from gptworks.recipe import load_recipe, save_recipe
-from gptworks.runs.settings import flat
+from gptworks.runs.comparable import check_same
 from gptworks.runs.trials import Report, check_comparable, evaluations, last_line, open_folder, train_trial
 from gptworks.training.record.metrics import read_metrics
 
@@ -78,12 +78,9 @@ class Sweep:
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = False) -> Recipe:
-    """Load the recipe of a sweep, and check its ranges and its folder.
-
-    Raises:
-        UserError: the recipe has no `sweep` section or rejects a value of a range, Optuna is missing, or the folder
-            holds files that are not those of a sweep to resume.
-    """
+    """Load the recipe of a sweep, and check its ranges and its folder. Raise a UserError if the recipe has no `sweep`
+    section or rejects a value of a range, Optuna is missing, or the folder holds files that are not those of a sweep to
+    resume."""
     recipe = load_recipe(path, overrides)
     if recipe.sweep is None:
         raise UserError(f"{path} has no `sweep` section: name there what to try, as in docs/topics/evaluating.md.")
@@ -120,20 +117,11 @@ def _check_folder(recipe: Recipe, resume: bool) -> None:
             raise UserError(
                 f"{folder} already holds a sweep: add --resume to continue it, give another run_dir=, or delete it."
             )
-        ours, theirs = _fixed_settings(recipe), _fixed_settings(load_recipe(folder / "sweep.yaml"))
-        for key in {**theirs, **ours}:
-            if ours.get(key) != theirs.get(key):
-                raise UserError(
-                    f"{folder} was started with another `{key}`: it was {theirs.get(key)} and is now {ours.get(key)}. "
-                    f"Resume with the same settings, or start again with another run_dir=."
-                )
+        advice = "Resume with the same settings, or start again with another run_dir=."
+        may_differ = {"run_dir": True, "sweep": {"n_trials"}}
+        check_same(folder, load_recipe(folder / "sweep.yaml"), recipe, advice, exclude=may_differ)
     elif folder.exists() and (not folder.is_dir() or any(path.name != ".lock" for path in folder.iterdir())):
         raise UserError(f"run_dir={folder} exists and holds no sweep: give another run_dir=.")
-
-
-def _fixed_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings that a resumed sweep must keep: all but its number of trials and its folder."""
-    return dict(flat(recipe.model_dump(mode="json", exclude={"run_dir": True, "sweep": {"n_trials"}})))
 
 
 def run_sweep(

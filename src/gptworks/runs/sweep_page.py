@@ -20,7 +20,7 @@ def trials_table(sweep: Sweep) -> Table:
     keys, rows = list(sweep.settings.ranges), list[list[html.Cell]]()
     short = [key.rpartition(".")[2] for key in keys]
     names = short if len(set(short)) == len(short) else keys
-    for trial in _ranked(sweep):
+    for trial in sorted(sweep.trials, key=lambda t: (t.state != "complete", math.inf if t.loss is None else t.loss)):
         run, values = _history(trial), [trial.values.get(key) for key in keys]
         cells = [
             f"{trial.number:03d}",
@@ -59,10 +59,6 @@ def to_html(sweep: Sweep) -> str:
     ]
     lines = (f"{len(sweep.settings.ranges)} settings · {len(sweep.trials):,} trials", f"the recipe {recipe.name}")
     return page(f"{recipe.name}: sweep", lines, parts, _conventions(sweep))
-
-
-def _ranked(sweep: Sweep) -> list[TrialResult]:
-    return sorted(sweep.trials, key=lambda t: (t.state != "complete", math.inf if t.loss is None else t.loss))
 
 
 def _history(trial: TrialResult) -> History | None:

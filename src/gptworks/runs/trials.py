@@ -45,37 +45,34 @@ def train_trial(
     if not _alone(place, stop_asked, report):
         return None
     command = [*TRAIN, str(place.with_suffix(".yaml")), "--resume"]
-    with (
-        open_to_append(place.with_suffix(".log"), inside=place.parent) as log,
+    with open_to_append(place.with_suffix(".log"), inside=place.parent) as log:
         # give the trial its own session, so that Ctrl-C reaches only the parent, which then stops the trial
-        _process(
-            subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                creationflags=OWN_GROUP,
-            )
-        ) as process,
-    ):
-        while True:
-            code = process.poll()
-            if (word := watch()) is not None:
-                return word
-            if code is not None:
-                return "done" if code == 0 else "failed"
-            if stop_asked():
-                return None
-            time.sleep(POLL_SECONDS)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, creationflags=OWN_GROUP
+        )
+        try:
+            while True:
+                code = process.poll()
+                if (word := watch()) is not None:
+                    return word
+                if code is not None:
+                    return "done" if code == 0 else "failed"
+                if stop_asked():
+                    return None
+                time.sleep(POLL_SECONDS)
+        finally:
+            if process.poll() is None:
+                process.send_signal(ASK)
+                try:
+                    process.wait(STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
 
 
 def train_to_end(recipe: Recipe, stop_asked: Callable[[], Any], report: Report) -> bool:
-    """Write a recipe next to its run folder and train it to its last step; return False if a stop was requested.
-
-    Raises:
-        RunError: the run failed, or its last loss is not finite.
-    """
+    """Write a recipe next to its run folder and train it to its last step; return False if a stop was requested. Raise
+    a RunError if the run failed, or its last loss is not finite."""
     place = recipe.run_dir
     place.parent.mkdir(parents=True, exist_ok=True)
     save_recipe(recipe, place.with_suffix(".yaml"))
@@ -160,25 +157,19 @@ def open_folder(folder: Path, named: str, setting: str) -> Iterator[Callable[[],
     """
     check_links(folder)
     make_folder(folder)
+    lock = locked(folder, named, setting)
+    try:
+        with stop_signals() as stop_asked:
+            yield stop_asked
+    finally:
+        lock.release()
+
+
+def locked(folder: Path, named: str, setting: str) -> filelock.BaseFileLock:
+    """Lock a folder for this process; raise a UserError, with `named` and `setting`, if another process uses it."""
     lock = file_lock(folder / ".lock", timeout=0)
     try:
         lock.acquire()
     except filelock.Timeout:
         raise UserError(f"{folder} is in use by another {named}: wait for it, or give another {setting}.") from None
-    with lock, stop_signals() as stop_asked:
-        yield stop_asked
-
-
-@contextlib.contextmanager
-def _process(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
-    """On leaving the context, stop the process with the signal `ASK`; kill it if it still runs after STOP_SECONDS."""
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.send_signal(ASK)
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    return lock

@@ -11,10 +11,9 @@ from gptworks.pages.chart import Chart, Series
 from gptworks.pages.page import page, write_page
 from gptworks.planning.params import count_parameters
 from gptworks.recipe import load_recipe
+from gptworks.runs.comparable import differences, text_of
 from gptworks.runs.history import read_history
-from gptworks.runs.settings import differences, text_of
-from gptworks.runs.step_time import SAME_SPEED
-from gptworks.runs.try_results import LOSS_ERROR, PLACES, SPEED_ERROR, Try
+from gptworks.runs.try_results import LOSS_ERROR, PLACES, SAME_SPEED, SPEED_ERROR, Try
 from gptworks.training.record.curves import points, validation_chart
 from gptworks.training.record.display import clock
 

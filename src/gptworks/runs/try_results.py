@@ -1,22 +1,30 @@
-"""The state of a try, stored in `try.json`: its design, its pairs of runs so far, the verdicts, and the runs to do."""
+"""The state of a try, stored in `try.json`: its design, its pairs of runs so far, the verdicts, and the runs to do.
+
+How much longer the same tokens take with a change is measured pair by pair. Other work on the machine slows down single
+steps, whole runs or all runs for hours, and whoever shares the machine could slow down only one kind of run. On a CPU,
+steps of both models therefore take turns after each pair of runs, so that other work slows down both. On other devices,
+or if the steps of a run differ by design, times are the runs' own: the median over parts of the run, or the mean of all
+its steps. The spread between pairs measures the noise of the ratio; the test of pairs reads the ratios' logarithms.
+"""
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat, TypeAdapter
+from pydantic import BaseModel, Field, FiniteFloat
 from pydantic_core import to_jsonable_python
 
 from gptworks.config import PositiveInt, Recipe
 from gptworks.errors import UserError
 from gptworks.files import read_regular, write_whole
 from gptworks.recipe import load_recipe
-from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS, Verdict, verdict
-from gptworks.runs.step_time import StepTime, step_time
+from gptworks.runs.history import History
+from gptworks.runs.statistics import FEWEST_PAIRS, MOST_PAIRS, Verdict, verdict
 
 TRY_FILE = "try.json"
 _MOST_BYTES = 1 << 26
@@ -27,6 +35,66 @@ PLACES = {"after": "at equal tokens", "in-time": "in equal time"}
 LOSS_ERROR, SPEED_ERROR = 0.04, 0.01
 """False-positive rates of the test of losses, and of the test of step times, which decides whether pairs get a third
 run. For a change without effect, one of the tests is wrong in at most 5% of tries."""
+
+SAME_SPEED = 0.05
+"""Times closer than this fraction count as equal. A verdict at equal tokens then also holds in equal time."""
+
+CHUNKS = 50
+"""Maximum number of parts into which a run is divided. Its step time is the median over the parts."""
+
+LEAST_SECONDS = 0.1
+"""Minimum duration of a part of a run, because logs round times to milliseconds."""
+
+
+def step_seconds(run: History) -> float:
+    """Return a run's seconds per step: the median over its parts, except the first, in which the machine warms up."""
+    least, times, at, since = run.step / CHUNKS, list[float](), 0, 0.0
+    for record in run.train:
+        steps, seconds = record["step"] - at, record["seconds"] - since
+        if steps >= least and seconds >= LEAST_SECONDS:
+            times.append(seconds / steps)
+            at, since = record["step"], record["seconds"]
+    return median(times[1:] or times or [run.seconds / max(1, run.step)])
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Time of the same tokens with a change, divided by the time without it."""
+
+    ratio: float
+    low: float
+    high: float
+    """`low` to `high` is the ratio's confidence interval, valid after every pair with probability 1 − `error`."""
+
+    def __str__(self) -> str:
+        interval = f" ({self.interval})" if self.interval else ""
+        return f"the same tokens take {self.ratio:.2f} times as long with the change{interval}"
+
+    @property
+    def interval(self) -> str:
+        """The interval as text, such as `0.97 to 1.04`; empty if it is unbounded."""
+        return f"{self.low:.2f} to {self.high:.2f}" if math.isfinite(self.high) else ""
+
+    @property
+    def is_distinct(self) -> bool:
+        """Whether the ratio differs from 1 by 5% or more."""
+        return abs(math.log(self.ratio)) >= math.log1p(SAME_SPEED)
+
+    @property
+    def differs(self) -> bool:
+        """Whether the ratio differs from 1 by 5% or more and the interval excludes 1."""
+        return self.is_distinct and not self.low <= 1 <= self.high
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the whole interval is within 5% of 1."""
+        return self.low > 1 / (1 + SAME_SPEED) and self.high < 1 + SAME_SPEED
+
+
+def step_time(ratios: Sequence[float], most_pairs: int, error: float) -> StepTime:
+    """Return the ratio after one or more pairs, with its interval, which is unbounded for fewer than `FEWEST_PAIRS`."""
+    found = verdict([math.log(ratio) for ratio in ratios], most_pairs, 0, error)
+    return StepTime(*(math.exp(value) for value in (found.value, found.low, found.high)))
 
 
 @dataclass(frozen=True)
@@ -184,30 +252,23 @@ def write_try(found: Try) -> None:
     write_whole(found.folder / TRY_FILE, json.dumps(state, indent=1) + "\n")
 
 
-@dataclass(frozen=True)
-class _Written:
+class _Written(BaseModel):
     """The contents of `try.json`."""
 
     design: Design
     pairs: tuple[Pair, ...]
 
 
-_WRITTEN = TypeAdapter(_Written)
-
-
 def read_try(folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> Try:
-    """Read the try in a folder, even while it runs. `recipe_of` reads its recipes.
-
-    Raises:
-        UserError: the folder has no `try.json`, or the file is damaged.
-    """
+    """Read the try in a folder, even while it runs. `recipe_of` reads its recipes. Raise a UserError if the folder has
+    no `try.json`, or the file is damaged."""
     file = folder / TRY_FILE
     try:
         contents = read_regular(file, _MOST_BYTES, inside=folder)
     except FileNotFoundError:
         raise UserError(f"{folder} holds no try: there is no {TRY_FILE}.") from None
     try:
-        written = _WRITTEN.validate_json(contents)
+        written = _Written.model_validate_json(contents)
         if len(written.pairs) > written.design.most_pairs:
             raise ValueError("more pairs than the design allows")
         for number, pair in enumerate(written.pairs):

@@ -30,12 +30,11 @@ from gptworks.device import (
 )
 from gptworks.errors import UserError
 from gptworks.recipe import load_recipe, save_recipe, with_vocab_size
+from gptworks.runs.comparable import check_same, differences
 from gptworks.runs.history import History, read_history
-from gptworks.runs.sequential import FEWEST_PAIRS, MOST_PAIRS
-from gptworks.runs.settings import differences
-from gptworks.runs.step_time import CHUNKS, StepTime, step_seconds
+from gptworks.runs.statistics import FEWEST_PAIRS, MOST_PAIRS
 from gptworks.runs.trials import Report, check_comparable, open_folder, train_to_end
-from gptworks.runs.try_results import TRY_FILE, Design, Pair, Try, read_try, write_try
+from gptworks.runs.try_results import CHUNKS, TRY_FILE, Design, Pair, StepTime, Try, read_try, step_seconds, write_try
 from gptworks.training.rehearsal.measure import measure_speed, median_of_turns, step_times
 from gptworks.training.rehearsal.trace import Rehearsal
 from gptworks.training.setup import check_memory
@@ -78,11 +77,8 @@ class Rules:
 
 
 def length_of_runs(recipe: Recipe, path: str | Path, steps: int | None) -> int:
-    """Return the wanted number of steps of each run: `steps` if given, else the recipe's.
-
-    Raises:
-        UserError: neither states it, or runs would be too short to compare.
-    """
+    """Return the wanted number of steps of each run: `steps` if given, else the recipe's. Raise a UserError if neither
+    states it, or runs would be too short to compare."""
     wanted = steps or recipe.train.max_steps
     if wanted is None:
         raise UserError(f"{path} sets no train.max_steps: give --steps, the length of each run.")
@@ -152,12 +148,8 @@ def plan_try(
 
 
 def _steps_after(path: str | Path, changes: Sequence[str], steps: int) -> int:
-    """Return the number of steps in which a run with the change reads as many tokens as `steps` steps without it.
-
-    Raises:
-        UserError: no number of steps reads about as many tokens, or the number is too small.
-    """
-
+    """Return the number of steps in which a run with the change reads as many tokens as `steps` steps without it. Raise
+    a UserError if no number of steps reads about as many tokens, or the number is too small."""
     before = load_recipe(path, [f"train.max_steps={steps}"])
     tokens, found, missing = before.train.samples_before(steps) * before.row_length, steps, 0
     for _ in range(20):  # batches that grow by shares of the run depend on its number of steps
@@ -194,23 +186,14 @@ def _found(folder: Path, recipe: Recipe, changed: Recipe, changes: tuple[str, ..
             f"{folder} tries {' '.join(found.design.changes)}, not {' '.join(changes)}: give another --folder."
         )
     for now, then in ((recipe, found.recipe), (changed, found.changed)):
-        if differing := differences([then, now]):
-            key, (was, is_now) = next(iter(differing.items()))
-            raise UserError(
-                f"{folder} was started with another `{key}`: it was {was} and is now {is_now}. Give another --folder."
-            )
+        check_same(folder, then, now, "Give another --folder.")
     return found
 
 
 def measured_step_seconds(recipe: Recipe) -> float:
-    """Return the seconds that a training step takes, measured in this process.
-
-    Raises:
-        UserError: the recipe's text cannot be prepared.
-        RunError: a step failed.
-    """
-    rate = measure_speed(_rehearsal(recipe)).tokens_per_second
-    return recipe.tokens_per_step / rate
+    """Return the seconds that a training step takes, measured in this process. Raise a UserError if the recipe's text
+    cannot be prepared, and a RunError if a step failed."""
+    return recipe.tokens_per_step / measure_speed(_rehearsal(recipe)).tokens_per_second
 
 
 def steps_in_turns(
@@ -218,24 +201,15 @@ def steps_in_turns(
 ) -> Iterator[tuple[float, ...]]:
     """Yield the seconds of one training step of each recipe, in this process, again and again. Since the steps take
     turns, other work on the machine slows down all recipes alike. From then on, this process keeps freed memory.
-
-    Args:
-        clock: returns seconds; `time.process_time` leaves out those in which other processes had the core.
-
-    Raises:
-        UserError: a recipe's text cannot be prepared.
-    """
+    `clock` returns seconds; `time.process_time` leaves out those in which other processes had the core. Raise a
+    UserError if a recipe's text cannot be prepared."""
     keep_freed_memory()
     yield from zip(*(step_times(_rehearsal(recipe), clock) for recipe in recipes), strict=True)
 
 
 def measured_in_turns(recipes: Sequence[Recipe]) -> list[float]:
     """Return the median seconds of a training step of each recipe, from steps that take turns. With one thread, only
-    CPU time counts.
-
-    Raises:
-        RunError: a step failed.
-    """
+    CPU time counts. Raise a RunError if a step failed."""
     threads, steps = recipes[0].train.threads, recipes[0].train.max_steps or 0
     clock = time.process_time if threads == 1 else time.perf_counter
     most = min(MOST_TURNS, max(LEAST_TURNS, steps // 10))
