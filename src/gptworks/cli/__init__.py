@@ -15,7 +15,6 @@ from gptworks import __version__
 from gptworks.cli import compare, convert, data, design, draft, evaluate, generate, inspect, judge, serve, studio, train
 from gptworks.cli.help import Command, Group
 from gptworks.cli.printing import notice, say
-from gptworks.cli.rehearse import rehearse
 from gptworks.errors import RunError, UserError
 from gptworks.terminal import guard
 
@@ -34,7 +33,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
         *(design.presets, design.recipes, design.devices, draft.init),
         *(design.describe, design.plan, design.schema),
     ),
-    "Train": (draft.tune, inspect.inspect, rehearse, train.train, train.launch, train.fork, compare.sweep),
+    "Train": (draft.tune, inspect.inspect, design.rehearse, train.train, train.launch, train.fork, compare.sweep),
     "Measure and compare": (evaluate.evaluate, compare.report, compare.compare, compare.try_, judge.judge),
     "Use": (generate.generate, generate.chat, serve.serve, studio.studio),
     "Convert": (convert.export, convert.quantize, convert.import_),

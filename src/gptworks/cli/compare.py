@@ -7,7 +7,7 @@ from typer import Argument, Option
 
 from gptworks.cli import options
 from gptworks.cli.prepare import prepare_with_progress
-from gptworks.cli.printing import console_of, notice, print_json, say, show, show_lines, working
+from gptworks.cli.printing import console_of, notice, print_json, say, show, show_lines, working, write_html
 from gptworks.errors import refuse_unused
 from gptworks.files import send, shown, url_of
 
@@ -53,7 +53,6 @@ def compare(
     Each run is also compared with the band of --against, or with the shipped band of its settings, if there is one. A
     band has the losses of several seeds of a recipe.
     """
-    from gptworks.pages.page import write_page
     from gptworks.runs import bands
     from gptworks.runs.compare import compare as compare_runs
     from gptworks.runs.compare import to_html
@@ -78,10 +77,8 @@ def compare(
     given = None if against is None else bands.read_band(against)
     with working(f"comparing {len(runs)} runs"):
         comparison = compare_runs(histories, [given or bands.find_band(history.recipe) for history in histories])
-        if html is not None:
-            write_page(to_html(comparison), html, "--html")
     if html is not None:
-        notice(f"wrote {html}")
+        write_html(to_html(comparison), html)
     show(comparison, as_json)
 
 

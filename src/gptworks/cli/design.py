@@ -1,13 +1,13 @@
-"""Commands that show what would be built: presets, recipes, devices, describe, plan, schema."""
+"""Commands that show what would be built: presets, recipes, devices, describe, plan, rehearse, schema."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
 
 from gptworks.cli import options
-from gptworks.cli.printing import console_of, notice, print_json, say, show, show_lines, working
+from gptworks.cli.printing import console_of, print_json, say, show, show_lines, working, write_html
 from gptworks.errors import UserError, refuse_unused
 
 
@@ -118,10 +118,8 @@ def describe(
     sheet = describe_model(config, name)
     if html is not None:
         from gptworks.describe.page import to_html
-        from gptworks.pages.page import write_page
 
-        write_page(to_html(sheet), html, "--html")
-        notice(f"wrote {html}")
+        write_html(to_html(sheet), html)
     if as_json:
         print_json(sheet.to_json())
     elif markdown:
@@ -130,21 +128,12 @@ def describe(
         console_of().print(sheet)
 
 
+@options.with_options(options.PLANNED_DEVICE, after="overrides")
+@options.with_options(options.PLANNED_DEVICES, after="world_size")
 def plan(
     target: options.Target,
     overrides: options.Overrides = None,
-    device: options.PlannedDevice = None,
-    memory_gib: options.MemoryGiB = None,
-    flops: options.Flops = None,
-    bandwidth: options.Bandwidth = None,
     world_size: options.WorldSize = 1,
-    sharding: options.Sharded = None,
-    tensor_parallel: options.TensorParallel = None,
-    utilization: options.Utilization = None,
-    intra_node_gb_s: options.IntraNode = None,
-    inter_node_gb_s: options.InterNode = None,
-    gpus_per_node: options.PerNode = None,
-    host_memory_gib: options.HostMemoryGiB = None,
     price: options.Price = None,
     hours: Annotated[float | None, Option(help="Show what this time suffices for.")] = None,
     budget: Annotated[float | None, Option(help="With --price: show what this money suffices for.")] = None,
@@ -157,6 +146,7 @@ def plan(
     measure: Annotated[bool, Option("--measure", help="Take two real steps on this machine too.")] = False,
     details: Annotated[bool, Option("--details", help="Also FLOPs by part, alternatives, inference.")] = False,
     as_json: options.AsJSON = False,
+    **devices: Any,
 ) -> None:
     """Estimate a run's FLOPs, memory, time and disk.
 
@@ -168,17 +158,15 @@ def plan(
         refuse_unused("does nothing with --json, which has every figure", details=details)
     if serve:
         refuse_unused(
-            "is about training, and --serve is not", world_size=world_size > 1, sharding=sharding,
-            tensor_parallel=tensor_parallel, utilization=utilization, intra_node_gb_s=intra_node_gb_s,
-            inter_node_gb_s=inter_node_gb_s, gpus_per_node=gpus_per_node, host_memory_gib=host_memory_gib, price=price,
-            hours=hours, budget=budget, trace=trace, measure=measure, details=details,
+            "is about training, and --serve is not", world_size=world_size > 1,
+            **{name: devices.pop(name) for name in options.PLANNED_DEVICES}, price=price, hours=hours, budget=budget,
+            trace=trace, measure=measure, details=details,
         )  # fmt: skip
         from gptworks.estimates import plan_serving
 
         served = plan_serving(
-            target, *overrides or [], requests=requests, context=context, weights=weights,
-            cache=cache, device=device, memory_gib=memory_gib, flops=flops, bandwidth=bandwidth,
-        )  # fmt: skip
+            target, *overrides or [], requests=requests, context=context, weights=weights, cache=cache, **devices
+        )
         show(served, as_json)
         if not served.fits:
             raise typer.Exit(DOES_NOT_FIT)
@@ -188,11 +176,8 @@ def plan(
     from gptworks.estimates import plan as plan_recipe
 
     sheet = plan_recipe(
-        target, *overrides or [], device=device, memory_gib=memory_gib, flops=flops, bandwidth=bandwidth,
-        utilization=utilization, intra_node_gb_s=intra_node_gb_s, inter_node_gb_s=inter_node_gb_s,
-        gpus_per_node=gpus_per_node, host_memory_gib=host_memory_gib, world_size=world_size, sharding=sharding,
-        tensor_parallel=tensor_parallel, price=price, hours=hours, budget=budget, trace=trace, measure=measure,
-        details=details, working=working,
+        target, *overrides or [], **devices, world_size=world_size, price=price, hours=hours, budget=budget,
+        trace=trace, measure=measure, details=details, working=working,
     )  # fmt: skip
     show(sheet, as_json)
     if sheet.data.missing is not None:
@@ -203,6 +188,37 @@ def plan(
 
 DOES_NOT_FIT = 3
 """Exit code of `plan` and `rehearse` if training, or serving with --serve, does not fit on the device."""
+
+
+@options.with_options(options.PLANNED_DEVICE, after="overrides")
+@options.with_options(options.PLANNED_DEVICES, after="world_size")
+def rehearse(
+    target: options.Target,
+    overrides: options.Overrides = None,
+    world_size: options.WorldSize = 1,
+    disk_gb_s: Annotated[float | None, Option(help="GB/s at which all ranks write a checkpoint. Default: 1.")] = None,
+    price: options.Price = None,
+    html: options.PageFile = None,
+    as_json: options.AsJSON = False,
+    **devices: Any,
+) -> None:
+    """Rehearse a run on many GPUs, on this machine.
+
+    Does what can be done without the GPUs: a step on fake tensors, and the placement and collectives of the first and
+    last rank. Marks each result as shown here, planned, or not checked. Exit code 3: the run does not fit on the
+    device.
+    """
+    from gptworks.estimates import rehearse as rehearse_recipe
+
+    sheet = rehearse_recipe(
+        target, *overrides or [], **devices, world_size=world_size, disk_gb_s=disk_gb_s, price=price, working=working
+    )
+    if html is not None:
+        write_html(sheet.to_html(), html)
+    if as_json or html is None:
+        show(sheet, as_json)
+    if not sheet.plan.fits:
+        raise typer.Exit(DOES_NOT_FIT)
 
 
 def schema() -> None:

@@ -25,22 +25,12 @@ _SETTING = re.compile(r"(model|tokenizer|data|train)\.[a-z0-9_.]+=\S*")
 """Matches an argument that is a setting, not a prompt. A prompt of this form can be read from standard input."""
 
 
+@options.with_options(options.SAMPLING_SETTINGS, after="max_tokens")
 def generate(
     run: options.RunFolder,
     prompt: Annotated[str, Argument(metavar="PROMPT", help="The text to continue; -: standard input.")] = "",
     overrides: options.Overrides = None,
     max_tokens: options.MaxTokens = SAMPLING.max_tokens,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    dry_multiplier: options.DryMultiplier = None,
-    dry_base: options.DryBase = None,
-    dry_allowed_length: options.DryAllowedLength = None,
-    seed: options.Seed = None,
     stop: options.Stop = None,
     min_tokens: Annotated[int, Option(help="Fewest tokens before a text may end.")] = SAMPLING.min_tokens,
     ignore_eos: Annotated[bool, Option("--ignore-eos", help="The end-of-text token ends nothing.")] = False,
@@ -75,6 +65,7 @@ def generate(
     checkpoint: options.WhichCheckpoint = "best",
     device: options.Device = "auto",
     as_json: options.AsJSON = False,
+    **sampling: Any,
 ) -> None:
     """Continue a prompt, or every prompt of a file. The text of a single continuation is streamed."""
     from gptworks.files import read_given
@@ -84,11 +75,8 @@ def generate(
         prompt, overrides = "", [prompt, *(overrides or [])]
     schema = None if json_schema is None else read_given(json_schema, 1 << 24)
     wanted = _given(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, dry_multiplier=dry_multiplier,
-        dry_base=dry_base, dry_allowed_length=dry_allowed_length, seed=seed, max_tokens=max_tokens,
-        stop=tuple(stop or ()), min_tokens=min_tokens, ignore_eos=ignore_eos, heal=heal, logprobs=logprobs,
-        json_schema=schema, regex=regex,
+        **sampling, max_tokens=max_tokens, stop=tuple(stop or ()), min_tokens=min_tokens, ignore_eos=ignore_eos,
+        heal=heal, logprobs=logprobs, json_schema=schema, regex=regex,
     )  # fmt: skip
     SamplingSettings(**wanted)  # refuse invalid settings before the model is loaded
     if not speculative:
@@ -248,20 +236,10 @@ def _generate_file(engine: "Engine", source: Path, target: Path, settings: "Samp
         raise RunError(f"{report.failed} of {report.total} prompts could not be continued; their lines say why.")
 
 
+@options.with_options(options.SAMPLING_SETTINGS, after="max_tokens")
 def chat(
     run: options.RunFolder,
     max_tokens: options.MaxTokens = SAMPLING.max_tokens,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    dry_multiplier: options.DryMultiplier = None,
-    dry_base: options.DryBase = None,
-    dry_allowed_length: options.DryAllowedLength = None,
-    seed: options.Seed = None,
     stop: options.Stop = None,
     system: Annotated[str, Option(help="System message; needs a chat template.")] = "",
     weights: options.KeptWeights = "auto",
@@ -269,20 +247,15 @@ def chat(
     cache: options.Cache = "auto",
     checkpoint: options.WhichCheckpoint = "best",
     device: options.Device = "auto",
+    **sampling: Any,
 ) -> None:
     """Chat with a model. A base model has no turns: it continues the whole text."""
     from gptworks.cli.chat_terminal import Talk, Terminal
     from gptworks.infer.chat import chat_session
 
     engine = load_engine(run, checkpoint, device, backend=backend, cache=cache, weights=weights, reuse="all")
-    session = chat_session(
-        engine, system=system, **_given(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-            frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, dry_multiplier=dry_multiplier,
-            dry_base=dry_base, dry_allowed_length=dry_allowed_length, seed=seed, max_tokens=max_tokens,
-            stop=tuple(stop or ()),
-        ),
-    )  # fmt: skip
+    given = _given(**sampling, max_tokens=max_tokens, stop=tuple(stop or ()))
+    session = chat_session(engine, system=system, **given)
     kind = "an assistant: it answers" if engine.chat_template else "a base model: it continues"
     notice(f"This is {kind} what you write. /help lists what you can do; Ctrl-C stops an answer, Ctrl-D ends.")
     with Terminal() as terminal:

@@ -1,12 +1,23 @@
 """Arguments and options that several commands share."""
 
+import inspect
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from gptworks.choices import SAMPLING, SAMPLING_RULES, BackendName, CacheName, DeviceName, LoadedWeights, Sharding
+from gptworks.choices import (
+    SAMPLING,
+    SAMPLING_RULES,
+    BackendName,
+    CacheName,
+    DeviceName,
+    LoadedWeights,
+    Sampling,
+    Sharding,
+)
 from gptworks.files import fetched_path
 
 
@@ -62,56 +73,14 @@ Resume = Annotated[bool, Option("--resume", help="Continue what the folder holds
 Force = Annotated[bool, Option("--force", help="Start even if it should not fit in memory.")]
 Slide = Annotated[bool, Option("--slide", help="When the context is full, continue from its last half.")]
 
-# The model or run to plan, the devices and their node: options shared by `plan` and `rehearse`.
 Target = Annotated[
     str,
     Argument(
         metavar="PRESET|RECIPE|RUN", autocompletion=_targets, help="A preset's name, a recipe file, or a run folder."
     ),
 ]
-PlannedDevice = Annotated[
-    str | None,
-    Option(
-        "--device",
-        metavar="NAME",
-        autocompletion=_device_names,
-        help="A device's name, such as rtx-4090 or 'm2 max 64', or a memory, such as '8 GB'. this, cpu: measure this "
-        "machine. Default: this CPU, not measured.",
-    ),
-]
-MemoryGiB = Annotated[float | None, Option(help="Memory of a GPU that `gptworks devices` does not list.")]
-Flops = Annotated[float | None, Option(help="FLOP/s of the device, dense.")]
-Bandwidth = Annotated[float | None, Option(help="Bytes/s of the memory of the device.")]
 WorldSize = Annotated[int, Option(min=1, help="Number of devices.")]
-Sharded = Annotated[Sharding | None, Option(help="Sets train.parallel. auto: the least sharding that fits.")]
-TensorParallel = Annotated[int | None, Option(min=1, help="Devices that share each matrix.")]
-Utilization = Annotated[float | None, Option(help="Share of the FLOP/s reached. Default: 0.4.")]
-IntraNode = Annotated[float | None, Option(help="GB/s between devices of a node.")]
-InterNode = Annotated[float | None, Option(help="GB/s of each device to other nodes.")]
-PerNode = Annotated[int | None, Option(help="Devices of a node, each with one rank.")]
 Price = Annotated[float | None, Option(help="Price of an hour of a device, for the cost of the run.")]
-HostMemoryGiB = Annotated[float | None, Option(help="Memory of the host of a node.")]
-
-
-def _sampling(name: str) -> Any:
-    """Return the option of a sampling setting. It is None if not given, so that a model may override the default."""
-    default = f"the model's own, else {getattr(SAMPLING, name):g}"
-    return Option(help=SAMPLING_RULES[name].help, show_default=default)
-
-
-# Sampling options, shared by `generate` and `chat`.
-MaxTokens = Annotated[int, Option(help="Most tokens to generate.")]
-Temperature = Annotated[float | None, _sampling("temperature")]
-TopK = Annotated[int | None, _sampling("top_k")]
-TopP = Annotated[float | None, _sampling("top_p")]
-MinP = Annotated[float | None, _sampling("min_p")]
-RepetitionPenalty = Annotated[float | None, _sampling("repetition_penalty")]
-FrequencyPenalty = Annotated[float | None, _sampling("frequency_penalty")]
-PresencePenalty = Annotated[float | None, _sampling("presence_penalty")]
-DryMultiplier = Annotated[float | None, _sampling("dry_multiplier")]
-DryBase = Annotated[float | None, _sampling("dry_base")]
-DryAllowedLength = Annotated[int | None, _sampling("dry_allowed_length")]
-Seed = Annotated[int | None, Option(help="The same seed gives the same text.")]
 Stop = Annotated[list[str] | None, Option(help="End before this string; repeatable.")]
 Context = Annotated[
     int | None, Option("--context", min=1, help="Most tokens of prompt and answer together. Default: the model's.")
@@ -131,6 +100,7 @@ KeptWeights = Annotated[
         "GPTQ for int4. auto: as the run keeps them.",
     ),
 ]
+MaxTokens = Annotated[int, Option(help="Most tokens to generate.")]
 
 # A server's address and access, shared by `serve` and `studio`.
 Host = Annotated[str, Option(metavar="ADDRESS", help="The address to listen at; 0.0.0.0 is all of them.")]
@@ -145,3 +115,59 @@ def without_environment(keys: list[str] | None) -> tuple[str, ...]:
     """Return the API keys, and remove them from the environment so that child processes do not inherit them."""
     os.environ.pop("GPTWORKS_API_KEY", None)
     return tuple(keys or ())
+
+
+# ------------------------------------------------------------------------------------------------- groups of options
+
+PLANNED_DEVICE = {
+    "device": Annotated[
+        str | None,
+        Option(
+            "--device",
+            metavar="NAME",
+            autocompletion=_device_names,
+            help="A device's name, such as rtx-4090 or 'm2 max 64', or a memory, such as '8 GB'. this, cpu: measure "
+            "this machine. Default: this CPU, not measured.",
+        ),
+    ],
+    "memory_gib": Annotated[float | None, Option(help="Memory of a GPU that `gptworks devices` does not list.")],
+    "flops": Annotated[float | None, Option(help="FLOP/s of the device, dense.")],
+    "bandwidth": Annotated[float | None, Option(help="Bytes/s of the memory of the device.")],
+}
+PLANNED_DEVICES = {
+    "sharding": Annotated[Sharding | None, Option(help="Sets train.parallel. auto: the least sharding that fits.")],
+    "tensor_parallel": Annotated[int | None, Option(min=1, help="Devices that share each matrix.")],
+    "utilization": Annotated[float | None, Option(help="Share of the FLOP/s reached. Default: 0.4.")],
+    "intra_node_gb_s": Annotated[float | None, Option(help="GB/s between devices of a node.")],
+    "inter_node_gb_s": Annotated[float | None, Option(help="GB/s of each device to other nodes.")],
+    "gpus_per_node": Annotated[int | None, Option(help="Devices of a node, each with one rank.")],
+    "host_memory_gib": Annotated[float | None, Option(help="Memory of the host of a node.")],
+}
+SAMPLING_SETTINGS = {
+    name: Annotated[
+        Sampling.__annotations__[name] | None,
+        Option(help=rule.help, show_default=f"the model's own, else {getattr(SAMPLING, name):g}"),
+    ]
+    for name, rule in SAMPLING_RULES.items()
+} | {"seed": Annotated[int | None, Option(help="The same seed gives the same text.")]}
+
+
+def with_options(group: Mapping[str, Any], after: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that adds a group of options to a command, which gets them as keyword arguments.
+
+    Args:
+        group: the type of each option with its `Option`, by name. The value of an option that is not given is None.
+        after: the option that stands before the group in the help.
+    """
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        parameters: list[inspect.Parameter] = []
+        for one in signature.parameters.values():
+            parameters += [one] if one.kind is not one.VAR_KEYWORD else []
+            if one.name == after:
+                parameters += [one.replace(name=name, annotation=kind, default=None) for name, kind in group.items()]
+        vars(command)["__signature__"] = signature.replace(parameters=parameters)
+        return command
+
+    return add

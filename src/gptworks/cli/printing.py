@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
 
@@ -43,6 +45,14 @@ def show_lines(tree: Any, as_json: bool, *lines: str) -> None:
         print_json(tree)
     else:
         say("\n".join(lines))
+
+
+def write_html(page: str, path: "Path") -> None:
+    """Write the page to the file of the option --html."""
+    from gptworks.pages.page import write_page
+
+    write_page(page, path, "--html")
+    notice(f"wrote {path}")
 
 
 def console_of(stderr: bool = False) -> "Console":
