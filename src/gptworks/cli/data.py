@@ -1,6 +1,7 @@
 """Commands about datasets: data build, mix, info, search, show, cache."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,11 +10,14 @@ from typer import Argument, Option
 
 from gptworks.cli import options
 from gptworks.cli.help import Command, Group
-from gptworks.cli.printing import console_of, notice, print_json, say, show_lines, working
+from gptworks.cli.printing import console_of, notice, print_json, say, show_lines, working, write_html
 from gptworks.errors import UserError, refuse_unused
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from gptworks.data.rows import Row
+    from gptworks.data.search import Hit
     from gptworks.data.shards import Split
 
 app = typer.Typer(cls=Group, no_args_is_help=True, rich_markup_mode=None, help="Build and look at datasets.")
@@ -107,10 +111,7 @@ def info(
     with working("reading tokens") as show:
         found = opened.info(show)
     if html is not None:
-        from gptworks.pages.page import write_page
-
-        write_page(to_html(found), html, "--html")
-        notice(f"wrote {html}")
+        write_html(to_html(found), html)
     if as_json:
         print_json(found)
     elif html is None:
@@ -133,7 +134,6 @@ def search(
     """
     import time
 
-    from gptworks.cli.tokens import quoted
     from gptworks.runs.data import data_of
 
     opened = data_of(data, overrides or [])
@@ -158,7 +158,7 @@ def search(
     console = console_of()
     console.print(f"{places} in {index.n_tokens:,} {index.split} tokens, {1000 * seconds:.1f} ms{whole}", markup=False)
     for hit in found.hits:
-        console.print(quoted(hit), soft_wrap=True)
+        console.print(_quoted(hit), soft_wrap=True)
     if found.n > len(found.hits) > 0:
         say(f"and {found.n - len(found.hits):,} more: --most N shows N of them")
 
@@ -183,7 +183,6 @@ def show(
     Marks where each token ends. Numbers of documents and windows start at 0, of steps at 1. In conversations, learned
     tokens are green, or in ⟦brackets⟧ on a terminal without colours.
     """
-    from gptworks.cli.tokens import bordered
     from gptworks.runs.data import data_of
 
     if sum(one is not None for one in (document, window, step)) > 1:
@@ -216,7 +215,7 @@ def show(
     console = console_of()
     for title, text in zip(titles, texts, strict=True):
         console.print(title, style="bold", markup=False)
-        console.print(bordered(text["tokens"], console.color_system is not None), soft_wrap=True)
+        console.print(_bordered(text["tokens"], console.color_system is not None), soft_wrap=True)
         console.print()
     if tree.get("skipped"):
         say("This step was skipped: its gradients were not applied.")
@@ -251,3 +250,57 @@ def cache(
     total = sum(copy.n_bytes for copy in copies)
     lines = [f"{readable(copy.n_bytes, 'B'):>10}  {copy.url}  {copy.kept_because}".rstrip() for copy in copies]
     show_lines({"copies": copies, "bytes": total}, as_json, *lines, f"{readable(total, 'B'):>10}  in all")
+
+
+# ---------------------------------------------------------------------------------------------------- text of datasets
+
+_ON_ONE_LINE = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
+
+
+def _harmless(text: str, one_line: bool = False) -> str:
+    """Return the text with its control characters replaced by visible signs or U+FFFD; line feeds and tabs stay unless
+    `one_line`."""
+    from gptworks.pages.parts import printable
+
+    shown = printable(text)
+    return shown.translate(_ON_ONE_LINE) if one_line else shown.replace("\r", "␍")
+
+
+def _quoted(hit: "Hit") -> "Text":
+    """Return a found phrase with the text around it, on one line."""
+    from rich.text import Text
+
+    before, text, after = (_harmless(part, one_line=True) for part in (hit.before, hit.text, hit.after))
+    where = Text(f"document {hit.document:,}, token {hit.first:,}: ", "dim")
+    return where.append(before, "").append(f"⟦{text}⟧", "bold green").append(after, "")
+
+
+def _bordered(tokens: Sequence[dict[str, Any]], coloured: bool) -> "Text":
+    """Return the text of tokens from `RunData`, with a border after each.
+
+    If some tokens besides the first of each text are not learned, the learned ones are green, or in brackets without
+    colours. Tokens without text are shown by their spelling.
+    """
+    from rich.text import Text
+
+    masked = any(one["learned"] is False and not (one.get("begins") or {}).get("alone") for one in tokens)
+    shown, inside = Text(), False
+    for one in tokens:
+        learned = masked and bool(one["learned"])
+        if inside and (not learned or one.get("begins")):
+            shown.append("⟧")
+            inside = False
+        if one.get("begins"):
+            shown.append(_border(one["begins"], bool(shown)), "dim cyan")
+        if learned and not coloured and not inside:
+            shown.append("⟦")
+            inside = True
+        text = _harmless(one["text"] or one["spelling"]).replace("\n", "⏎\n")
+        style = ("green" if learned else "dim") if masked else ""
+        shown.append(text, style if one["text"] else f"{style} magenta".strip()).append("│", "dim cyan")
+    return shown.append("⟧" * inside)
+
+
+def _border(begins: dict[str, Any], within: bool) -> str:
+    after = f", from its token {begins['first']:,}" if begins["first"] else ""
+    return "\n" * within + f"── document {begins['document']:,}{after} ──\n"
