@@ -249,6 +249,9 @@ def test_the_name_is_the_files_or_the_folders(tmp_path: Path) -> None:
     assert load_recipe(write(tmp_path, nameless)).name == "my-run"
     write(tmp_path, nameless, "recipe.yaml")
     assert load_recipe(tmp_path).name == tmp_path.name.replace("/", "")
+    long = tmp_path / f"{'a' * 240}.yaml"
+    write(tmp_path, nameless).rename(long)
+    assert load_recipe(long).name == "a" * 200, "a file's name may be longer than a recipe's"
 
 
 def test_overrides_reach_every_depth(tmp_path: Path) -> None:

@@ -70,9 +70,17 @@ def with_vocab_size(recipe: Recipe, vocab_size: int) -> Recipe:
 def name_for(path: Path) -> str:
     """Return a name for a recipe that states none: its file's name, or its folder's if the file is recipe.yaml. Hyphens
     replace characters that a name must not have."""
-    given = path.stem if path.stem != "recipe" else path.absolute().parent.name
-    plain = unicodedata.normalize("NFKD", given).encode("ascii", "ignore").decode("ascii")
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).lstrip("._-").rstrip("-") or "recipe"
+    return _plain(path.stem if path.stem != "recipe" else path.absolute().parent.name) or "recipe"
+
+
+def run_name(run_dir: Path) -> str:
+    """Return a valid recipe name, made from the name of a run folder."""
+    return _plain(run_dir.absolute().name) or "run"
+
+
+def _plain(name: str) -> str:
+    ascii_name = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode("ascii")
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", ascii_name).lstrip("._-").rstrip("-")[:MOST_NAME_CHARACTERS]
 
 
 def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = (), unsaid: Unsaid | None = None) -> Recipe:
@@ -368,12 +376,6 @@ def save_recipe(recipe: Recipe, path: Path, history: Sequence[str] = ()) -> None
     heading = ["These are the run's last settings. Changes:"] if history else []
     comments = "".join(f"# {' '.join(line.split())}\n" for line in [*heading, *history])
     write_whole(path, comments + yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
-
-
-def run_name(run_dir: Path) -> str:
-    """Return a valid recipe name, made from the name of a run folder."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", run_dir.absolute().name).strip("-._")
-    return name[:MOST_NAME_CHARACTERS] or "run"
 
 
 def recipe_schema() -> dict[str, Any]:
