@@ -93,16 +93,24 @@ def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = (), unsaid: Unsai
     Raises:
         UserError: the file is missing or not YAML, a key is unknown, a type is wrong, or settings are contradictory.
     """
-    if isinstance(recipe, Recipe | Mapping):
-        return _from_tree(recipe, overrides, unsaid or {})
-    run_dir = fetched_path(recipe) if is_folder(recipe) else None
-    path, text, tree = _text_and_tree(recipe)
-    origin = Origin.of(str(path), text)
-    tree.setdefault("name", name_for(path))
-    if run_dir is not None:
-        tree["run_dir"] = str(run_dir)  # the run folder may have been moved or copied
-    given = by_key(overrides)
-    tree = _with_unsaid(apply_overrides(tree, overrides), unsaid or {})
+    if isinstance(recipe, Recipe) and not overrides:
+        return recipe
+    origin, run_dir, given = "recipe", None, by_key(overrides)
+    if isinstance(recipe, Recipe):
+        # Keep only settings that were set explicitly, so that derived settings follow the overrides.
+        tree = recipe.model_dump(mode="json", exclude_unset=True)
+    elif isinstance(recipe, Mapping):
+        tree = dict(recipe)
+    else:
+        path, text, tree = _text_and_tree(recipe)
+        origin = Origin.of(str(path), text)
+        tree.setdefault("name", name_for(path))
+        if is_folder(recipe):
+            run_dir = fetched_path(recipe)
+            tree["run_dir"] = str(run_dir)  # the run folder may have been moved or copied
+    tree = apply_overrides(tree, overrides)
+    for section, settings in (unsaid or {}).items():
+        tree[section] = _beneath(tree.get(section) or {}, settings)
     if run_dir is None:
         return parse_recipe(tree, origin, given)
     return _with_tokenizer_at_hand(_parse_whole(tree, origin, given), run_dir)
@@ -122,14 +130,6 @@ def load_dataset_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> An
     return parse_section(apply_overrides(tree, overrides), DatasetRecipe, str(path), by_key(overrides))
 
 
-def _from_tree(recipe: Recipe | Mapping[str, Any], overrides: Sequence[str], unsaid: Unsaid) -> Recipe:
-    if isinstance(recipe, Recipe) and not overrides:
-        return recipe
-    # Keep only settings that were set explicitly, so that derived settings follow the overrides.
-    tree = recipe.model_dump(mode="json", exclude_unset=True) if isinstance(recipe, Recipe) else dict(recipe)
-    return parse_recipe(_with_unsaid(apply_overrides(tree, overrides), unsaid), "recipe", by_key(overrides))
-
-
 def by_key(overrides: Sequence[str]) -> dict[str, str]:
     """Return the overrides by key; if a key occurs several times, the last override counts."""
     return {override.partition("=")[0].strip(): override for override in overrides}
@@ -138,10 +138,6 @@ def by_key(overrides: Sequence[str]) -> dict[str, str]:
 def is_folder(recipe: RecipeLike) -> bool:
     """Whether `recipe` is the path or the URL of a folder, such as a run's."""
     return isinstance(recipe, str | PathLike) and fetched_path(recipe).is_dir()
-
-
-def _with_unsaid(tree: dict[str, Any], unsaid: Unsaid) -> dict[str, Any]:
-    return tree | {section: _beneath(tree.get(section) or {}, settings) for section, settings in unsaid.items()}
 
 
 def _beneath(said: Any, settings: Mapping[str, Any]) -> Any:
