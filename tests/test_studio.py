@@ -426,7 +426,8 @@ def test_a_client_that_goes_away_frees_its_slot_and_its_engine(server: Running, 
 def test_two_clients_wait_for_one_load(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[Any] = []
     monkeypatch.setattr(loaded, "load", lambda *a, **k: loads.append(a) or load(*a, **k))
-    app = create_studio([runs], SETTINGS, device="cpu", backend="torch", max_idle_bytes=0)
+    app = create_studio([runs], SETTINGS, device="cpu", backend="torch")
+    app.state.studio.engines.max_idle_bytes = 0
     with running_app(app) as server, server.http() as http, ThreadPoolExecutor(4) as threads:
         body = {"prompt": PROMPT, "checkpoint": 8, "settings": {"seed": 1, "max_tokens": 4}}
         texts = list(threads.map(lambda _: text_of(made(http, **body)[1]), range(4)))
@@ -454,7 +455,8 @@ def test_a_model_is_loaded_before_a_text_is_asked_for(server: Running, http: htt
 
 def test_nothing_is_loaded_ahead_where_requests_use_the_memory(runs: Path) -> None:
     room = (runs / "demo/checkpoints/step-000008/model.safetensors").stat().st_size
-    app = create_studio([runs], SETTINGS, device="cpu", backend="torch", max_idle_bytes=room)
+    app = create_studio([runs], SETTINGS, device="cpu", backend="torch")
+    app.state.studio.engines.max_idle_bytes = room
     with running_app(app) as server, server.http() as http:
         large = {"model": "tuned/chat", "prompt": "a", "settings": {"max_tokens": 2900, "ignore_eos": True}}
         with paused_after(10), http.stream("POST", "/studio/generate", json=large) as response:

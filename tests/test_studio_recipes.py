@@ -109,10 +109,16 @@ def test_a_recipe_of_nothing_but_faults_is_refused_in_few_words(tmp_path: Path, 
     assert str(refused.value).count("\n") == 50 and len(str(refused.value)) < 20_000
 
 
-def test_recipes_that_take_long_wait_for_the_next_look(folder: Path, process: Confined) -> None:
+def test_recipes_that_take_long_wait_for_the_next_look(
+    folder: Path, process: Confined, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def described(seconds: float) -> list[dict[str, Any]]:
+        monkeypatch.setattr("gptworks.studio.library._READ_SECONDS", seconds)
+        return library.describe_all()
+
     library = Library([folder])
     library.recipes = Recipes(process)
-    first: dict[str, Any] = {one["id"]: one for one in library.describe_all(seconds=-1.0)}
+    first: dict[str, Any] = {one["id"]: one for one in described(-1.0)}
     assert all("is not read yet" in one["problem"] for one in first.values())
-    then = {one["id"]: one for one in library.describe_all(seconds=600.0)}
-    assert then["a"]["parameters"] and library.describe_all(seconds=-1.0) == [*then.values()]
+    then = {one["id"]: one for one in described(600.0)}
+    assert then["a"]["parameters"] and described(-1.0) == [*then.values()]

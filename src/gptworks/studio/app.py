@@ -32,7 +32,6 @@ def create_studio(
     backend: BackendName = "auto",
     read_only: bool = False,
     runs_at_once: int = 1,
-    max_idle_bytes: int | None = None,
 ) -> FastAPI:
     """Create the studio's ASGI app for run folders, or folders that contain them. Its state is `app.state.studio`.
 
@@ -45,7 +44,6 @@ def create_studio(
         device, backend: the device and the backend that compute the models.
         read_only: whether starting and stopping runs and writing files is forbidden.
         runs_at_once: maximum number of runs that the page may train at the same time.
-        max_idle_bytes: see `Engines`.
 
     Raises:
         UserError: a folder or the device does not exist, or the folder `runs` cannot be used.
@@ -56,7 +54,7 @@ def create_studio(
     folders = folders or [_default_folder(read_only)]
     app = create_app({}, settings, routers=[page.router, *ROUTERS, home.actions, start.actions], home=page.home)
     service, library = app.state.service, Library(folders)
-    engines = Engines(service, library, device=device, backend=backend, max_idle_bytes=max_idle_bytes)
+    engines = Engines(service, library, device, backend)
     service.sign_in, service.load = SignIn(), engines.by_name
     feed, processes = Feed(library), Processes(runs_at_once)
     app.state.studio = Studio(service, library, engines, feed, processes, PARTS, read_only)

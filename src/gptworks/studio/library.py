@@ -34,6 +34,7 @@ _FEWER = "are listed: give the studio a folder with fewer of them, such as gptwo
 _READ = ("recipe.yaml", "changes.json", "metrics.jsonl", "outcome.json", "tokenizer", "checkpoints", CONSOLE)
 """Entries of a run folder that the studio reads."""
 _READ_SECONDS = 10.0
+"""Seconds after which recipes that were never read are left to the next description of the runs."""
 _FRESH_SECONDS = 2.0
 """Seconds for which the list of runs is reused before folders are searched again."""
 
@@ -153,13 +154,9 @@ class Library:
         run.check_inside()
         return run
 
-    def describe_all(self, seconds: float | None = None) -> list[dict[str, Any]]:
-        """Return the runs as /studio/state shows them. Reads files.
-
-        Args:
-            seconds: time after which recipes that were never read are left to the next call. None: 10.
-        """
-        until = time.monotonic() + (_READ_SECONDS if seconds is None else seconds)
+    def describe_all(self) -> list[dict[str, Any]]:
+        """Return the runs as /studio/state shows them. Reads files."""
+        until = time.monotonic() + _READ_SECONDS
         return [self.describe(run, reads=time.monotonic() < until) for run in self.runs().values()]
 
     def describe(self, run: RunFolder, *, reads: bool = True) -> dict[str, Any]:

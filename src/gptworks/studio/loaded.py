@@ -70,23 +70,11 @@ class Wanted:
 class Engines:
     """Loads and removes engines of a library's runs. Call its methods in asyncio's thread; files are read in others."""
 
-    def __init__(
-        self,
-        service: Service,
-        library: Library,
-        *,
-        device: str = "auto",
-        backend: BackendName = "auto",
-        max_idle_bytes: int | None = None,
-    ) -> None:
-        """
-        Args:
-            max_idle_bytes: maximum memory of the idle engines plus the engine to load; the least recently used idle
-                engines are removed first. None: see SHARE_OF_MEMORY.
-        """
+    def __init__(self, service: Service, library: Library, device: str, backend: BackendName) -> None:
         self._service, self._library, self._backend, self._device = service, library, backend, device
-        chosen = choose_device(device)
-        self.max_idle_bytes = int(SHARE_OF_MEMORY * memory_bytes(chosen)) if max_idle_bytes is None else max_idle_bytes
+        self.max_idle_bytes = int(SHARE_OF_MEMORY * memory_bytes(choose_device(device)))
+        """Maximum memory of the idle engines plus the engine to load; the least recently used idle engines are removed
+        first."""
         self._loaded: dict[Wanted, Loaded] = {}
         self._thread = ThreadPoolExecutor(1, "gptworks loading")
 
@@ -121,15 +109,13 @@ class Engines:
         Raises:
             UserError, RunError: see `take`.
         """
-        while wanted not in self._loaded:
-            others = [one.model for one in self._loaded.values() if not one.model.done()]
-            if others:
-                await asyncio.wait(others)
-                continue
-            in_use_bytes = sum(one.held_bytes for one in self._loaded.values() if one.n_users)
-            if wanted.n_bytes + in_use_bytes > self.max_idle_bytes:
-                return False
-            break
+        while wanted not in self._loaded and (
+            others := [one.model for one in self._loaded.values() if not one.model.done()]
+        ):
+            await asyncio.wait(others)
+        in_use_bytes = sum(one.held_bytes for one in self._loaded.values() if one.n_users)
+        if wanted not in self._loaded and wanted.n_bytes + in_use_bytes > self.max_idle_bytes:
+            return False
         await self.take(wanted, caller)
         return True
 
@@ -170,9 +156,7 @@ class Engines:
         engine = await in_thread(self._thread, self._engine_of, wanted, n_bytes)
         if not service.runs:
             raise EngineStopped("the server is about to stop.")
-        while any(
-            model.name == self._loaded[wanted].name for model in service.models
-        ):  # an older engine with this name is in use
+        while self._loaded[wanted].name in {model.name for model in service.models}:  # an older engine is in use
             self._loaded[wanted].name += "+"
         return service.add(self._loaded[wanted].name, engine)
 
