@@ -1,8 +1,7 @@
 """Routes of the Model tab: the parts of a run's architecture, the cost of each part, and a checkpoint's weights."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -47,24 +46,14 @@ class WeightsRequest(Chosen):
     tensor: Annotated[str, Field(min_length=1, max_length=512)]
 
 
-@dataclass(frozen=True)
-class Shown:
-    """A run's model and one of its checkpoints. Attributes and methods read files."""
+def _stored(wanted: Wanted, recipe: Recipe, names: Sequence[str]) -> list[StoredWeights]:
+    """Return the named tensors as a checkpoint stores them.
 
-    wanted: Wanted
-
-    @cached_property
-    def recipe(self) -> Recipe:
-        return load_recipe(self.wanted.run.folder)
-
-    def stored(self, names: Sequence[str]) -> list[StoredWeights]:
-        """Return the named tensors as the checkpoint stores them.
-
-        Raises:
-            UserError: the model has no such tensor; or the checkpoint is damaged, or does not match the recipe.
-        """
-        _verify(self.wanted)
-        return stored_weights(self.wanted.checkpoint, self.recipe, names)
+    Raises:
+        UserError: the model has no such tensor; or the checkpoint is damaged, or does not match the recipe.
+    """
+    _verify(wanted)
+    return stored_weights(wanted.checkpoint, recipe, names)
 
 
 @lru_cache(maxsize=256)
@@ -80,16 +69,15 @@ def _verify(wanted: Wanted) -> None:
 async def model_sheet(request: Request) -> Response:
     """Return the parts of a model and of one of its blocks, with the cost of each part, and the totals."""
     studio, body = studio_of(request), await body_of(request, SheetRequest)
-    shown = Shown(await studio.engines.find(body.model, body.checkpoint))
-    return as_json(await studio.reader.compute(lambda _: _sheet(shown, body.layer)))
+    wanted = await studio.engines.find(body.model, body.checkpoint)
 
+    def work(_: Check) -> Tree:
+        recipe = load_recipe(wanted.run.folder)
+        sheet = ModelSheet(recipe, count_tensors(recipe).shapes)
+        found = sheet.at(body.layer, lambda names: [_of_tensor(one) for one in _stored(wanted, recipe, names)])
+        return {"model": wanted.run.id, "step": wanted.checkpoint.step} | found
 
-def _sheet(shown: Shown, layer: int) -> Tree:
-    def stored(names: Sequence[str]) -> list[Tree]:
-        return [_of_tensor(one) for one in shown.stored(names)]
-
-    place = {"model": shown.wanted.run.id, "step": shown.wanted.checkpoint.step}
-    return place | ModelSheet(shown.recipe, count_tensors(shown.recipe).shapes).at(layer, stored)
+    return as_json(await studio.reader.compute(work))
 
 
 def _of_tensor(one: StoredWeights) -> Tree:
@@ -115,10 +103,11 @@ async def model_spectrum(request: Request) -> Response:
 async def _of_checkpoints(request: Request, look: Callable[[list[tuple[int, StoredWeights]], Check], Tree]) -> Response:
     studio, body = studio_of(request), await body_of(request, WeightsRequest)
     steps = [body.checkpoint, *([] if body.against is None else [body.against])]
-    both = [Shown(await studio.engines.find(body.model, step)) for step in steps]
+    both = [await studio.engines.find(body.model, step) for step in steps]
 
     def work(check: Check) -> Tree:
-        of = [(shown.wanted.checkpoint.step, shown.stored([body.tensor])[0]) for shown in both]
+        recipe = load_recipe(both[0].run.folder)
+        of = [(one.checkpoint.step, _stored(one, recipe, [body.tensor])[0]) for one in both]
         return {"model": body.model, "tensor": body.tensor, "shape": list(of[0][1].shape), **look(of, check)}
 
     return as_json(await studio.reader.compute(work))
