@@ -13,6 +13,6 @@ data        documents, windows, the batch of a step     answers     JSON and eve
 model       a model's parts, costs and weights          tries       results of `gptworks try`
 recipes     reads runs' recipes in a limited process    resuming    what changes if a run resumes with a recipe
 home        the first screen: a recipe for a folder     drafting    drafts a recipe for a folder in a process
-folders     folders that the first screen lists         own_recipes finds recipe files that a person wrote
+folders     folders, files and recipes that a user has
 static/     the page itself: no build step
 """

@@ -97,17 +97,11 @@ class Drafts:
         with self._lock:
             if self.last is not None and self.last.is_working:
                 raise UserError(f"{self.last.folder} is being looked at: wait until that ends, or cancel it.")
-            words = [sys.executable, "-m", "gptworks.studio.drafting", folder, repr(minutes), name]
-            environment = os.environ | {REACH: "guarded"}
             process = Popen(
-                words,
-                stdin=DEVNULL,
-                stdout=PIPE,
-                stderr=DEVNULL,
-                encoding="utf-8",
-                start_new_session=True,
-                env=environment,
-            )
+                [sys.executable, "-m", "gptworks.studio.drafting", folder, repr(minutes), name], stdin=DEVNULL,
+                stdout=PIPE, stderr=DEVNULL, encoding="utf-8", start_new_session=True,
+                env=os.environ | {REACH: "guarded"},
+            )  # fmt: skip
             self.last = Drafting(folder, minutes, name, process)
             return self.last
 

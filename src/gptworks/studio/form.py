@@ -124,17 +124,14 @@ def _without_null(one: Tree) -> tuple[Tree, bool]:
 
 
 def _field(path: str, name: str, one: Tree) -> Tree:
-    choices = one.get("enum") or ([one["const"]] if "const" in one else None)
-    if "anyOf" in one:  # for example a setting that is true, false or one of a few words
-        parts = [part.get("enum") or ([part["const"]] if "const" in part else None) for part in one["anyOf"]]
-        words = [word for part in parts if part for word in part]
-        switch = any(part.get("type") == "boolean" for part in one["anyOf"])
-        choices = [*(["true", "false"] if switch else []), *words] if words else None
+    choices = [word for part in one.get("anyOf", [one]) for word in part.get("enum") or [part.get("const")] if word]
+    if choices and any(part.get("type") == "boolean" for part in one.get("anyOf", [])):
+        choices = ["true", "false", *choices]  # for example a setting that is true, false or one of a few words
     if path == "model.preset":
         choices = list(PRESETS)
     kind = "choice" if choices else _INPUTS.get(one.get("type", ""), "yaml")
     return {"path": path, "name": name, "help": one.get("description", ""), "bounds": _bounds(one), "input": kind,
-            "choices": choices,
+            "choices": choices or None,
             "kinds": None, "nullable": False, "common": path in COMMON,
             "default": None if one.get("default") is None else text_of(one["default"])}  # fmt: skip
 

@@ -47,8 +47,7 @@ def resumption(run: RunFolder, text: str, forked_at: int | None = None) -> Resum
     tree = read_text(text) | {"name": before.name, "run_dir": str(run.folder)}
     now = parse_recipe(tree)
     found = changed(before, now)
-    newest = next((checkpoint.step for checkpoint in checkpoints(run.folder)), 0)
-    done = newest if forked_at is None else forked_at
+    done = _newest_step(run) if forked_at is None else forked_at
     recorded = inexact(before, now, found, done)
     made = [
         {"path": path, "old": as_typed(old), "new": as_typed(new), "recorded": path in recorded}
@@ -78,12 +77,9 @@ def extension(run: RunFolder, forked_at: int | None = None) -> Extension:
     """Return the length that a run, or its fork from step `forked_at`, needs in order to train further. This is the
     run's own length, extended by the same length again if no training is left or if a fork has less than a tenth of
     `train.max_steps` left."""
-    recipe, outcome = load_recipe(run.folder), read_outcome(run.folder)
-    newest = next((checkpoint.step for checkpoint in checkpoints(run.folder)), 0)
-    last = outcome.step if not isinstance(outcome, str) and outcome.reason == "finished" else None
-    done = forked_at if forked_at is not None else last if last is not None else newest
-    ends = {name: value for name in sorted(ENDS) if (value := getattr(recipe.train, name)) is not None}
-    steps = recipe.train.max_steps
+    recipe, last = load_recipe(run.folder), _last_step(run)
+    done = forked_at if forked_at is not None else last if last is not None else _newest_step(run)
+    ends, steps = _ends(recipe), recipe.train.max_steps
     longer: dict[str, int | float] = {}
     if done in (last, steps):
         longer = {name: done + value if name == "max_steps" else 2 * value for name, value in ends.items()}
@@ -95,6 +91,21 @@ def extension(run: RunFolder, forked_at: int | None = None) -> Extension:
     return Extension(edits, f"{at}: {what}, to train as long again." if longer else None)
 
 
+def _newest_step(run: RunFolder) -> int:
+    return next((checkpoint.step for checkpoint in checkpoints(run.folder)), 0)
+
+
+def _last_step(run: RunFolder) -> int | None:
+    """Return the last step of a run that finished; None for another run."""
+    outcome = read_outcome(run.folder)
+    return outcome.step if not isinstance(outcome, str) and outcome.reason == "finished" else None
+
+
+def _ends(recipe: Recipe) -> dict[str, int | float]:
+    """Return the settings that limit a run's length, by name."""
+    return {name: value for name in sorted(ENDS) if (value := getattr(recipe.train, name)) is not None}
+
+
 def _check_said(before: Recipe, now: Recipe, made: Changes) -> None:
     """Raise a UserError if the changes, as arguments of `gptworks train`, do not produce the new recipe."""
     if rest := changed(load_recipe(before, [f"{one['path']}={one['new']}" for one in made]), now):
@@ -103,14 +114,11 @@ def _check_said(before: Recipe, now: Recipe, made: Changes) -> None:
 
 def _check_left(run: RunFolder, now: Recipe, done: int, *, is_fork: bool) -> None:
     """Raise a UserError if no training is left after step `done`."""
-    ends = {name: value for name in sorted(ENDS) if (value := getattr(now.train, name)) is not None}
+    ends = _ends(now)
     if done == now.train.max_steps:
         ends = {"max_steps": done}
-    else:
-        outcome, run_ends = read_outcome(run.folder), {f"train.{name}" for name in ENDS}
-        is_end = not isinstance(outcome, str) and (outcome.reason, outcome.step) == ("finished", done)
-        if not is_end or changed(load_recipe(run.folder), now).keys() & run_ends:
-            return
+    elif _last_step(run) != done or _ends(load_recipe(run.folder)) != ends:
+        return
     words = " and ".join(f"{name}={value if isinstance(value, int) else f'{value:g}'}" for name, value in ends.items())
     more = f"raise {' or '.join(f'train.{name}' for name in ends)}{' or choose an earlier checkpoint' * is_fork}"
     raise UserError(f"Checkpoint {done} is the last of {words}: {more}.")

@@ -21,9 +21,9 @@ from gptworks.serve.errors import APIError
 from gptworks.serve.wire import Wire
 from gptworks.studio.answers import as_json
 from gptworks.studio.drafting import MOST_TEXT
+from gptworks.studio.folders import own_recipes
 from gptworks.studio.form import form
 from gptworks.studio.library import RunFolder
-from gptworks.studio.own_recipes import own_recipes
 from gptworks.studio.play import RunName
 from gptworks.studio.processes import Processes, console_lines
 from gptworks.studio.resuming import allowed_changes, extension, resumption
