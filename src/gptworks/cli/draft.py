@@ -2,14 +2,13 @@
 
 import secrets
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
 from gptworks.cli import options
-from gptworks.cli.printing import notice, print_json, say, working
+from gptworks.cli.printing import notice, show_lines, working
 from gptworks.errors import UserError, refuse_unused
 
 Out = Annotated[Path, Option("-o", "--out", metavar="FILE", help="The recipe to write.")]
@@ -64,13 +63,12 @@ def init(
         drafted = search.run()
     write_whole(out, drafted.text(), new=True)
     notice(f"wrote {out}")
-    if as_json:
-        figures = {"minutes": drafted.minutes, "epochs": drafted.epochs, "plan": plan_json(drafted.plan)}
-        print_json({"recipe": str(out), "files": [asdict(item) for item in found.items], **figures})
-        return
-    for line in (*found.lines(), "", *drafted.lines()):
-        say(line)
-    say(f"next        gptworks train {shlex.quote(str(out))}")
+    tree = {
+        "recipe": str(out), "files": found.items, "minutes": drafted.minutes, "epochs": drafted.epochs,
+        "plan": plan_json(drafted.plan),
+    }  # fmt: skip
+    then = f"next        gptworks train {shlex.quote(str(out))}"
+    show_lines(tree, as_json, *found.lines(), "", *drafted.lines(), then)
 
 
 def _look(path: Path | None, as_json: bool) -> None:
@@ -81,13 +79,8 @@ def _look(path: Path | None, as_json: bool) -> None:
     with working(f"looking at {path}") as progress:
         found = look_at(path, progress)
     passages = found.passages(seed=secrets.randbits(32))
-    if as_json:
-        print_json({"files": [asdict(item) for item in found.items], "passages": [asdict(one) for one in passages]})
-        return
-    for line in found.lines():
-        say(line)
-    for passage in passages:
-        say(f"\n--- {passage.file}\n{passage.text}")
+    texts = (f"\n--- {passage.file}\n{passage.text}" for passage in passages)
+    show_lines({"files": found.items, "passages": passages}, as_json, *found.lines(), *texts)
 
 
 def _check_new(path: Path) -> None:
@@ -123,12 +116,7 @@ def tune(
         drafted = draft_tuning(base_run(base, notice), data, out, preference, prepare=prepare_with_progress)
     write_whole(out, drafted.text(), new=True)
     notice(f"wrote {out}")
-    if as_json:
-        figures = {"recipe": out, "findings": drafted.findings, "minutes": drafted.minutes}
-        print_json(figures | {"plan": plan_json(drafted.plan)})
-        return
-    for line in (*drafted.data_lines, *drafted.lines()):
-        say(line)
-    for finding in drafted.findings:
-        say(f"stops training: {finding.name}: {finding.text}")
-    say(f"next        gptworks {'inspect' if drafted.findings else 'train'} {out}")
+    tree = {"recipe": out, "findings": drafted.findings, "minutes": drafted.minutes, "plan": plan_json(drafted.plan)}
+    faults = (f"stops training: {finding.name}: {finding.text}" for finding in drafted.findings)
+    then = f"next        gptworks {'inspect' if drafted.findings else 'train'} {out}"
+    show_lines(tree, as_json, *drafted.data_lines, *drafted.lines(), *faults, then)

@@ -71,10 +71,11 @@ def parts_of(examples: "Examples", example: int, prepared: "Prepared", context: 
         {
             "text": prepared.tokenizer.decode(ids[run].tolist(), skip_special_tokens=False),
             "tokens": len(run),
-            "learned": kind[0],
-            "cut": kind[1],
+            "learned": is_learned,
+            "cut": is_cut,
         }
-        for kind, run in ((kind, list(group)) for kind, group in groupby(range(len(ids)), key=kinds.__getitem__))
+        for (is_learned, is_cut), group in groupby(range(len(ids)), key=kinds.__getitem__)
+        for run in [list(group)]
     ]
 
 
