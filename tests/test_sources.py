@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 
 import tiny
-from gptworks.cli.prepare import prepare_with_progress
+from gptworks.cli.printing import prepare_with_progress
 from gptworks.config import (
     ConversationsSource,
     CSVSource,

@@ -6,8 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from gptworks.cli import options
-from gptworks.cli.prepare import prepare_with_progress
-from gptworks.cli.printing import console_of, notice, print_json, say, show, show_lines, working, write_html
+from gptworks.cli.printing import (
+    console_of,
+    notice,
+    prepare_with_progress,
+    print_json,
+    say,
+    show,
+    show_lines,
+    working,
+    write_html,
+)
 from gptworks.errors import refuse_unused
 from gptworks.files import send, shown, url_of
 

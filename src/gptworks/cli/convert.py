@@ -9,8 +9,7 @@ from typer import Argument, Option
 
 from gptworks.choices import ExportFormat, ExportPrecision, GGUFType, HeadWeights, HTMLWeights, Rounding, Weights
 from gptworks.cli import options
-from gptworks.cli.prepare import prepare_with_progress
-from gptworks.cli.printing import notice, show, show_lines, working
+from gptworks.cli.printing import notice, prepare_with_progress, show, show_lines, working
 from gptworks.errors import UserError, refuse_unused
 
 

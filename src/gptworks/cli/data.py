@@ -10,7 +10,17 @@ from typer import Argument, Option
 
 from gptworks.cli import options
 from gptworks.cli.help import Command, Group
-from gptworks.cli.printing import console_of, notice, print_json, say, show_lines, working, write_html
+from gptworks.cli.printing import (
+    console_of,
+    notice,
+    prepare_with_progress,
+    preparing,
+    print_json,
+    say,
+    show_lines,
+    working,
+    write_html,
+)
 from gptworks.errors import UserError, refuse_unused
 
 if TYPE_CHECKING:
@@ -35,7 +45,6 @@ def build(
 
     The recipe needs only `tokenizer` and `data`. After a crash, the same command continues from what is finished.
     """
-    from gptworks.cli.prepare import prepare_with_progress, preparing
     from gptworks.data.prepare import build_part
     from gptworks.recipe import load_dataset_recipe
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from gptworks.cli import options
-from gptworks.cli.printing import notice, show_lines, working
+from gptworks.cli.printing import notice, prepare_with_progress, show_lines, working
 from gptworks.errors import UserError, refuse_unused
 
 Out = Annotated[Path, Option("-o", "--out", metavar="FILE", help="The recipe to write.")]
@@ -106,7 +106,6 @@ def tune(
 
     The model and the examples determine chat template, context length, learning rate and epochs.
     """
-    from gptworks.cli.prepare import prepare_with_progress
     from gptworks.describe.plan_tables import plan_json
     from gptworks.draft.finetuning import base_run, draft_tuning
     from gptworks.files import write_whole

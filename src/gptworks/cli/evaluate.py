@@ -7,8 +7,7 @@ from typer import Option
 
 from gptworks.choices import PrecisionName
 from gptworks.cli import options
-from gptworks.cli.prepare import prepare_with_progress
-from gptworks.cli.printing import console_of, notice, print_json, say, working
+from gptworks.cli.printing import console_of, notice, prepare_with_progress, print_json, say, working
 
 
 def evaluate(

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from gptworks.cli import options
-from gptworks.cli.prepare import prepare_with_progress
-from gptworks.cli.printing import console_of, print_json, say, working
+from gptworks.cli.printing import console_of, prepare_with_progress, print_json, say, working
 from gptworks.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Output of commands: notices on stderr, results as text or JSON, and progress bars."""
+"""Output of commands: notices on stderr, results as text or JSON, progress bars, also of the building of datasets."""
 
 import codecs
 import json
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
     from rich.progress import Progress, ProgressColumn
+
+    from gptworks.config import AnyRecipe
+    from gptworks.data.opened import Prepared
+    from gptworks.data.workers import Report
 
 
 def say(text: str, end: str = "\n") -> None:
@@ -101,3 +105,58 @@ def working(what: str) -> "Iterator[Callable[[int, int], None]]":
             progress.update(task, completed=done, total=total, description=f"{what}: {done:,} of {total:,}")
 
         yield show
+
+
+@contextmanager
+def preparing() -> "Iterator[Report]":
+    """Show progress bars with MB/s and the remaining time; yield a function that updates them. This function
+    takes a stage with its done and total bytes. Print stages without a bar as notices at the end."""
+    from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    names = {
+        "waiting": "waiting for another build", "cleaning": "cleaning", "sample": "sampling text for the tokenizer",
+        "tokenizer": "reading for the tokenizer", "merging": "training the tokenizer", "shards": "encoding",
+    }  # fmt: skip
+    bar, times = BarColumn(bar_width=24), (TimeElapsedColumn(), TimeRemainingColumn())
+    with progress_bars("{task.description}", bar, TransferSpeedColumn(), *times) as progress:
+        tasks = {"": progress.add_task("looking at the sources", total=None)}
+
+        lines = dict[str, None]()
+
+        def report(stage: str, done_bytes: int, total_bytes: int | None) -> None:
+            if stage not in names:
+                lines[stage] = None
+                return
+            if stage not in tasks:
+                for task in tasks.values():
+                    progress.update(task, visible=False)
+                tasks[stage] = progress.add_task(names[stage], total=total_bytes)
+            progress.update(tasks[stage], completed=done_bytes, total=total_bytes)
+
+        yield report
+    for line in lines:
+        notice(line)
+
+
+def prepare_with_progress(recipe: "AnyRecipe", merge: bool = False) -> "Prepared":
+    """Return the recipe's dataset, built with progress bars or reused. Print notices about the dataset, and about files
+    that were not read.
+
+    Args:
+        merge: instead of building, join the parts that were built separately.
+    """
+    from gptworks.data.prepare import merge_parts
+    from gptworks.data.prepare import prepare as prepare_data
+    from gptworks.data.sources.choose import unread_files, unread_links
+
+    with preparing() as report:
+        prepared = (merge_parts if merge else prepare_data)(recipe, report=report)
+    tokens = prepared.manifest.splits["train"].tokens
+    if not prepared.reused and (unread := unread_files(recipe.data.texts)):
+        kinds = ", ".join(f"{n} × {ending}" for ending, n in unread.most_common(5))
+        notice(f"not read, since they do not end in a source's `extensions`: {kinds}")
+    for link in () if prepared.reused else unread_links(recipe.data.texts):
+        notice(f"not read, since it is a link to a folder elsewhere: {link}; name that folder as a source of its own")
+    said = "nothing has changed, using" if prepared.reused else "prepared"
+    notice(f"{said} {prepared.folder}: {tokens:,} training tokens")
+    return prepared

@@ -10,8 +10,7 @@ import typer
 from typer import Argument, Option
 
 from gptworks.cli import options
-from gptworks.cli.prepare import prepare_with_progress
-from gptworks.cli.printing import notice, say, working
+from gptworks.cli.printing import notice, prepare_with_progress, say, working
 from gptworks.errors import refuse_unused
 
 Target = Literal["local", "slurm", "skypilot", "kubeflow"]

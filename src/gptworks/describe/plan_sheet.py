@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Group
 
 from gptworks.describe.plan_tables import memory_words, named, plan_json, tables
-from gptworks.pages.cell import cell
+from gptworks.pages.page import cell
 from gptworks.pages.parts import paragraph
 from gptworks.pages.tables import Table
 from gptworks.planning.budget import Affordable

@@ -21,7 +21,7 @@ from gptworks.errors import UserError
 from gptworks.evaluation.metrics import Floats, figure_of, interval
 from gptworks.files import make_folder, read_regular, read_text, send, write_whole
 from gptworks.pages import parts as html
-from gptworks.pages.cell import cell
+from gptworks.pages.page import cell
 from gptworks.pages.tables import Table, in_a_cell
 from gptworks.terminal import lines_of
 from gptworks.units import significant

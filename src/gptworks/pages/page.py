@@ -1,10 +1,12 @@
 """The layout of reports and other HTML pages: one file without scripts or network access, for light and dark screens
-and for A4. Exported models and the studio have pages of their own.
+and for A4; and of cells of a notebook, whose other cells keep their style. Exported models and the studio have pages of
+their own.
 """
 
 import base64
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from markupsafe import Markup
 
 from gptworks.errors import UserError
 from gptworks.files import write_whole
-from gptworks.pages.parts import environment, printable, stylesheet
+from gptworks.pages.parts import environment, image, paragraph, printable, stylesheet
 
 
 def page(
@@ -52,3 +54,31 @@ def write_page(text: str, path: Path, option: str) -> None:
     if not path.parent.is_dir():
         raise UserError(f"{option} {path}: there is no folder {path.parent}; make it first")
     write_whole(path, text)
+
+
+def cell(*parts: Markup) -> str:
+    """Return the HTML of the non-empty parts, for a `_repr_html_` to return. Text is escaped as on a page."""
+    return printable(environment().get_template("cell.html").render(parts=parts))
+
+
+@dataclass(frozen=True, repr=False)
+class Figure:
+    """A drawing that a notebook shows."""
+
+    svg: str
+    """A complete SVG file with its own style; empty if there is nothing to draw."""
+    title: str
+
+    def __repr__(self) -> str:
+        return f"<figure: {self.title}>"
+
+    def _repr_html_(self) -> str:
+        return cell(self.markup())
+
+    def markup(self) -> Markup:
+        """Return the drawing as a part of a page."""
+        return image(self.svg, self.title) if self.svg else paragraph(f"{self.title}: nothing yet", "note")
+
+    def save(self, path: str | Path) -> None:
+        """Write the drawing as an SVG file."""
+        write_whole(Path(path), self.svg)

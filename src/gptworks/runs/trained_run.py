@@ -1,7 +1,7 @@
 """A run that prints its figures, and shows its curves and samples in a notebook."""
 
 from gptworks.pages import parts as html
-from gptworks.pages.cell import Figure, cell
+from gptworks.pages.page import Figure, cell
 from gptworks.runs.history import History
 from gptworks.runs.report import key_figures_of
 from gptworks.training.record.curves import curves_picture

@@ -15,7 +15,6 @@ from typing import Any
 from gptworks.chat_template import TEMPLATE_FILE
 from gptworks.checkpoint import Checkpoint, all_checkpoints
 from gptworks.choices import SAMPLING
-from gptworks.config import Recipe
 from gptworks.errors import UserError
 from gptworks.infer.defaults import sampling_of
 from gptworks.planning.params import count_parameters
@@ -112,7 +111,6 @@ class Library:
         self.notice: str | None = None
         """A notice that the list omits runs because there are too many runs or folders; None if it omits none."""
         self.recipes = Recipes()
-        self._settings_of: dict[Path, tuple[Recipe, dict[str, Any]]] = {}
 
     @property
     def missing(self) -> Path | None:
@@ -186,16 +184,9 @@ class Library:
         made: dict[str, Any]
         try:
             recipe = self.recipes.of(run.folder)
-            known, made = self._settings_of.get(run.folder, (None, {}))
-            if known is not recipe:
-                model = recipe.model
-                made = {
-                    "context": model.context_length, "vocab_size": model.vocab_size,
-                    "parameters": count_parameters(model).total, "prompts": recipe.train.offered_prompts,
-                }  # fmt: skip
-                if len(self._settings_of) >= 2 * self.most_runs:
-                    self._settings_of.clear()
-                self._settings_of[run.folder] = recipe, made
+            model = recipe.model
+            made = {"context": model.context_length, "vocab_size": model.vocab_size,
+                    "parameters": count_parameters(model).total, "prompts": recipe.train.offered_prompts}  # fmt: skip
         except UserError as error:
             made = {"problem": printable(str(error)[:600])}
         tokenizer = run.folder / "tokenizer"
