@@ -74,7 +74,7 @@ CACHE = "the user's own cache of compiled kernels, in a folder whose owner and m
 JAIL = "inside the new root of a process that is confined"
 
 LISTED = {
-    ("cli/studio.py", "_invitations", "TemporaryDirectory"): "a folder of mode 0700, for a file of this process",
+    ("cli/serve.py", "_invitations", "TemporaryDirectory"): "a folder of mode 0700, for a file of this process",
     ("confined/child.py", "_statm", ".read_text"): SYSTEM,
     ("confined/child.py", "serve", "os.fdopen"): "the pipe to the process that has started it",
     ("data/search.py", "_opened", "mmap.mmap"): STREAM,

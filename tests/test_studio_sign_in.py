@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import pytest
 from typer.testing import CliRunner
 
-import gptworks.cli.studio as command
+import gptworks.cli.serve as command
 from gptworks import cli
-from gptworks.cli.studio import _invitations
+from gptworks.cli.serve import _invitations
 from gptworks.serve.app import router as served
 from gptworks.serve.settings import ServerSettings
 from gptworks.serve.sign_in import MOST, SignIn

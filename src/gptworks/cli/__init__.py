@@ -12,7 +12,7 @@ import typer
 from typer import Option
 
 from gptworks import __version__
-from gptworks.cli import compare, convert, data, design, draft, evaluate, generate, inspect, judge, serve, studio, train
+from gptworks.cli import compare, convert, data, design, draft, evaluate, generate, inspect, judge, serve, train
 from gptworks.cli.help import Command, Group
 from gptworks.cli.printing import notice, say
 from gptworks.errors import RunError, UserError
@@ -35,7 +35,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     ),
     "Train": (draft.tune, inspect.inspect, design.rehearse, train.train, train.launch, train.fork, compare.sweep),
     "Measure and compare": (evaluate.evaluate, compare.report, compare.compare, compare.try_, judge.judge),
-    "Use": (generate.generate, generate.chat, serve.serve, studio.studio),
+    "Use": (generate.generate, generate.chat, serve.serve, serve.studio),
     "Convert": (convert.export, convert.quantize, convert.import_),
 }
 """Commands by their heading in the help."""

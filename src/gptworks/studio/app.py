@@ -11,14 +11,14 @@ from gptworks.infer.engine import Engine
 from gptworks.serve.app import create_app
 from gptworks.serve.settings import ServerSettings
 from gptworks.serve.sign_in import SignIn
-from gptworks.studio import data, home, model, page, play, read, runs, start, tries
+from gptworks.studio import data, home, model, page, play, read, runs, start
 from gptworks.studio.feed import Feed
 from gptworks.studio.library import Library
 from gptworks.studio.loaded import Engines
 from gptworks.studio.processes import Processes
 from gptworks.studio.state import Served, Studio
 
-ROUTERS = [one.router for one in (home, play, runs, read, data, model, start, tries)]
+ROUTERS = [one.router for one in (home, play, runs, read, data, model, start)]
 PARTS = ("home", "play", "runs", "read", "time", "data", "model", "start")
 """The tabs of the page, in order. The tab `time` uses the routes of Play and Read."""
 DEFAULT_RUNS = Path("runs")
@@ -58,7 +58,7 @@ def create_studio(
     service.sign_in, service.load = SignIn(), engines.by_name
     feed, processes = Feed(library), Processes(runs_at_once)
     app.state.studio = Studio(service, library, engines, feed, processes, PARTS, read_only)
-    app.state.tries = tries.Tries(feed)
+    app.state.tries = runs.Tries(feed)
     return app
 
 
