@@ -95,16 +95,16 @@ def load_recipe(recipe: RecipeLike, overrides: Sequence[str] = (), unsaid: Unsai
     """
     if isinstance(recipe, Recipe) and not overrides:
         return recipe
-    origin, run_dir, given = "recipe", None, by_key(overrides)
+    origin, given = "recipe", by_key(overrides)
+    run_dir: Path | None = None
     if isinstance(recipe, Recipe):
         # Keep only settings that were set explicitly, so that derived settings follow the overrides.
         tree = recipe.model_dump(mode="json", exclude_unset=True)
     elif isinstance(recipe, Mapping):
         tree = dict(recipe)
     else:
-        path, text, tree = _text_and_tree(recipe)
-        origin = Origin.of(str(path), text)
-        tree.setdefault("name", name_for(path))
+        origin, tree = read_recipe(recipe)
+        tree.setdefault("name", name_for(Path(origin)))
         if is_folder(recipe):
             run_dir = fetched_path(recipe)
             tree["run_dir"] = str(run_dir)  # the run folder may have been moved or copied
@@ -124,10 +124,10 @@ def load_dataset_recipe(recipe: RecipeLike, overrides: Sequence[str] = ()) -> An
     """
     if isinstance(recipe, Recipe):
         return load_recipe(recipe, overrides)
-    path, tree = (Path("recipe"), dict(recipe)) if isinstance(recipe, Mapping) else read_recipe(recipe)
+    origin, tree = ("recipe", dict(recipe)) if isinstance(recipe, Mapping) else read_recipe(recipe)
     if not tree.keys() <= DatasetRecipe.model_fields.keys():
         return load_recipe(recipe, overrides)
-    return parse_section(apply_overrides(tree, overrides), DatasetRecipe, str(path), by_key(overrides))
+    return parse_section(apply_overrides(tree, overrides), DatasetRecipe, origin, by_key(overrides))
 
 
 def by_key(overrides: Sequence[str]) -> dict[str, str]:
@@ -171,17 +171,12 @@ def recipe_text(path: str | PathLike[str]) -> tuple[Path, str]:
     return path, text
 
 
-def read_recipe(path: str | PathLike[str]) -> tuple[Path, dict[str, Any]]:
-    """Return the path of a recipe (see `recipe_text`) and its parsed YAML.
+def read_recipe(path: str | PathLike[str]) -> tuple[Origin, dict[str, Any]]:
+    """Return the path of a recipe (see `recipe_text`) with its text, for messages, and its parsed YAML.
 
     Raises:
         UserError: the file is missing, or its YAML is broken or not a mapping.
     """
-    path, _, tree = _text_and_tree(path)
-    return path, tree
-
-
-def _text_and_tree(path: str | PathLike[str]) -> tuple[Path, str, dict[str, Any]]:
     path, text = recipe_text(path)
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
@@ -190,7 +185,7 @@ def _text_and_tree(path: str | PathLike[str]) -> tuple[Path, str, dict[str, Any]
             f"{path} holds {found}, and a recipe has the sections model, tokenizer, data and train: lines such as "
             f"`model:` with indented lines below them. `gptworks init TEXTS -o FILE` writes one."
         )
-    return path, text, tree
+    return Origin.of(str(path), text), tree
 
 
 def _no_such_recipe(path: Path) -> str:

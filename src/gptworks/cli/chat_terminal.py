@@ -104,7 +104,8 @@ class Talk:
         self.session, self.terminal = session, terminal
         self._commands: dict[str, Callable[[str], object]] = {
             "retry": self._retry, "edit": self._edit, "system": self._system, "temperature": self._temperature,
-            "save": self._save, "load": self._load, "reset": self._reset, "help": lambda _: terminal.remark(HELP),
+            "save": self._save, "load": self._load, "reset": lambda _: session.reset(),
+            "help": lambda _: terminal.remark(HELP),
         }  # fmt: skip
 
     def run(self) -> None:
@@ -197,9 +198,6 @@ class Talk:
         question, answer = (message["content"][-2000:] for message in self.session.said[-2:])
         self.terminal.remark(f"continuing the {n} messages of {name}, which end with:")
         self.terminal.write(f"> {question}\n{answer}\n")
-
-    def _reset(self, _: str) -> None:
-        self.session.reset()
 
 
 def _file(command: str, name: str) -> Path:

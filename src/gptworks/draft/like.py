@@ -22,8 +22,8 @@ class Like(Search):
     def __post_init__(self) -> None:
         """Read the other recipe; raise a UserError if it does not train a new model on text."""
         super().__post_init__()
-        path, self.tree = read_recipe(self.like)
-        self.recipe = parse_recipe({"name": name_for(self.out)} | self.tree, str(path))
+        origin, self.tree = read_recipe(self.like)
+        self.recipe = parse_recipe({"name": name_for(self.out)} | self.tree, origin)
         if self.recipe.data.records or self.recipe.initialize_from:
             raise UserError(f"--like {self.like}: it fine-tunes a model. Take a recipe that trains one on text.")
         self.vocabulary = self.bytes_per_token(self.recipe.tokenizer)
