@@ -28,7 +28,7 @@ from gptworks.data.opened import Prepared
 from gptworks.data.shards import Ids, Split, TokenShards, redo
 from gptworks.data.spelling import BORDER, Spelling
 from gptworks.data.workers import Progress
-from gptworks.errors import UserError, not_installed
+from gptworks.errors import UserError, importing
 from gptworks.files import (
     file_lock,
     make_folder,
@@ -154,10 +154,8 @@ class SearchIndex:
         one per core, at most 4. Raises UserError if the library is missing, or a file of the dataset was changed;
         RunError if the disk is full or fails.
         """
-        try:
+        with importing("pydivsufsort", "data", "searching a dataset"):
             from pydivsufsort import divsufsort
-        except ImportError:
-            raise not_installed("pydivsufsort", "data", "searching a dataset") from None
         self._shards.verify()
         advice = "Finished parts of the index stay. Make room or permission there, and search again."
         needed = 5 * self._shards.text_bytes

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gptworks.confined import Confined, Exceeded, Limits, Refused, Task
 from gptworks.confined.grammar import compile_grammar, read_tokenizer, reason_of
-from gptworks.errors import UserError, not_installed, shortened
+from gptworks.errors import UserError, importing, shortened
 from gptworks.infer.sampling import SamplingSettings
 from gptworks.infer.scheduler import QueueFull
 from gptworks.special_tokens import special_tokens
@@ -97,10 +97,8 @@ class Constraints:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Raises a UserError without llguidance, or if a token's text depends on its neighbors in this tokenizer."""
-        try:
+        with importing("llguidance", "constrain", "a text with json_schema or regex"):
             import llguidance
-        except ImportError:
-            raise not_installed("llguidance", "constrain", "a text with json_schema or regex") from None
         self._library: Any = llguidance
         self._n_tokens = vocabulary_size(tokenizer)
         setup = _setup(tokenizer, self._n_tokens)
