@@ -163,34 +163,30 @@ class Library:
         Args:
             reads: whether to read the run's recipe if it was never read.
         """
+        made: dict[str, Any] = {
+            "id": run.id, "run": printable(str(run.folder)), "started": run.started, "chat": False, "context": None,
+            "parameters": None, "vocab_size": None, "prompts": [], "checkpoints": [], "state": "stopped",
+            "problem": None, "sampling": SAMPLING._asdict(),
+        }  # fmt: skip
         try:
             run.check_inside()
             if not reads and not self.recipes.knows(run.folder):
                 raise UserError(
                     "its recipe is not read yet, since those of other runs take long: it is read in a moment."
                 )
-            made = self._settings(run) | {"checkpoints": _checkpoints(run), "state": state_of(run.folder)}
-        except (UserError, OSError) as error:  # OSError: the folder was deleted
-            made = {"problem": printable(str(error)), "checkpoints": [], "state": "stopped"}
-        empty: dict[str, Any] = {"chat": False, "context": None, "parameters": None, "vocab_size": None, "prompts": [],
-                                 "problem": None, "sampling": SAMPLING._asdict()}  # fmt: skip
-        if not any(one["last"] for one in made["checkpoints"]) and made.get("problem") is None:
-            made["problem"] = "it has no checkpoint yet: let it train to its first one (train.checkpoint_every)."
-        return {"id": run.id, "run": printable(str(run.folder)), "started": run.started, **empty, **made}
-
-    def _settings(self, run: RunFolder) -> dict[str, Any]:
-        """Return figures from a run's recipe, or the recipe's problem; whether the run has a chat template; and its
-        sampling defaults."""
-        made: dict[str, Any]
-        try:
+            tokenizer = run.folder / "tokenizer"
+            made |= {"checkpoints": _checkpoints(run), "state": state_of(run.folder),
+                     "chat": (tokenizer / TEMPLATE_FILE).is_file(),
+                     "sampling": sampling_of(tokenizer)._asdict()}  # fmt: skip
             recipe = self.recipes.of(run.folder)
-            model = recipe.model
-            made = {"context": model.context_length, "vocab_size": model.vocab_size,
-                    "parameters": count_parameters(model).total, "prompts": recipe.train.offered_prompts}  # fmt: skip
-        except UserError as error:
-            made = {"problem": printable(str(error)[:600])}
-        tokenizer = run.folder / "tokenizer"
-        return made | {"chat": (tokenizer / TEMPLATE_FILE).is_file(), "sampling": sampling_of(tokenizer)._asdict()}
+            made |= {"context": recipe.model.context_length, "vocab_size": recipe.model.vocab_size,
+                     "parameters": count_parameters(recipe.model).total,
+                     "prompts": recipe.train.offered_prompts}  # fmt: skip
+        except (UserError, OSError) as error:  # OSError: the folder was deleted
+            made["problem"] = printable(str(error)[:600])
+        if made["problem"] is None and not any(one["last"] for one in made["checkpoints"]):
+            made["problem"] = "it has no checkpoint yet: let it train to its first one (train.checkpoint_every)."
+        return made
 
     def _look(self) -> dict[str, RunFolder]:
         found: dict[str, RunFolder] = {}
