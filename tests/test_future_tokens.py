@@ -222,7 +222,7 @@ def test_runs_start_from_others_with_more_fewer_and_no_heads(
     assert len(more) == 2 and "future_heads.1.weight (new, zero at first)" in said
     none, said = tuned("none", 1, "more")
     assert not none and "future_heads.0.weight, future_heads.1.weight (left out)" in said
-    drafters = [drafter_of(tmp_path / name, 2, None, "cpu", "torch") for name in ("more", "none")]
+    drafters = [drafter_of(tmp_path / name, 2, None, {}) for name in ("more", "none")]
     assert list(map(type, drafters)) == [HeadsDraft, PromptLookup]
     kept, _ = tuned("adapter", None, adapter={"rank": 2})
     assert torch.equal(kept["future_heads.0.weight"], base)

@@ -233,7 +233,7 @@ def test_the_commands_compute_with_them(run: Path, text: Path) -> None:
 def test_a_draft_model_follows_unless_it_is_quantized(run: Path, text: Path) -> None:
     kinds = []
     for folder, weights in ((run, "int8"), (run, "auto"), (written(run, "int4", text), "int8")):
-        drafter = drafter_of(folder, 2, folder, "cpu", "torch", weights)  # type: ignore[arg-type]
+        drafter = drafter_of(folder, 2, folder, {"device": "cpu", "backend": "torch", "weights": weights})
         assert isinstance(drafter, DraftModel)
         kinds.append(drafter.model.weights if isinstance(drafter.model, QuantizedGPT) else "fp32")
     assert kinds == ["int8", "fp32", "int4, int8"]

@@ -14,6 +14,7 @@ from typer import Option
 from gptworks import __version__
 from gptworks.cli import compare, convert, data, design, draft, evaluate, generate, inspect, judge, serve, train
 from gptworks.cli.help import Command, Group
+from gptworks.cli.options import expanded
 from gptworks.cli.printing import notice, say
 from gptworks.errors import RunError, UserError
 from gptworks.terminal import guard
@@ -42,7 +43,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 
 for heading, commands in COMMANDS.items():
     for command in commands:
-        app.command(command.__name__.strip("_"), cls=Command, rich_help_panel=heading)(command)
+        app.command(command.__name__.strip("_"), cls=Command, rich_help_panel=heading)(expanded(command))
 app.add_typer(data.app, name="data", rich_help_panel="Train")
 
 

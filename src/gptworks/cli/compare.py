@@ -127,12 +127,8 @@ def try_(
     recipe: options.RecipeFile,
     changes: Annotated[list[str], Argument(metavar="KEY=VALUE", help="The change, such as train.optimizer=adamw.")],
     minutes: Annotated[float, Option(min=0.1, max=1e6, help="Minutes that all runs together may take.")] = 30,
-    steps: Annotated[
-        int | None, Option(min=1, help="Steps of each run. Default: the recipe's, or fewer to fit.")
-    ] = None,
-    worth: Annotated[
-        float, Option(min=0, help="The smallest difference of the loss that matters, in its unit, such as nats.")
-    ] = 0.005,
+    steps: options.Steps = None,
+    worth: options.Worth = 0.005,
     folder: Annotated[
         Path | None, Option(metavar="FOLDER", help="Folder of the runs and the result. Default: RUN_DIR-try.")
     ] = None,

@@ -1,7 +1,7 @@
 """Commands that show what would be built: presets, recipes, devices, describe, plan, rehearse, schema."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Option
@@ -128,12 +128,12 @@ def describe(
         console_of().print(sheet)
 
 
-@options.with_options(options.PLANNED_DEVICE, after="overrides")
-@options.with_options(options.PLANNED_DEVICES, after="world_size")
 def plan(
     target: options.Target,
     overrides: options.Overrides = None,
-    world_size: options.WorldSize = 1,
+    *,
+    device: options.PlannedDevice,
+    devices: options.PlannedDevices,
     price: options.Price = None,
     hours: Annotated[float | None, Option(help="Show what this time suffices for.")] = None,
     budget: Annotated[float | None, Option(help="With --price: show what this money suffices for.")] = None,
@@ -146,7 +146,6 @@ def plan(
     measure: Annotated[bool, Option("--measure", help="Take two real steps on this machine too.")] = False,
     details: Annotated[bool, Option("--details", help="Also FLOPs by part, alternatives, inference.")] = False,
     as_json: options.AsJSON = False,
-    **devices: Any,
 ) -> None:
     """Estimate a run's FLOPs, memory, time and disk.
 
@@ -158,14 +157,13 @@ def plan(
         refuse_unused("does nothing with --json, which has every figure", details=details)
     if serve:
         refuse_unused(
-            "is about training, and --serve is not", world_size=world_size > 1,
-            **{name: devices.pop(name) for name in options.PLANNED_DEVICES}, price=price, hours=hours, budget=budget,
-            trace=trace, measure=measure, details=details,
+            "is about training, and --serve is not", **devices | {"world_size": devices["world_size"] > 1},
+            price=price, hours=hours, budget=budget, trace=trace, measure=measure, details=details,
         )  # fmt: skip
         from gptworks.estimates import plan_serving
 
         served = plan_serving(
-            target, *overrides or [], requests=requests, context=context, weights=weights, cache=cache, **devices
+            target, *overrides or [], requests=requests, context=context, weights=weights, cache=cache, **device
         )
         show(served, as_json)
         if not served.fits:
@@ -176,8 +174,8 @@ def plan(
     from gptworks.estimates import plan as plan_recipe
 
     sheet = plan_recipe(
-        target, *overrides or [], **devices, world_size=world_size, price=price, hours=hours, budget=budget,
-        trace=trace, measure=measure, details=details, working=working,
+        target, *overrides or [], **device, **devices, price=price, hours=hours, budget=budget, trace=trace,
+        measure=measure, details=details, working=working,
     )  # fmt: skip
     show(sheet, as_json)
     if sheet.data.missing is not None:
@@ -190,17 +188,16 @@ DOES_NOT_FIT = 3
 """Exit code of `plan` and `rehearse` if training, or serving with --serve, does not fit on the device."""
 
 
-@options.with_options(options.PLANNED_DEVICE, after="overrides")
-@options.with_options(options.PLANNED_DEVICES, after="world_size")
 def rehearse(
     target: options.Target,
     overrides: options.Overrides = None,
-    world_size: options.WorldSize = 1,
+    *,
+    device: options.PlannedDevice,
+    devices: options.PlannedDevices,
     disk_gb_s: Annotated[float | None, Option(help="GB/s at which all ranks write a checkpoint. Default: 1.")] = None,
     price: options.Price = None,
     html: options.PageFile = None,
     as_json: options.AsJSON = False,
-    **devices: Any,
 ) -> None:
     """Rehearse a run on many GPUs, on this machine.
 
@@ -211,7 +208,7 @@ def rehearse(
     from gptworks.estimates import rehearse as rehearse_recipe
 
     sheet = rehearse_recipe(
-        target, *overrides or [], **devices, world_size=world_size, disk_gb_s=disk_gb_s, price=price, working=working
+        target, *overrides or [], **device, **devices, disk_gb_s=disk_gb_s, price=price, working=working
     )
     if html is not None:
         write_html(sheet.to_html(), html)

@@ -3,13 +3,13 @@
 import itertools
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from gptworks.choices import SAMPLING, BackendName, CacheName, DeviceName, LoadedWeights
+from gptworks.choices import SAMPLING
 from gptworks.cli import options
 from gptworks.cli.printing import notice, print_json, working
 from gptworks.errors import RunError, UserError, refuse_unused
@@ -25,12 +25,13 @@ _SETTING = re.compile(r"(model|tokenizer|data|train)\.[a-z0-9_.]+=\S*")
 """Matches an argument that is a setting, not a prompt. A prompt of this form can be read from standard input."""
 
 
-@options.with_options(options.SAMPLING_SETTINGS, after="max_tokens")
 def generate(
     run: options.RunFolder,
     prompt: Annotated[str, Argument(metavar="PROMPT", help="The text to continue; -: standard input.")] = "",
     overrides: options.Overrides = None,
     max_tokens: options.MaxTokens = SAMPLING.max_tokens,
+    *,
+    sampling: options.SamplingOptions,
     stop: options.Stop = None,
     min_tokens: Annotated[int, Option(help="Fewest tokens before a text may end.")] = SAMPLING.min_tokens,
     ignore_eos: Annotated[bool, Option("--ignore-eos", help="The end-of-text token ends nothing.")] = False,
@@ -59,13 +60,8 @@ def generate(
             help="With --speculative: a smaller model that drafts. Default: the run's own heads, or prompt lookup.",
         ),
     ] = None,
-    weights: options.KeptWeights = "auto",
-    backend: options.Backend = "auto",
-    cache: options.Cache = "auto",
-    checkpoint: options.WhichCheckpoint = "best",
-    device: options.Device = "auto",
+    loading: options.EngineOptions,
     as_json: options.AsJSON = False,
-    **sampling: Any,
 ) -> None:
     """Continue a prompt, or every prompt of a file. The text of a single continuation is streamed."""
     from gptworks.files import read_given
@@ -100,11 +96,8 @@ def generate(
             refuse_unused("is for --json: add it, or", logprobs=logprobs)
         if samples == 1:
             refuse_unused("is for several texts: give --samples or --input, or", slots=slots)
-    drafter = drafter_of(run, speculative, draft_model, device, backend, weights)
-    engine = load_engine(
-        run, checkpoint, device, overrides, n_slots=slots, drafter=drafter, backend=backend, cache=cache,
-        weights=weights,
-    )  # fmt: skip
+    drafter = drafter_of(run, speculative, draft_model, loading)
+    engine = load_engine(run, loading, overrides, n_slots=slots, drafter=drafter)
     settings = SamplingSettings.of(engine.defaults, **wanted)
     if held_out is not None:
         _generate_held_out(engine, run, held_out, settings, as_json)
@@ -185,16 +178,9 @@ def _asked(engine: "Engine", settings: "SamplingSettings") -> "tuple[SamplingSet
     )
 
 
-def drafter_of(
-    run: Path,
-    n_tokens: int,
-    model: Path | None,
-    device: DeviceName,
-    backend: BackendName,
-    weights: LoadedWeights = "auto",
-) -> "Drafter | None":
+def drafter_of(run: Path, n_tokens: int, drafts: Path | None, loading: Mapping[str, Any]) -> "Drafter | None":
     """Return a drafter of up to `n_tokens` tokens at a time; None if `n_tokens` is 0. It drafts with the draft model
-    `model`, else with the run's own multi-token heads, else by prompt lookup.
+    `drafts`, loaded with the options `loading`, else with the run's own multi-token heads, else by prompt lookup.
 
     A quantized draft model ignores `weights`, because drafts do not change the text.
     """
@@ -206,16 +192,16 @@ def drafter_of(
 
     if not n_tokens:
         return None
-    if model is None:
+    if drafts is None:
         n_heads = load_recipe(run).model.n_future_tokens - 1
         if 0 < n_heads < n_tokens:
             notice(f"the run's heads draft {n_heads} of {n_tokens} tokens at a time (model.n_future_tokens).")
         return HeadsDraft(n_tokens) if n_heads else PromptLookup(n_tokens)
-    model = fetched_path(model)
-    if weights != "auto" and choose_checkpoint(model).is_quantized:
+    folder, weights = fetched_path(drafts), loading["weights"]
+    if weights != "auto" and choose_checkpoint(folder).is_quantized:
         weights = "auto"
-    draft = load(model, device=device, weights=weights, report=notice).model
-    return DraftModel(draft, n_tokens, backend=backend)
+    draft = load(folder, device=loading["device"], weights=weights, report=notice).model
+    return DraftModel(draft, n_tokens, backend=loading["backend"])
 
 
 def _generate_file(engine: "Engine", source: Path, target: Path, settings: "SamplingSettings", **options: Any) -> None:
@@ -236,24 +222,20 @@ def _generate_file(engine: "Engine", source: Path, target: Path, settings: "Samp
         raise RunError(f"{report.failed} of {report.total} prompts could not be continued; their lines say why.")
 
 
-@options.with_options(options.SAMPLING_SETTINGS, after="max_tokens")
 def chat(
     run: options.RunFolder,
     max_tokens: options.MaxTokens = SAMPLING.max_tokens,
+    *,
+    sampling: options.SamplingOptions,
     stop: options.Stop = None,
     system: Annotated[str, Option(help="System message; needs a chat template.")] = "",
-    weights: options.KeptWeights = "auto",
-    backend: options.Backend = "auto",
-    cache: options.Cache = "auto",
-    checkpoint: options.WhichCheckpoint = "best",
-    device: options.Device = "auto",
-    **sampling: Any,
+    loading: options.EngineOptions,
 ) -> None:
     """Chat with a model. A base model has no turns: it continues the whole text."""
     from gptworks.cli.chat_terminal import Talk, Terminal
     from gptworks.infer.chat import chat_session
 
-    engine = load_engine(run, checkpoint, device, backend=backend, cache=cache, weights=weights, reuse="all")
+    engine = load_engine(run, loading, reuse="all")
     given = _given(**sampling, max_tokens=max_tokens, stop=tuple(stop or ()))
     session = chat_session(engine, system=system, **given)
     kind = "an assistant: it answers" if engine.chat_template else "a base model: it continues"
@@ -262,18 +244,14 @@ def chat(
         Talk(session, terminal).run()
 
 
-def load_engine(
-    run: Path, checkpoint: str, device: DeviceName, overrides: list[str] | None = None, *,
-    backend: BackendName = "auto", cache: CacheName = "auto", **options: Any,
-) -> "Engine":  # fmt: skip
-    """Load the engine of a run; `options` are those of `gptworks.infer.engine.load`."""
+def load_engine(run: Path, loading: Mapping[str, Any], overrides: list[str] | None = None, **more: Any) -> "Engine":
+    """Load the engine of a run with the options `loading`; `more` are those of `gptworks.infer.engine.load`."""
     with working(f"loading {run}"):
         import torch
 
         from gptworks.infer.engine import load
 
-        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}.get(cache)
-        return load(
-            run, checkpoint, overrides=overrides or [], device=device, report=notice, backend=backend,
-            cache_dtype=dtype, **options,
-        )  # fmt: skip
+        given = dict(loading)
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}.get(given.pop("cache"))
+        which = given.pop("checkpoint")
+        return load(run, which, overrides=overrides or [], report=notice, cache_dtype=dtype, **given, **more)

@@ -28,12 +28,8 @@ def judge(
         Literal["family", "discoveries"],
         Option(help="family: bounds the probability of any false gain. discoveries: the share of false gains."),
     ] = "family",
-    worth: Annotated[
-        float, Option(min=0, help="The smallest difference of the loss that matters, in its unit, such as nats.")
-    ] = 0.005,
-    steps: Annotated[
-        int | None, Option(min=1, help="Steps of each run. Default: the recipe's, or fewer to fit.")
-    ] = None,
+    worth: options.Worth = 0.005,
+    steps: options.Steps = None,
     verify: Annotated[
         bool, Option("--verify", help="Only check that the campaign's records were not changed.")
     ] = False,

@@ -1,8 +1,9 @@
 """Arguments and options that several commands share."""
 
+import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,9 +80,12 @@ Target = Annotated[
         metavar="PRESET|RECIPE|RUN", autocompletion=_targets, help="A preset's name, a recipe file, or a run folder."
     ),
 ]
-WorldSize = Annotated[int, Option(min=1, help="Number of devices.")]
 Price = Annotated[float | None, Option(help="Price of an hour of a device, for the cost of the run.")]
 Stop = Annotated[list[str] | None, Option(help="End before this string; repeatable.")]
+Worth = Annotated[
+    float, Option(min=0, help="The smallest difference of the loss that matters, in its unit, such as nats.")
+]
+Steps = Annotated[int | None, Option(min=1, help="Steps of each run. Default: the recipe's, or fewer to fit.")]
 Context = Annotated[
     int | None, Option("--context", min=1, help="Most tokens of prompt and answer together. Default: the model's.")
 ]
@@ -119,55 +123,91 @@ def without_environment(keys: list[str] | None) -> tuple[str, ...]:
 
 # ------------------------------------------------------------------------------------------------- groups of options
 
-PLANNED_DEVICE = {
-    "device": Annotated[
-        str | None,
-        Option(
-            "--device",
-            metavar="NAME",
-            autocompletion=_device_names,
-            help="A device's name, such as rtx-4090 or 'm2 max 64', or a memory, such as '8 GB'. this, cpu: measure "
-            "this machine. Default: this CPU, not measured.",
-        ),
-    ],
-    "memory_gib": Annotated[float | None, Option(help="Memory of a GPU that `gptworks devices` does not list.")],
-    "flops": Annotated[float | None, Option(help="FLOP/s of the device, dense.")],
-    "bandwidth": Annotated[float | None, Option(help="Bytes/s of the memory of the device.")],
-}
-PLANNED_DEVICES = {
-    "sharding": Annotated[Sharding | None, Option(help="Sets train.parallel. auto: the least sharding that fits.")],
-    "tensor_parallel": Annotated[int | None, Option(min=1, help="Devices that share each matrix.")],
-    "utilization": Annotated[float | None, Option(help="Share of the FLOP/s reached. Default: 0.4.")],
-    "intra_node_gb_s": Annotated[float | None, Option(help="GB/s between devices of a node.")],
-    "inter_node_gb_s": Annotated[float | None, Option(help="GB/s of each device to other nodes.")],
-    "gpus_per_node": Annotated[int | None, Option(help="Devices of a node, each with one rank.")],
-    "host_memory_gib": Annotated[float | None, Option(help="Memory of the host of a node.")],
-}
-SAMPLING_SETTINGS = {
-    name: Annotated[
-        Sampling.__annotations__[name] | None,
-        Option(help=rule.help, show_default=f"the model's own, else {getattr(SAMPLING, name):g}"),
-    ]
-    for name, rule in SAMPLING_RULES.items()
-} | {"seed": Annotated[int | None, Option(help="The same seed gives the same text.")]}
 
+class Group(dict[str, tuple[Any, Any]]):
+    """Options that several commands share: the type of each with its `Option`, and its default, by name.
 
-def with_options(group: Mapping[str, Any], after: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that adds a group of options to a command, which gets them as keyword arguments.
-
-    Args:
-        group: the type of each option with its `Option`, by name. The value of an option that is not given is None.
-        after: the option that stands before the group in the help.
+    A command's parameter of the type `Annotated[dict[str, Any], group]` gets the values of all of them, by name.
     """
 
-    def add(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command, eval_str=True)
-        parameters: list[inspect.Parameter] = []
-        for one in signature.parameters.values():
-            parameters += [one] if one.kind is not one.VAR_KEYWORD else []
-            if one.name == after:
-                parameters += [one.replace(name=name, annotation=kind, default=None) for name, kind in group.items()]
-        vars(command)["__signature__"] = signature.replace(parameters=parameters)
-        return command
 
-    return add
+def expanded(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command for typer, with the options of each `Group` in place of its parameter."""
+    signature = inspect.signature(command, eval_str=True)
+    groups, parameters = dict[str, Group](), list[inspect.Parameter]()
+    for one in signature.parameters.values():
+        group = next((part for part in getattr(one.annotation, "__metadata__", ()) if isinstance(part, Group)), None)
+        if group is None:
+            parameters.append(one)
+        else:
+            groups[one.name] = group
+            parameters += [one.replace(name=name, annotation=k, default=d) for name, (k, d) in group.items()]
+
+    @functools.wraps(command)
+    def call(**values: Any) -> None:
+        together = {name: {key: values.pop(key) for key in group} for name, group in groups.items()}
+        command(**values, **together)
+
+    vars(call)["__signature__"] = signature.replace(parameters=parameters)
+    return call
+
+
+_DEVICE_NAME = Option(
+    "--device",
+    metavar="NAME",
+    autocompletion=_device_names,
+    help="A device's name, such as rtx-4090 or 'm2 max 64', or a memory, such as '8 GB'. this, cpu: measure this "
+    "machine. Default: this CPU, not measured.",
+)
+PlannedDevice = Annotated[
+    dict[str, Any],
+    Group(
+        device=(Annotated[str | None, _DEVICE_NAME], None),
+        memory_gib=(
+            Annotated[float | None, Option(help="Memory of a GPU that `gptworks devices` does not list.")], None
+        ),
+        flops=(Annotated[float | None, Option(help="FLOP/s of the device, dense.")], None),
+        bandwidth=(Annotated[float | None, Option(help="Bytes/s of the memory of the device.")], None),
+    ),
+]  # fmt: skip
+_SHARDING = Option(help="Sets train.parallel. auto: the least sharding that fits.")
+PlannedDevices = Annotated[
+    dict[str, Any],
+    Group(
+        world_size=(Annotated[int, Option(min=1, help="Number of devices.")], 1),
+        sharding=(Annotated[Sharding | None, _SHARDING], None),
+        tensor_parallel=(Annotated[int | None, Option(min=1, help="Devices that share each matrix.")], None),
+        utilization=(Annotated[float | None, Option(help="Share of the FLOP/s reached. Default: 0.4.")], None),
+        intra_node_gb_s=(Annotated[float | None, Option(help="GB/s between devices of a node.")], None),
+        inter_node_gb_s=(Annotated[float | None, Option(help="GB/s of each device to other nodes.")], None),
+        gpus_per_node=(Annotated[int | None, Option(help="Devices of a node, each with one rank.")], None),
+        host_memory_gib=(Annotated[float | None, Option(help="Memory of the host of a node.")], None),
+    ),
+]
+"""Number of the devices, their node, and how training is divided among them."""
+EngineOptions = Annotated[
+    dict[str, Any],
+    Group(
+        weights=(KeptWeights, "auto"),
+        backend=(Backend, "auto"),
+        cache=(Cache, "auto"),
+        checkpoint=(WhichCheckpoint, "best"),
+        device=(Device, "auto"),
+    ),
+]
+"""How a run is loaded to generate texts."""
+
+
+def _sampling(name: str) -> Any:
+    """Return the option of a sampling setting. It is None if not given, so that a model may override the default."""
+    option = Option(help=SAMPLING_RULES[name].help, show_default=f"the model's own, else {getattr(SAMPLING, name):g}")
+    return Annotated[Sampling.__annotations__[name] | None, option], None
+
+
+SamplingOptions = Annotated[
+    dict[str, Any],
+    Group(
+        {name: _sampling(name) for name in SAMPLING_RULES},
+        seed=(Annotated[int | None, Option(help="The same seed gives the same text.")], None),
+    ),
+]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 def serve(
     run: Annotated[Path | None, Argument(metavar="RUN", help="A run folder, whose name the model gets.")] = None,
+    *,
     model: Annotated[list[str] | None, Option(metavar="NAME=RUN", help="A further model; repeatable.")] = None,
     host: options.Host = "127.0.0.1",
     port: options.Port = 8000,
@@ -45,11 +46,7 @@ def serve(
     request_seconds: Annotated[float, Option(help="Time limit of a request.")] = 600,
     drain_seconds: Annotated[float, Option(help="Time to finish requests after SIGTERM.")] = 30,
     speculative: options.Speculative = 0,
-    weights: options.KeptWeights = "auto",
-    backend: options.Backend = "auto",
-    cache: options.Cache = "auto",
-    checkpoint: options.WhichCheckpoint = "best",
-    device: options.Device = "auto",
+    loading: options.EngineOptions,
 ) -> None:
     """Serve models through an OpenAI-compatible API.
 
@@ -78,10 +75,8 @@ def serve(
     promised_bytes = 0
     for name, folder in runs.items():
         notice(f"loading {name} from {folder}")
-        engine = load_engine(
-            folder, checkpoint, device, n_slots=slots, slot_tokens=context, backend=backend, cache=cache,
-            drafter=drafter_of(folder, speculative, None, device, backend), weights=weights,
-        )  # fmt: skip
+        drafter = drafter_of(folder, speculative, None, loading)
+        engine = load_engine(folder, loading, n_slots=slots, slot_tokens=context, drafter=drafter)
         cache_bytes = engine.warm_up(promised_bytes=promised_bytes)
         notice(f"{slots} slots of {engine.context:,} tokens: {readable(cache_bytes, 'B')} of keys and values when full")
         notice(f"computed by {engine.backend_description}; weights in {engine.weights}")
