@@ -19,8 +19,6 @@ from gptworks.studio.processes import Processes
 from gptworks.studio.state import Served, Studio
 
 ROUTERS = [one.router for one in (home, play, runs, read, data, model, start)]
-PARTS = ("home", "play", "runs", "read", "time", "data", "model", "start")
-"""The tabs of the page, in order. The tab `time` uses the routes of Play and Read."""
 DEFAULT_RUNS = Path("runs")
 
 
@@ -57,7 +55,7 @@ def create_studio(
     engines = Engines(service, library, device, backend)
     service.sign_in, service.load = SignIn(), engines.by_name
     feed, processes = Feed(library), Processes(runs_at_once)
-    app.state.studio = Studio(service, library, engines, feed, processes, PARTS, read_only)
+    app.state.studio = Studio(service, library, engines, feed, processes, read_only)
     app.state.tries = runs.Tries(feed)
     return app
 

@@ -19,6 +19,9 @@ from gptworks.studio.loaded import Engines
 from gptworks.studio.processes import Processes
 from gptworks.studio.reading import OpenData, Reader
 
+PARTS = ("home", "play", "runs", "read", "time", "data", "model", "start")
+"""The tabs of the studio's page, in order. The tab `time` uses the routes of Play and Read."""
+
 
 @dataclass(frozen=True)
 class Served:
@@ -55,7 +58,6 @@ class Studio:
     engines: Engines
     feed: Feed
     processes: Processes
-    parts: tuple[str, ...]
     read_only: bool
     """Whether starting and stopping runs and writing files is forbidden."""
     checks: Checks = field(default_factory=Checks)
@@ -71,7 +73,7 @@ class Studio:
     def describe(self) -> dict[str, Any]:
         """Return the answer of /studio/state. Slow: call it in a thread."""
         models = self.library.describe_all()
-        return {"version": __version__, "parts": self.parts, "read_only": self.read_only, "models": models,
+        return {"version": __version__, "parts": PARTS, "read_only": self.read_only, "models": models,
                 "notice": self.library.notice, "sampling": SAMPLING._asdict()}  # fmt: skip
 
 
