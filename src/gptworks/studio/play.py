@@ -197,25 +197,23 @@ async def _events(generation: Generation, body: GenerateRequest, step: int | Non
     started = not body.score_prompt  # the prompt's scores come with the first generated token
     if started:
         yield [start()]
-    pace, logprob = Pace(), 0.0
+    pace = Pace()
     async for deltas in generation.deltas():
         events = [] if started else [start()]
         started = True
         for piece in (delta.piece for delta in deltas):
-            rest = piece.text
             pace.push(piece)
             if piece.token_id is not None:
-                rest = ""
-                logprob += 0.0 if piece.logprob is None else piece.logprob.logprob
                 after = piece.processed and _scores(model, piece.processed)
                 events.append(
                     {"type": "token", **_token(model, piece.token_id, piece.text, piece.logprob), "after": after}
                 )
             if piece.finish_reason is not None:
+                mean = max(generation.choices[0].mean_logprob, LEAST_LOGPROB) if pace.n_tokens else None
                 events.append({
-                    "type": "end", "reason": piece.finish_reason, "text": rest, "generated": pace.n_tokens,
-                    "seconds": time.monotonic() - generation.began, "tokens_per_second": pace.tokens_per_second,
-                    "mean_logprob": max(logprob / pace.n_tokens, LEAST_LOGPROB) if pace.n_tokens else None,
+                    "type": "end", "reason": piece.finish_reason, "text": piece.text if piece.token_id is None else "",
+                    "generated": pace.n_tokens, "seconds": time.monotonic() - generation.began,
+                    "tokens_per_second": pace.tokens_per_second, "mean_logprob": mean,
                 })  # fmt: skip
         yield events
 

@@ -117,9 +117,8 @@ async def read_text(request: Request) -> Response:
 
 def _of_text(reading: Reading, text: TokenizedText, nats: Costs) -> Tree:
     report = LossReport(float(nats[1:].sum()), text.n_tokens - 1, text.predicted_bytes)
-    spell = reading.model.tokens.spell
     tokens = [
-        {"id": token, "text": piece, "spelling": spell(token)[0], "nats": cost}
+        reading.spelled(token) | {"text": piece, "nats": cost}
         for token, piece, cost in zip(text.ids.tolist(), text.pieces, nats.tolist(), strict=True)
     ]
     parts = [
@@ -147,15 +146,14 @@ async def read_token(request: Request) -> Response:
         guesses = logit_lens(model, found, text.ids[around.start : around.stop].tolist())
         token = int(text.ids[body.index]) if body.token is None else body.token
         made = attribute(model, found, row, token, body.against)
-        spell = reading.model.tokens.spell
-        against = None if body.against is None else {"id": body.against, "spelling": spell(body.against)[0]}
+        against = None if body.against is None else reading.spelled(body.against)
         return {
             "index": body.index, "first_read": start,
             "attention": _numbers(found.weights[:, :, row, : body.index - start]),
             "lens": {"tokens": list(around), "layers": [[_guess(reading, one) for one in layer] for layer in guesses]},
             "attribution": {
-                "token": {"id": token, "spelling": spell(token)[0]}, "against": against,
-                "parts": [vars(part) for part in made.parts], "logit": made.logit, "capped_logit": made.capped_logit,
+                "token": reading.spelled(token), "against": against, "parts": [vars(part) for part in made.parts],
+                "logit": made.logit, "capped_logit": made.capped_logit,
             },
         }  # fmt: skip
 
@@ -163,8 +161,7 @@ async def read_token(request: Request) -> Response:
 
 
 def _guess(reading: Reading, guess: Guess) -> Tree:
-    spell = reading.model.tokens.spell
-    top = [{"id": i, "spelling": spell(i)[0], "probability": probability} for i, probability in guess.top]
+    top = [reading.spelled(i) | {"probability": probability} for i, probability in guess.top]
     return {"top": top, "probability": guess.probability, "rank": guess.rank}
 
 
@@ -185,8 +182,6 @@ async def read_ngrams(request: Request) -> Response:
 
 
 def _of_ngrams(reading: Reading, training: TokenShards, found: NGrams) -> Tree:
-    spell = reading.model.tokens.spell
-
     def decoded(first: int, end: int) -> str:
         decoder = StreamDecoder(reading.model.engine.tokenizer)
         return "".join([*map(decoder.push, training.read(first, end - first).tolist()), decoder.flush()])
@@ -203,7 +198,7 @@ def _of_ngrams(reading: Reading, training: TokenShards, found: NGrams) -> Tree:
         })  # fmt: skip
     grams = [
         {"n": one.n, "contexts": one.n_contexts, "followed": one.n_followed,
-         "next": [{"id": i, "spelling": spell(i)[0], "count": count} for i, count in one.next_tokens]}
+         "next": [reading.spelled(i) | {"count": count} for i, count in one.next_tokens]}
         for one in found.by_length
     ]  # fmt: skip
     return {"by_length": grams, "longest": found.longest, "places": places, "searched_tokens": found.searched_tokens,

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -128,6 +128,10 @@ class Reading:
         """Return `text`, which was tokenized for the model of `other`, tokenized for this reading's model."""
         mine, theirs = (fingerprint(one.model.engine.tokenizer) for one in (self, other))
         return text if mine == theirs else TokenizedText.of_text(self.model.engine.tokenizer, "".join(text.pieces))
+
+    def spelled(self, token: int) -> dict[str, Any]:
+        """Return a token's id and its spelling, as JSON."""
+        return {"id": token, "spelling": self.model.tokens.spell(token)[0]}
 
     def shards(self, split: Split) -> TokenShards:
         """Return a split of the data that the run was trained on.
