@@ -78,9 +78,9 @@ def train_here(
     from gptworks.training.loop import train as train_model
     from gptworks.training.record.display import Display, NotebookDisplay, in_notebook
 
-    given, change = with_changes(list(overrides), change, resume)
     display = NotebookDisplay() if in_notebook() else None
-    loaded = settings_of(recipe, given, resume, report or (display or Display()).message)
+    report = report or (display or Display()).message
+    loaded, given, change = settings_of(recipe, overrides, change, resume, report)
     if prepare is None:
         prepare = prepare_data if display is None else partial(prepare_data, report=display.preparing)
     with join(loaded.train.parallel.timeout_seconds, choose_device(loaded.train.device)) as ranks:
@@ -229,29 +229,29 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{path}: {(error.strerror or str(error)).lower()}. Give a text file.") from None
 
 
-def with_changes(overrides: list[str], change: Collection[str], resume: bool) -> tuple[list[str], list[str]]:
-    """Return the overrides, plus the items of `change` of the form KEY=VALUE, and the key of each item of `change`.
-
-    Raises:
-        UserError: `change` is given without `resume`.
-    """
-    if change and not resume:
-        [first, *_] = change
-        raise UserError(f"--change {first} is for a resumed run: add --resume, or give KEY=VALUE without it.")
-    return [*overrides, *(one for one in change if "=" in one)], [one.partition("=")[0] for one in change]
-
-
-def settings_of(recipe: RecipeLike, overrides: list[str], resume: bool, report: Callable[[str], None]) -> Recipe:
-    """Load the recipe; with `resume`, also apply and report the settings of the run's earlier command lines.
+def settings_of(
+    recipe: RecipeLike, overrides: Sequence[str], change: Collection[str], resume: bool, report: Callable[[str], None]
+) -> tuple[Recipe, list[str], list[str]]:
+    """Load a recipe to train; with `resume`, also apply and report the settings of the run's earlier command lines.
 
     See `load_to_resume`, which also keeps the run's values where neither the recipe nor a command line sets one.
+
+    Returns:
+        The recipe; the overrides, with the items of `change` of the form KEY=VALUE; the key of each item of `change`.
+
+    Raises:
+        UserError: `change` is given without `resume`; or the recipe cannot be loaded.
     """
     from gptworks.recipe import load_recipe
     from gptworks.training.changes import load_to_resume
 
+    if change and not resume:
+        [first, *_] = change
+        raise UserError(f"--change {first} is for a resumed run: add --resume, or give KEY=VALUE without it.")
+    given, keys = [*overrides, *(one for one in change if "=" in one)], [one.partition("=")[0] for one in change]
     if not resume:
-        return load_recipe(recipe, overrides)
-    loaded, kept = load_to_resume(recipe, overrides)
+        return load_recipe(recipe, given), given, keys
+    loaded, kept = load_to_resume(recipe, given)
     if kept:
         report(f"settings of the earlier command line are kept: {' '.join(kept)}")
-    return loaded
+    return loaded, given, keys

@@ -138,18 +138,17 @@ def launch(
         # A scheduler's signal ends this process with `UNFINISHED`, until `Agent.run` passes signals on to the ranks.
         context.with_resource(exits_unfinished())
 
-    from gptworks.api import settings_of, with_changes
+    from gptworks.api import settings_of
     from gptworks.launch.job import Job, check_job, parse_gpus, parse_nodes, parse_pairs
     from gptworks.launch.local import check_local, run_local
     from gptworks.launch.submit import TARGETS, submit, write_job
 
-    overrides, change = with_changes(overrides or [], change or [], resume)
     gpu_type, n_gpus = ("", 0) if gpus is None else parse_gpus(gpus)
     least, most = parse_nodes(nodes)
     asked = parse_pairs("--option", option or [])
     if partition is not None:
         asked = {"partition": partition} | asked
-    loaded = settings_of(recipe, overrides, resume, _first_rank_notice)
+    loaded, overrides, change = settings_of(recipe, overrides or [], change or [], resume, _first_rank_notice)
     job = Job(
         str(recipe), loaded.name, overrides, change, force, least, most, nproc or n_gpus or 1, n_gpus, gpu_type,
         (0 if on == "local" else 3) if restarts is None else restarts, grace, time or "", asked, image or "",
