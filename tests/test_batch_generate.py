@@ -81,6 +81,16 @@ def test_a_line_has_its_own_settings_and_its_number_as_id(tmp_path: Path) -> Non
     assert [lines[i]["completions"][0]["tokens"] for i in (1, 2)] == [3, 5]
 
 
+def test_a_line_may_add_to_the_ends_of_answers_or_go_past_them(tmp_path: Path) -> None:
+    end = 5
+    lines: list[dict[str, Any]] = [{}, {"stop_token_ids": [1]}, {"ignore_eos": True}]
+    source = write(tmp_path / "in.jsonl", *({"prompt": "abc", "settings": line} for line in lines))
+    settings = SamplingSettings(max_tokens=4, logit_bias={end: 1000})
+    generate_file(engine(), source, tmp_path / "out.jsonl", settings, ends=(end,))
+    found = [line["completions"][0]["finish_reason"] for line in read(tmp_path / "out.jsonl").values()]
+    assert found == ["stop", "stop", "length"]
+
+
 def test_a_prompt_that_cannot_be_continued_says_so_in_its_line(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", {"prompt": "abc" * 20}, {"prompt": "abc"})
     report = generate_file(engine(), source, tmp_path / "out.jsonl", SETTINGS)

@@ -103,14 +103,18 @@ def generate(
         _generate_held_out(engine, run, held_out, settings, as_json)
         return
     encode: Callable[[str], Prompt] = str
+    ends: tuple[int, ...] = ()
     if chat:
-        settings, encode = _asked(engine, settings)
+        encode, ends = _asking(engine)
     elif engine.chat_template is not None:
         notice("the prompt is continued as plain text; --chat asks it by the run's chat template.")
     overflow: Any = "slide" if slide else "error"
     if input_file is not None and output_file is not None:
-        _generate_file(engine, input_file, output_file, settings, n_samples=samples, overflow=overflow, encode=encode)
+        _generate_file(
+            engine, input_file, output_file, settings, n_samples=samples, overflow=overflow, encode=encode, ends=ends
+        )
         return
+    settings = settings.ending_at(ends)
     prompt = sys.stdin.read() if prompt == "-" else prompt
     shown = "" if chat else prompt
     if as_json or samples > 1:
@@ -170,12 +174,14 @@ def _given(**settings: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _asked(engine: "Engine", settings: "SamplingSettings") -> "tuple[SamplingSettings, Callable[[str], Prompt]]":
-    """Return settings that also stop at the tokens that end an answer, and a function from a question to a prompt."""
+def _asking(engine: "Engine") -> "tuple[Callable[[str], Prompt], tuple[int, ...]]":
+    """Return a function from a question to a prompt, and the tokens that end an answer."""
     template = engine.require_chat_template("Ask it without --chat.")
-    return settings.ending_at(template.end_token_ids), lambda text: template.encode(
-        [{"role": "user", "content": text}], add_generation_prompt=True
-    )
+
+    def encode(text: str) -> "Prompt":
+        return template.encode([{"role": "user", "content": text}], add_generation_prompt=True)
+
+    return encode, tuple(template.end_token_ids)
 
 
 def drafter_of(run: Path, n_tokens: int, drafts: Path | None, loading: Mapping[str, Any]) -> "Drafter | None":

@@ -10,7 +10,7 @@ replaces this line.
 
 import itertools
 import json
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -90,6 +90,7 @@ def generate_file(
     n_samples: int = 1,
     overflow: Overflow = "error",
     encode: Callable[[str], Prompt] = lambda text: text,
+    ends: Sequence[int] = (),
     report: Callable[[BatchReport], None] = lambda _: None,
 ) -> BatchReport:
     """Continue each prompt in `source` that `target` lacks, or has as an error; append its line when it finishes.
@@ -98,6 +99,7 @@ def generate_file(
         source, target: the input and output files, in the formats that this module's docstring describes.
         settings, n_samples, overflow: as in `Engine.complete`, for all prompts.
         encode: turns a line's text into a prompt for the engine; default: the text itself.
+        ends: token ids that end a text as well, unless the settings of its line have `ignore_eos`.
         report: called with the progress after each prompt.
 
     Raises:
@@ -107,7 +109,8 @@ def generate_file(
     source, target, defaults = Path(source), Path(target), settings or engine.defaults
 
     def submit(task: _Task) -> Request:
-        return engine.submit(encode(task.prompt), task.settings, n_samples=n_samples, overflow=overflow)
+        sampling = task.settings.ending_at(ends)
+        return engine.submit(encode(task.prompt), sampling, n_samples=n_samples, overflow=overflow)
 
     with open_given(source, _MOST_BYTES) as lines:
         ids: set[str | int] = set()
