@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gptworks.checkpoint import Report
 from gptworks.errors import RunError, UserError
 from gptworks.files import make_folder, read_regular, write_whole
 from gptworks.files.mirror import OWN_SESSION, SESSIONS, is_last_here, keep, last_session, refresh, written_by
 from gptworks.files.remote import Remote, mirror_around, url_of
 from gptworks.training.distributed.ranks import Ranks
 from gptworks.training.signals import SCHEDULERS, stop_signals
-from gptworks.training.uploads import Report, Uploads
+from gptworks.training.uploads import Uploads
 
 BEAT_SECONDS, STALE_SECONDS = 20.0, 80.0
 """A session's object is rewritten every BEAT_SECONDS; if it is older than STALE_SECONDS, the session has died."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from gptworks.checkpoint import Report
 from gptworks.errors import RunError, UserError
 from gptworks.files import SUMS_FILE, Stamp, copy_file, read_regular, stamp
 from gptworks.files.mirror import CHECKPOINTS, SEAL
@@ -24,7 +25,6 @@ _MOST_WAIT_SECONDS = 60.0
 END_SECONDS = 600.0
 """At the end of a run without an error, failed uploads are tried again for this time."""
 _WHOLE_BYTES = 1 << 26
-Report = Callable[[str], None]
 
 
 class Uploads:
