@@ -88,8 +88,7 @@ class Constraint:
 
     def accepts(self, tokens: list[int]) -> int:
         """Return the length of the longest prefix of `tokens` that the constraint allows next."""
-        n: int = self._matcher.validate_tokens(tokens)
-        return n
+        return int(self._matcher.validate_tokens(tokens))
 
 
 class Constraints:

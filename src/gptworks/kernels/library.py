@@ -76,8 +76,7 @@ class Library:
 
     @functools.cached_property
     def _built_with(self) -> int:
-        built: int = self.functions.gptworks_built_with()
-        return built
+        return int(self.functions.gptworks_built_with())
 
 
 def library() -> Library:
@@ -207,12 +206,8 @@ def _load(key: str, make: Callable[[], bytes], origin: str) -> Library:
             declare(functions)
             for reason in reasons:
                 _LOG.warning("the kernels are kept in %s: %s", file.parent, reason)
-            has_amx = _may_have_amx() and bool(functions.gptworks_take_amx())
-            return Library(functions, origin, has_amx)
+            may_have_amx = cpu_flags() >= AMX and os.environ.get(MARCH) in _WITH_AMX
+            return Library(functions, origin, has_amx=may_have_amx and bool(functions.gptworks_take_amx()))
         except OSError as error:  # disk full, no permission, or a file system mounted noexec
             reasons.append(f"{folder}: {error.strerror or error}")
     raise Unavailable(f"no folder can keep the kernels ({'; '.join(reasons)}).")
-
-
-def _may_have_amx() -> bool:
-    return cpu_flags() >= AMX and os.environ.get(MARCH) in _WITH_AMX
