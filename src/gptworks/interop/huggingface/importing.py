@@ -143,11 +143,8 @@ def read_config(values: Values) -> tuple[Family, ModelConfig]:
 
 def read_tensors(folder: Path, files: Mapping[str, Path], family: Family, config: ModelConfig) -> dict[str, Tensor]:
     """Return the model's tensors by our names, in fp32. `files` maps each tensor's name in the folder to its file.
-
-    Raises:
-        UserError: a tensor is missing or unused, has a wrong shape, a dtype other than fp32, bf16 and fp16, or values
-            that are not finite, or contradicts another tensor.
-    """
+    Raises a UserError if a tensor is missing or unused, has a wrong shape, a dtype other than fp32, bf16 and fp16, or
+    values that are not finite, or contradicts another tensor."""
     theirs = _by_known_name(files, family)
     with ExitStack() as stack:
         opened = {path: stack.enter_context(safe_open(path, "pt")) for path in sorted(set(files.values()))}
