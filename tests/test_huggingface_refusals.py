@@ -534,6 +534,12 @@ def test_weights_that_are_there_twice_are_named(folder: Path, tmp_path: Path) ->
         import_huggingface(folder, tmp_path / "out")
 
 
+def test_a_file_without_tensors_is_a_mistake_that_is_named(folder: Path, tmp_path: Path) -> None:
+    save_file({}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"`model\.embed_tokens\.weight` is missing"):
+        import_huggingface(folder, tmp_path / "out")
+
+
 def test_a_note_says_where_nothing_ends_a_text(folder: Path, tmp_path: Path) -> None:
     imported = import_huggingface(folder, tmp_path / "out")
     assert imported.notes == ("the folder states no token that ends a text: generation stops only at its length",)

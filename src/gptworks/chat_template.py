@@ -97,17 +97,14 @@ class ChatTemplate:
         self._render: _Render = _in_process(source) if source in BUILT_IN.values() else _confined(source)
 
     def using(self, variables: Mapping[str, Any]) -> "ChatTemplate":
-        """Return this template with further variables, such as enable_thinking=False.
-
-        Raises:
-            UserError: a name does not occur in the template, or `render` sets this variable itself; or a value is a
-                text that holds the name of a special token.
-        """
+        """Return this template with further variables, such as enable_thinking=False. Raises a UserError if a name does
+        not occur in the template, or `render` sets this variable itself; or a value is a text that holds the name of a
+        special token."""
         for name in variables:
             if name in (*_OWN_VARIABLES, *ROLES) or not re.search(rf"\b{re.escape(name)}\b", self.source):
                 raise UserError(f"the chat template of this model has no variable `{name[:64]}` to set: leave it out.")
             value = variables[name]
-            if isinstance(value, str) and self._special.pattern and self._special.search(value):
+            if isinstance(value, str) and self._special.search(value):
                 raise UserError(f"`{name[:64]}` holds the name of a special token, which only the template may write.")
         made = copy(self)
         made._names = self._names | dict(variables)
@@ -173,7 +170,7 @@ class ChatTemplate:
         """
         if guard not in text:
             return self._rest(self._reader, text, guard) if continues else encode_text(self._reader, text)
-        parts = self._special.split(text) if self._special.pattern else [text]
+        parts = self._special.split(text)
         ids: list[int] = []
         for i, part in enumerate(parts):
             if i % 2:
@@ -201,7 +198,7 @@ class ChatTemplate:
 
     def before_special(self, text: str) -> str:
         """Return the part of a rendered text before its first special token."""
-        return self._special.split(text, maxsplit=1)[0] if self._special.pattern else text
+        return self._special.split(text, maxsplit=1)[0]
 
     @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
@@ -241,16 +238,17 @@ class ChatTemplate:
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
+        """Matches the name of a special token; without special tokens, nothing."""
         names = (token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special)
         longest_first = sorted(names, key=len, reverse=True)
-        return re.compile(f"({'|'.join(map(re.escape, longest_first))})" if longest_first else "")
+        return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
     def guarded(self, messages: Sequence[Message]) -> tuple[list[Message], str]:
         """Return the messages with a guard character inserted into each special token's name, and that character."""
         guard = _unused_character(messages)
 
         def mark(value: Any) -> Any:
-            if isinstance(value, str) and self._special.pattern:
+            if isinstance(value, str):
                 return self._special.sub(lambda found: found[0][0] + guard + found[0][1:], value)
             if isinstance(value, dict):
                 return {key: mark(item) for key, item in value.items()}
@@ -386,13 +384,9 @@ def _named(given: Any, file: str) -> dict[str, str]:
 
 
 def other_templates(folder: Path) -> dict[str, str]:
-    """Return the templates of a `transformers` or tokenizer folder by name, without the default one.
-
-    An imported run keeps them in `original.json`, and a run tuned from it in `other_templates.json`.
-
-    Raises:
-        UserError: a file is not readable, or does not contain templates.
-    """
+    """Return the templates of a `transformers` or tokenizer folder by name, without the default one. An imported run
+    keeps them in `original.json`, and a run tuned from it in `other_templates.json`. Raises a UserError if a file is
+    not readable, or does not contain templates."""
     named = read_templates(folder).others
     for file in (_ORIGINAL_FILE, _OTHERS_FILE):
         kept = read_json(folder / file).get("templates") if (folder / file).exists() else None
@@ -423,11 +417,8 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 def find_chat_template(config: TokenizerConfig) -> str | None:
     """Return the source of the chat template that a recipe's tokenizer section names, or else of the template in the
-    tokenizer's folder; None if there is none.
-
-    Raises:
-        UserError: neither a built-in template nor a file has the name given; or as `read_templates`.
-    """
+    tokenizer's folder; None if there is none. Raises a UserError if neither a built-in template nor a file has the name
+    given; or as `read_templates`."""
     if config.chat_template is None:
         return None if (folder := _template_folder(config)) is None else read_templates(folder).default
     if config.chat_template in BUILT_IN:

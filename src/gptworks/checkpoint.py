@@ -87,11 +87,8 @@ class Checkpoint:
 
     def verify(self, *names: str) -> None:
         """Compare all files, or only the named ones, with the manifest; fetch those that a remote run's mirror lacks.
-
-        Raises:
-            UserError: a file is missing, truncated or changed, or the manifest is missing, damaged or in another
-                format.
-        """
+        Raises a UserError if a file is missing, truncated or changed, or the manifest is missing, damaged or in another
+        format."""
         described = self._described_files()
         for name in names or described:
             path, entry = self.folder / name, described[name]

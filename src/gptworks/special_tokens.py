@@ -199,12 +199,8 @@ def _some(token: int | None) -> tuple[int, ...]:
 
 def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
     """Read the special tokens and sampling settings that a folder states; None if it states neither. A folder without
-    `stating_files` states only sampling settings.
-
-    Raises:
-        UserError: a file is not readable JSON, a value has a wrong type, or the post-processor does more than add
-            tokens before and after a text.
-    """
+    `stating_files` states only sampling settings. Raises a UserError if a file is not readable JSON, a value has a
+    wrong type, or the post-processor does more than add tokens before and after a text."""
     if not stating_files(folder):
         sampling = _optional(folder / GENERATION_CONFIG)
         return Stated({}, (), generation=sampling) if sampling else None
@@ -235,11 +231,8 @@ def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
 
 def stating_files(folder: Path) -> list[Path]:
     """Return the files, apart from tokenizer.json, that state a folder's special tokens. Empty if there are none, or
-    only files that gptworks writes for a tokenizer that it trained: then `by_name` finds the tokens.
-
-    Raises:
-        UserError: tokenizer_config.json or generation_config.json is not readable JSON.
-    """
+    only files that gptworks writes for a tokenizer that it trained: then `by_name` finds the tokens. Raises a UserError
+    if tokenizer_config.json or generation_config.json is not readable JSON."""
     others = [file for name in (TOKENS_MAP, GENERATION_CONFIG, MODEL_CONFIG) if (file := folder / name).exists()]
     if others == [folder / GENERATION_CONFIG] and _optional(others[0]).keys() <= {"do_sample", *STATED_SAMPLING}:
         others = []

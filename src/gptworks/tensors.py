@@ -173,12 +173,7 @@ def read_tensors(
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Callable[[str], Any]]:
     """Open a safetensors file for reading parts of tensors: with `as part`, `part(name)[10:20, 32:64]` is a tensor.
-
-    Check shapes and dtypes with `stored_tensors` first.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    Check shapes and dtypes with `stored_tensors` first. Raises a UserError if the file cannot be read."""
     try:
         with safe_open(path, "pt") as file:
             yield file.get_slice

@@ -229,12 +229,9 @@ def _gpt2_tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer.json, or the one in a folder, with the special tokens from the folder's other files.
-
-    Raises:
-        UserError: the tokenizer is missing or broken, a file states a special token wrongly, or a file of a run differs
-            from its checksum.
-    """
+    """Read a tokenizer.json, or the one in a folder, with the special tokens from the folder's other files. Raises a
+    UserError if the tokenizer is missing or broken, a file states a special token wrongly, or a file of a run differs
+    from its checksum."""
     path = Path(path).expanduser()
     file = path / TOKENIZER_FILE if path.is_dir() else path
     try:

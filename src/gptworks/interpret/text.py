@@ -133,14 +133,9 @@ class Segment:
 
 
 def segments(text: TokenizedText, nats: Costs, other: TokenizedText, other_nats: Costs) -> list[Segment]:
-    """Divide a text that two models read into the smallest parts that are whole tokens for both.
-
-    If the tokens of both models have the same texts, each token is a part. Otherwise, a part ends wherever tokens of
-    both models end.
-
-    Raises:
-        UserError: the texts differ.
-    """
+    """Divide a text that two models read into the smallest parts that are whole tokens for both. If the tokens of both
+    models have the same texts, each token is a part. Otherwise, a part ends wherever tokens of both models end. Raises
+    a UserError if the texts differ."""
     if "".join(text.pieces) != "".join(other.pieces):
         raise UserError("the two readings are of different texts: compare one text, or a document that both runs have.")
     if text.pieces == other.pieces:

@@ -4,7 +4,7 @@ and the architecture; without paths of the machine or passwords."""
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -187,7 +187,7 @@ def _data(loaded: LoadedRun, fingerprint: object) -> dict[str, Any] | None:
     """Return the name and the sizes of the run's training text; only the name if its dataset is not found; None if the
     recipe names no text."""
     recipe = loaded.recipe
-    names = list(_names(recipe))
+    names = [*map(source_name, recipe.data.sources), *(one.name for one in recipe.data.mixture)]
     if not names:
         return None
     sizes: dict[str, Any] = {}
@@ -196,8 +196,3 @@ def _data(loaded: LoadedRun, fingerprint: object) -> dict[str, Any] | None:
         if found is not None and (files := found.manifest.splits.get("train")) is not None:
             sizes = {"documents": files.documents, "tokens": files.tokens, "bytes": files.text_bytes}
     return {"name": ", ".join(names), **sizes}
-
-
-def _names(recipe: Any) -> Iterator[str]:
-    yield from map(source_name, recipe.data.sources)
-    yield from (one.name for one in recipe.data.mixture)

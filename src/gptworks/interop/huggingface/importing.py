@@ -89,7 +89,7 @@ def import_huggingface(
     original = original_of(tokenizer, templates)
     recipe = _recipe(run_dir, model)
     report(f"reading a {family.architecture} of {count_parameters(model).total:,} parameters")
-    tensors = read_tensors(files, family, model)
+    tensors = read_tensors(folder, files, family, model)
     differences = _differences(folder, original) if verify else []
     notes = tuple(dict.fromkeys((*_notes(folder, tokenizer, templates), *broken, *differences)))
     imported = Import(run_dir, family.architecture, model, count_parameters(model).total, source, notes, None)
@@ -141,20 +141,17 @@ def read_config(values: Values) -> tuple[Family, ModelConfig]:
     return family, parse_model(fields, "config.json")
 
 
-def read_tensors(files: Mapping[str, Path], family: Family, config: ModelConfig) -> dict[str, Tensor]:
+def read_tensors(folder: Path, files: Mapping[str, Path], family: Family, config: ModelConfig) -> dict[str, Tensor]:
     """Return the model's tensors by our names, in fp32. `files` maps each tensor's name in the folder to its file.
-
-    Raises:
-        UserError: a tensor is missing or unused, has a wrong shape, a dtype other than fp32, bf16 and fp16, or values
-            that are not finite, or contradicts another tensor.
-    """
+    Raises a UserError if a tensor is missing or unused, has a wrong shape, a dtype other than fp32, bf16 and fp16, or
+    values that are not finite, or contradicts another tensor."""
     theirs = _by_known_name(files, family)
     with ExitStack() as stack:
         opened = {path: stack.enter_context(safe_open(path, "pt")) for path in sorted(set(files.values()))}
 
         def read(known: str, shape: torch.Size) -> Tensor:
             if known not in theirs:
-                cause = _cause(files, next(iter(files.values())).parent)
+                cause = _cause(files, folder)
                 if not cause and known == _head(family):
                     cause = " If the embedding is also the head, set `tie_word_embeddings` to true in it."
                 raise UserError(f"the tensor `{known}` is missing: config.json describes a model with it.{cause}")

@@ -132,11 +132,8 @@ def verify_folder(
 
 def load_theirs(folder: Path) -> Any:
     """Load the model of a Hugging Face folder in transformers, in fp32, from safetensors and without remote code.
-
-    Raises:
-        UserError: a link leads out of the folder, the folder contains anything but regular files, or transformers is
-            not installed.
-    """
+    Raises a UserError if a link leads out of the folder, the folder contains anything but regular files, or
+    transformers is not installed."""
     check_tree(folder)
     return require("transformers").AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
