@@ -168,11 +168,10 @@ def _trained(recipe: AnyRecipe, report: Report) -> Path:
 
 
 def _find_trained(recipe: AnyRecipe) -> Path | None:
-    try:
-        folder = _tokenizer_folder(recipe)
-    except UserError:  # the sources are gone
-        return None
-    return folder if folder.exists() else None
+    with contextlib.suppress(UserError):  # the sources are gone
+        if (folder := _tokenizer_folder(recipe)).exists():
+            return folder
+    return None
 
 
 def _tokenizer_folder(recipe: AnyRecipe) -> Path:

@@ -301,13 +301,11 @@ class SearchIndex:
             texts = [part.decode("utf-8", "replace") for part in parts]
         else:
             ends_at = ((before, token), (token, token + n), (token + n, after))
-            texts = [self.tokenizer.decode(self._shards.read(a, b - a).tolist()) if b > a else "" for a, b in ends_at]
+            texts = [self.tokenizer.decode(self._shards.read(a, b - a).tolist()) for a, b in ends_at]
         return Hit(document, token - begin, n, token, *texts)
 
     def _shown(self, start: int, end: int) -> bytes:
         """Return the text of a range of tokens, with the names of special tokens."""
-        if end <= start:
-            return b""
         ids = self._shards.read(start, end - start).tolist()
         border = self.spelling.is_border
         names = ((self.tokenizer.id_to_token(i) or "").encode() if border[i] else self._table[i] for i in ids)

@@ -107,8 +107,7 @@ class Pairs(Examples):
 
 def evaluation_rows(examples: Examples, n_rows: int = 0) -> Iterator[Rows]:
     """Yield the rows in order: all if `n_rows` is 0, else at most that many, evenly spaced."""
-    for row in evenly_spaced(len(examples.rows), n_rows):
-        yield examples.row(row)
+    return map(examples.row, evenly_spaced(len(examples.rows), n_rows))
 
 
 def held_out_rows(shards: TokenShards, recipe: Recipe) -> Iterator[Rows]:
