@@ -4,6 +4,7 @@ import json
 import resource
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -165,13 +166,22 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_nothing_half_written(tmp_
 def test_a_save_that_waits_for_the_one_before_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slow = threading.Event()
+    is_awaited = threading.Event()
 
     def save(run_dir: Path, step: int, *arguments: Any) -> Any:
-        slow.wait(0.3 if step == 2 else 0)
+        if step == 2:
+            is_awaited.wait(60)
+            time.sleep(0.1)
         return save_checkpoint(run_dir, step, *arguments)
 
+    class Writer(checkpoint_files.CheckpointWriter):
+        def wait(self) -> None:
+            if self._in_flight is not None:
+                is_awaited.set()
+            super().wait()
+
     monkeypatch.setattr(checkpoint_files, "save_checkpoint", save)
+    monkeypatch.setattr(state, "CheckpointWriter", Writer)
     monkeypatch.setattr(state, "_REPORTED_WAIT_SECONDS", 0.1)
     train(parse_recipe(recipe_tree(tmp_path, max_steps=6, checkpoint_every=2, evaluate_every=6)))
     waits = [line for line in "".join(capsys.readouterr()).splitlines() if "waited" in line]

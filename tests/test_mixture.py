@@ -1,6 +1,7 @@
 """Mixtures: their settings in a recipe, the folder of several datasets, and a run on it."""
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -330,6 +331,15 @@ def test_a_resumed_run_cannot_change_the_weights_of_samples_already_read(run: Re
         changes("train.batch_size=16")
     kept = ("data.anneal.share=null", "data.anneal.from_sample=16", "train.max_steps=8")
     assert set(changes(*kept)) == {"data.anneal.share", "data.anneal.from_sample", "train.max_steps"}
+
+
+def test_a_checkpoint_whose_samples_are_no_number_is_named_when_the_anneal_changes(run: Recipe, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run.run_dir, folder)
+    for path in folder.glob("checkpoints/*/state.json"):
+        path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"samples": "many"}), encoding="utf-8")
+    with pytest.raises(UserError, match=r"state.json is damaged: `samples`='many'"):
+        check_changes(load_recipe(folder), load_recipe(folder, ["data.anneal.share=0.25"]))
 
 
 def test_before_the_anneal_is_reached_it_moves_with_the_length(run: Recipe, tmp_path: Path) -> None:

@@ -229,8 +229,8 @@ def _check_anneal(before: Recipe, now: Recipe, done: int) -> None:
         )
     if old == new:
         return
-    state = next((one.state() for one in checkpoints(now.run_dir) if one.step == done), {})
-    position = state.get("samples", done * before.train.batch_size) + state.get("samples_passed", 0)
+    reached = (Progress.of(one).position for one in checkpoints(now.run_dir) if one.step == done)
+    position = next(reached, done * before.train.batch_size)
     first = min(place for place, _ in filter(None, (old, new)) if place is not None)
     if position > first:
         was = "no data.anneal" if old is None else f"data.anneal from sample {old[0]:,} on"
