@@ -97,7 +97,7 @@ class Owners:
     """The ranks that hold certain matrices, and the collectives with which they exchange parts. Methods take `owned`:
     the matrices that each rank of this copy owns, by part number."""
 
-    def __init__(self, mesh: DeviceMesh | None, divided_over: Sequence[str]) -> None:
+    def __init__(self, mesh: DeviceMesh | None = None, divided_over: Sequence[str] = ()) -> None:
         """mesh: all ranks, in dimensions data and tensor; None: a single rank.
         divided_over: names of the mesh dimensions over which the matrices are sharded."""
         self._mesh, self._divided_over = mesh, divided_over
