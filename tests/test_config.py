@@ -172,7 +172,7 @@ def test_floats_that_yaml_reads_as_text() -> None:
         ("model", {"norm": "rmsnorm", "norm_bias": True}, "RMSNorm has no shift"),
         ("model", {"window_pattern": ["full", "window"]}, "set window to a token count"),
         ("model", {"window": 8, "window_pattern": ["full"]}, "has no `window` entry"),
-        ("model", {"window": 65}, "window=65 is longer than context_length=64"),
+        ("model", {"window": 65}, "window=65 is more than context_length=64"),
         ("model", {"rope_fraction": 0.1}, "rope_fraction=0.1 of d_head=12 is 1 elements"),
         ("model", {"position": "learned", "rope_fraction": 0.5}, "rope_fraction is set and position=learned"),
         (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gptworks.config import CodeSource, HTMLSource, PDFSource, SourceConfig, WARCSource
-from gptworks.data.sources import extraction, pages
+from gptworks.data.sources import extraction
 from gptworks.data.sources.choose import SOURCES, check_sources
 from gptworks.errors import UserError
 from test_sources import documents
@@ -111,7 +111,7 @@ def test_wet_files_give_their_texts_and_damage_is_named(tmp_path: Path, monkeypa
         (tmp_path / name).write_bytes(damaged)
         with pytest.raises(UserError, match=rf"{name}(:| holds)"):
             documents(warc(tmp_path / name))
-    monkeypatch.setattr(pages, "MOST_PAGE_BYTES", 100)
+    monkeypatch.setattr(extraction, "MOST_PAGE_BYTES", 100)
     with pytest.raises(UserError, match=r"a\.warc\.wet\.gz, record of 'http://a\.example/0': larger than 100 bytes"):
         check_sources([warc(tmp_path / "a.warc.wet.gz")])
 

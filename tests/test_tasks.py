@@ -402,7 +402,7 @@ def test_programs_pass_fail_and_are_stopped() -> None:
         "import os; assert not any('SECRET' in k for k in os.environ)": "passed",
         "assert input() == ''": "failed: EOFError",
     }
-    outcomes = Sandbox(4).run_all(list(programs), 5.0, 256)
+    outcomes = Sandbox().run_all(list(programs), 5.0, 256)
     assert dict(zip(programs, outcomes, strict=True)) == programs
 
 
@@ -426,7 +426,7 @@ def test_a_program_is_closed_off_from_the_machine(program: str, tmp_path: Path) 
     own = tmp_path / "own"
     own.write_text("of the user")
     own.chmod(0o666)
-    assert Sandbox(1).run(program.replace("{own!r}", repr(str(own))), 20.0, 256) == "passed"
+    assert Sandbox().run(program.replace("{own!r}", repr(str(own))), 20.0, 256) == "passed"
     assert own.read_text() == "of the user"
 
 
@@ -478,7 +478,7 @@ def _closed_off_programs() -> list[str]:
 
 def test_what_the_kernel_keeps_for_all_is_refused_to_a_program() -> None:
     programs = _closed_off_programs()
-    outcomes = Sandbox(2).run_all(programs, 30.0, 256)
+    outcomes = Sandbox().run_all(programs, 30.0, 256)
     assert dict(zip(programs, outcomes, strict=True)) == dict.fromkeys(programs, "passed")
 
 
@@ -507,7 +507,7 @@ def test_an_ordinary_users_programs_are_closed_off_too(monkeypatch: pytest.Monke
             f"import os\nassert os.listdir('.') == ['program.py'] and not os.path.exists({str(own)!r})",
             "import os\ntry: os.fork()\nexcept OSError: pass\nelse: raise AssertionError",
         ]
-        outcomes = Sandbox(2).run_all(programs, 30.0, 256)
+        outcomes = Sandbox().run_all(programs, 30.0, 256)
     assert dict(zip(programs, outcomes, strict=True)) == dict.fromkeys(programs, "passed")
 
 
@@ -520,7 +520,7 @@ def _runs(python: str, user: dict[str, Any]) -> bool:
 
 def test_a_program_fills_no_disk() -> None:
     program = "for i in range(300):\n    with open(f'{i}', 'wb') as f: f.write(bytes(1 << 20))"
-    assert Sandbox(1).run(program, 20.0, 256) == "failed: OSError"
+    assert Sandbox().run(program, 20.0, 256) == "failed: OSError"
 
 
 def test_what_a_program_starts_does_not_outlive_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -533,7 +533,7 @@ def test_what_a_program_starts_does_not_outlive_it(tmp_path: Path, monkeypatch: 
         lines = Path("/proc").glob("[0-9]*/cmdline")
         return {path.parent.name for path in lines if mark.encode() in _read_if_there(path)}
 
-    sandbox = Sandbox(1)
+    sandbox = Sandbox()
     forks = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\ntime.sleep(60)"
     assert sandbox.run(forks, 30.0, 256) == "failed: BlockingIOError", "it may start nothing"
     assert not alive()
@@ -572,21 +572,21 @@ def test_a_program_finds_no_proof_of_passing(place: str, monkeypatch: pytest.Mon
     """The token that proves it is created after the program has ended, so that the program cannot find it."""
     monkeypatch.setattr("gptworks.confined.sandbox.secrets.token_hex", lambda n: "f00d" * 8)
     program = f"{place}\nassert 'f00d' * 8 not in found"
-    assert Sandbox(1).run(program, 20.0, 256) == "passed"
+    assert Sandbox().run(program, 20.0, 256) == "passed"
     stolen = (
         "import os\nfor fd in range(64):\n    try: os.write(fd, b'f00d' * 8)\n    except OSError: pass\nos._exit(0)"
     )
-    assert Sandbox(1).run(stolen, 20.0, 256) == "failed: it ended early"
+    assert Sandbox().run(stolen, 20.0, 256) == "failed: it ended early"
 
 
 def test_programs_are_not_run_where_they_cannot_be_closed_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gptworks.confined.sandbox.sys.platform", "darwin")
     with pytest.raises(UserError, match="only on Linux, whose namespaces"):
-        Sandbox(1)
+        Sandbox()
     monkeypatch.undo()
     monkeypatch.setattr(Sandbox, "run", lambda *_: "refused: unshare: Operation not permitted")
     with pytest.raises(UserError, match=r"unshare: Operation not permitted.*kernel\.unprivileged_userns_clone"):
-        Sandbox(1)
+        Sandbox()
 
 
 def test_what_a_model_writes_is_run_only_when_that_is_asked_for(engine: Engine, tmp_path: Path) -> None:
@@ -598,7 +598,7 @@ def test_what_a_model_writes_is_run_only_when_that_is_asked_for(engine: Engine, 
     task = load_task(write(tmp_path, settings, items))
     with pytest.raises(UserError, match="--run-generated-code"):
         run_task(engine, task)
-    found = run_task(engine, task, sandbox=Sandbox(2))
+    found = run_task(engine, task, sandbox=Sandbox())
     right = [one["passed"] for one in found.items]
     assert right[1] == 0
     assert found.metrics["pass@3"].value == pytest.approx((pass_at_k(3, right[0], 3) + 0) / 2)

@@ -34,8 +34,8 @@ def importing(package: str, extra: str, what: str) -> Iterator[None]:
 
 
 def reason_of(error: Exception, most: int = 300) -> str:
-    """Return the message of a library's error on one line of at most `most` characters, or the error's type."""
-    return " ".join(str(error).split())[:most] or type(error).__name__
+    """Return the message of a library's error on one line, `shortened`; if it has none, the error's type."""
+    return shortened(" ".join(str(error).split()), most) or type(error).__name__
 
 
 class RunError(RuntimeError):

@@ -251,26 +251,17 @@ class Architecture(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if "d_head" not in self.model_fields_set and self.d_model % self.n_heads:
-            raise ValueError(
-                f"d_model={self.d_model} is not a multiple of n_heads={self.n_heads}: "
-                f"choose n_heads that divides d_model, or set d_head"
-            )
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}: "
-                f"choose n_kv_heads that divides n_heads"
-            )
+        if "d_head" not in self.model_fields_set:
+            self._multiple("d_model", "n_heads", "choose n_heads that divides d_model, or set d_head")
+        self._multiple("n_heads", "n_kv_heads", "choose n_kv_heads that divides n_heads")
         if self.position == "rope" and (self.d_rotary % 2 or not self.d_rotary):
             raise ValueError(
                 f"rope_fraction={self.rope_fraction:g} of d_head={self.d_head} is {self.d_rotary} elements, and "
                 f"position=rope rotates pairs: choose a fraction, n_heads or d_head that gives an even number"
             )
         self._check_scaling()
-        if self.n_experts and self.n_experts_per_token > self.n_experts:
-            raise ValueError(
-                f"n_experts_per_token={self.n_experts_per_token} is more than n_experts={self.n_experts}: lower it"
-            )
+        if self.n_experts:
+            self._at_most("n_experts_per_token", "n_experts", "lower it")
         if self.d_ff_shared and not self.n_experts:
             raise ValueError(f"d_ff_shared={self.d_ff_shared} is set and n_experts is 0: set n_experts, or drop it")
         if self.norm_placement != "before" and self.parallel_residual:
@@ -289,10 +280,7 @@ class Architecture(Section):
                 f"window_rope_theta={self.window_rope_theta:g} is set and window is not: it is the base of windowed "
                 f"layers; set window, or drop it"
             )
-        if self.window is not None and self.window > self.context_length:
-            raise ValueError(
-                f"window={self.window} is longer than context_length={self.context_length}: choose at most the context"
-            )
+        self._at_most("window", "context_length", "choose at most the context")
         return self
 
     def _check_scaling(self) -> None:

@@ -145,6 +145,18 @@ class Section(Bounded):
                 raise ValueError(f"{name} was removed, because experiments showed no gain from it: delete the key")
         return {name: value for name, value in settings.items() if name not in found}
 
+    def _at_most(self, name: str, limit: str, fix: str) -> None:
+        """Raise a ValueError, which ends with `fix`, if one setting is more than another."""
+        value, most = getattr(self, name), getattr(self, limit)
+        if value is not None and value > most:
+            raise ValueError(f"{name}={value} is more than {limit}={most}: {fix}")
+
+    def _multiple(self, name: str, divisor: str, fix: str) -> None:
+        """Raise a ValueError, which ends with `fix`, if one setting is not a multiple of another."""
+        value, part = getattr(self, name), getattr(self, divisor)
+        if value % part:
+            raise ValueError(f"{name}={value} is not a multiple of {divisor}={part}: {fix}")
+
 
 def derived(name: str, function: Callable[[Any], Any] = lambda value: value) -> Any:
     """Return a default factory that applies `function` to the value of `name`, a field declared earlier."""

@@ -203,11 +203,7 @@ class BatchSettings(Section):
     def _check_batches(self) -> Self:
         if self.max_steps is None and self.epochs is None and self.max_minutes is None:
             raise ValueError("the run has no end: set one of max_steps, epochs, max_minutes")
-        if self.batch_size % self.micro_batch_size:
-            raise ValueError(
-                f"batch_size={self.batch_size} is not a multiple of micro_batch_size={self.micro_batch_size}: "
-                f"choose a micro_batch_size that divides it"
-            )
+        self._multiple("batch_size", "micro_batch_size", "choose a micro_batch_size that divides it")
         self._check_smaller_batches()
         if self.future_weights_fall and not self.future_weights:
             raise ValueError(

@@ -165,8 +165,7 @@ class Decontaminate(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.min_words > self.ngram:
-            raise ValueError(f"min_words={self.min_words} is above ngram={self.ngram}: lower it")
+        self._at_most("min_words", "ngram", "lower it")
         return self
 
 

@@ -153,11 +153,7 @@ class ModelConfig(Architecture):
 
     @model_validator(mode="after")
     def _check_laboratory(self) -> Self:
-        if self.n_future_tokens > self.context_length:
-            raise ValueError(
-                f"n_future_tokens={self.n_future_tokens} is more than context_length={self.context_length}: predict "
-                f"at most as many tokens as a row has"
-            )
+        self._at_most("n_future_tokens", "context_length", "predict at most as many tokens as a row has")
         if self.bigram_vocab_size == 1:
             raise ValueError(
                 "bigram_vocab_size=1 has a row only for a text's first token: pairs of tokens need at least one more; "
@@ -192,10 +188,7 @@ class ModelConfig(Architecture):
                 f"gate_channels={self.gate_channels} is set and the model has no gate: set attention_gate, smear or "
                 f"value_embeddings, or drop it"
             )
-        if self.gate_channels is not None and self.gate_channels > self.d_model:
-            raise ValueError(
-                f"gate_channels={self.gate_channels} is more than d_model={self.d_model}: choose at most d_model"
-            )
+        self._at_most("gate_channels", "d_model", "choose at most d_model")
         self._check_induction()
         return self
 

@@ -32,13 +32,12 @@ class Sandbox:
     """Runs programs isolated from the machine; only on Linux. Raises UserError if the system does not allow the
     isolation."""
 
-    def __init__(self, n_processes: int | None = None) -> None:
+    def __init__(self) -> None:
         if not sys.platform.startswith("linux"):
             raise UserError(
                 "generated programs run only on Linux, whose namespaces isolate them: use a virtual machine or a "
                 "container with Linux."
             )
-        self.n_processes = n_processes or usable_cpus()
         if (outcome := self.run("pass", 20.0, 512)) != "passed":
             raise UserError(
                 f"this system does not allow the isolation of generated programs ({outcome}), so they are not run. "
@@ -59,7 +58,7 @@ class Sandbox:
         A program passes if it runs to its end without an exception. An early exit fails, with any exit code.
         """
         outcomes: list[str] = []
-        with ThreadPoolExecutor(self.n_processes) as pool:
+        with ThreadPoolExecutor(usable_cpus()) as pool:
             for outcome in pool.map(lambda one: self.run(one, timeout_seconds, memory_mib), programs):
                 outcomes.append(outcome)
                 progress(len(outcomes), len(programs))

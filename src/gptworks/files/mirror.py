@@ -173,9 +173,7 @@ def _fetch(remote: Remote, entries: dict[str, Entry], mirror: Path, is_wanted: C
             remove_tree(path)
     versions = {name: [entry.n_bytes, entry.version] for name, entry in wanted.items()}
     missing = {name for name in wanted if have.get(name) != versions[name] or not (mirror / name).exists()}
-    n_bytes = sum(wanted[name].n_bytes for name in missing)
-    if n_bytes > (free_bytes := shutil.disk_usage(mirror).free):
-        raise RunError(f"{remote.url}: {n_bytes:,} bytes are to be fetched, and {free_bytes:,} are free at {mirror}.")
+    _check_room(remote.url, sum(wanted[name].n_bytes for name in missing), mirror)
     now = {}
     for name, entry in sorted(wanted.items()):
         if name in missing:
@@ -206,11 +204,15 @@ def _is_small(name: str, entries: dict[str, Entry]) -> bool:
     return f"{name.rpartition('/')[0]}/{SEAL}" in entries and not name.endswith(LARGE)
 
 
-def _download(remote: Remote, name: str, n_bytes: int, path: Path, mirror: Path) -> None:
-    if n_bytes > (free_bytes := shutil.disk_usage(mirror).free):
+def _check_room(url: str, n_bytes: int, folder: Path) -> None:
+    if n_bytes > (free_bytes := shutil.disk_usage(folder).free):
         raise RunError(
-            f"{remote.url}/{name} has {n_bytes:,} bytes, and {free_bytes:,} are free at {mirror}: make room."
+            f"{url}: {n_bytes:,} bytes are to be fetched, and {free_bytes:,} are free at {folder}: make room."
         )
+
+
+def _download(remote: Remote, name: str, n_bytes: int, path: Path, mirror: Path) -> None:
+    _check_room(f"{remote.url}/{name}", n_bytes, mirror)
     with replacing(path, inside=mirror, private=True) as file:
         remote.download(name, n_bytes, file)
 

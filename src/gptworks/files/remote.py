@@ -94,7 +94,7 @@ def _is_name(part: str) -> bool:
 
 
 class Remote:
-    """A folder in an object store. Failed calls are repeated, with growing random waits, except `upload` by default."""
+    """A folder in an object store. Failed calls are repeated, with growing random waits, except `upload`."""
 
     def __init__(self, url: str) -> None:
         """Raises UserError if the package for the scheme is not installed."""
@@ -209,7 +209,7 @@ class Remote:
         mode = {"mode": "create"} if new else {}
         self._call(name, lambda: self._store.pipe_file(self._at(name), data, **mode))
 
-    def upload(self, name: str, file: Path, tries: int = 1) -> None:
+    def upload(self, name: str, file: Path) -> None:
         """Write a file's bytes to an object, which appears only when all of them have arrived; errors: see `_call`, and
         FileNotFoundError if the file does not exist."""
 
@@ -219,7 +219,7 @@ class Remote:
             if (arrived := self._store.size(self._at(name))) != n_bytes:
                 raise ConnectionError(f"{arrived} bytes have arrived of {n_bytes:,}")
 
-        self._call(name, work, tries)
+        self._call(name, work, tries=1)
 
     def remove(self, name: str) -> None:
         """Delete an object; no effect if it does not exist."""

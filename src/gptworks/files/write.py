@@ -268,11 +268,10 @@ def copy_file(file: Path, to: Path, max_bytes: int | None = None, *, inside: Pat
         shutil.copyfileobj(source, target, _COPIED_BYTES)
 
 
-def copy_folder(folder: Path, to: Path, *, inside: Path | None = None) -> None:
+def copy_folder(folder: Path, to: Path, *, inside: Path) -> None:
     """Copy the files of a folder, but not the folders in it, to a new folder; see `copy_file`. OSError if `to`
     exists."""
-    if inside is not None:
-        check_inside(folder, inside)
+    check_inside(folder, inside)
     to.mkdir()
     for file in sorted(folder.iterdir()):
         if not file.is_dir() and not file.name.startswith(PREFIX):

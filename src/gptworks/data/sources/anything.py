@@ -20,11 +20,10 @@ from gptworks.data.sources.base import Piece, Source, Unit, borders, document, t
 from gptworks.data.sources.code import NEVER_READ, Code
 from gptworks.data.sources.delimited import CSV, read_table
 from gptworks.data.sources.encodings import UTF_8, find_encoding, open_text
-from gptworks.data.sources.extraction import PACKAGES, extracted, missing_packages
+from gptworks.data.sources.extraction import HTML, PACKAGES, WARC, extracted, missing_packages
 from gptworks.data.sources.files import contents, given_path, is_made_here, local_files
 from gptworks.data.sources.json_lists import JSON, read_json
 from gptworks.data.sources.opening import about_unpacked_size, compression, has_ending, plain_name
-from gptworks.data.sources.pages import HTML, WARC
 from gptworks.data.sources.records import (
     JSONL,
     Parquet,

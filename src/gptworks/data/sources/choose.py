@@ -1,5 +1,6 @@
 """Choose the source for given settings, and read the text of a recipe's sources in order."""
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -9,7 +10,6 @@ from typing import Any
 from gptworks.config.sources import SourceConfig
 from gptworks.data.registry import by_settings
 from gptworks.data.sources.base import Piece, Source
-from gptworks.data.sources.files import linked_folders
 from gptworks.data.sources.opening import compression
 from gptworks.data.sources.text import PlainText
 
@@ -79,6 +79,9 @@ def unread_files(sources: Iterable[AnySource]) -> Counter[str]:
 
 def unread_links(sources: Iterable[AnySource]) -> list[Path]:
     """Return the links in folders of text sources that lead to folders elsewhere. Those sources do not follow them."""
-    paths = [source.settings.path for source in map(choose_source, sources) if isinstance(source, PlainText)]
-    folders = [Path(path).expanduser() for path in paths if path is not None]
-    return [link for folder in folders if folder.is_dir() for link in linked_folders(folder)]
+    chosen = (source for source in map(choose_source, sources) if isinstance(source, PlainText))
+    links: list[Path] = []
+    for folder in (Path(source.settings.path).expanduser() for source in chosen if source.settings.path is not None):
+        paths = (Path(parent, name) for parent, folders, _ in os.walk(folder) for name in folders)
+        links += (path for path in paths if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()))
+    return links

@@ -1,4 +1,6 @@
-"""Take the text out of documents, in child processes with limits of time and memory, since documents may be hostile.
+"""Take the text out of documents, in child processes with limits of time and memory, since documents may be hostile;
+and the sources of HTML, web crawls (WARC and WET) and PDF.
+
 The texts, except those of crawled pages, are kept in the cache, because a document is read several times: by `init`,
 for the tokenizer, for shards."""
 
@@ -10,21 +12,24 @@ import io
 import json
 import os
 import posixpath
+import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
+from gptworks.config.sources import HTMLSource, PDFSource, WARCSource
 from gptworks.confined import Confined, Exceeded, Limits, Refused
 from gptworks.confined.child import Answer, serve
+from gptworks.data.sources.base import PIECES_CHECKED, Piece, Source, Unit, text_document
 from gptworks.data.sources.encodings import guessed
 from gptworks.data.sources.opening import check_size, compression, open_file, read_bounded
-from gptworks.data.sources.records import whole_text
-from gptworks.errors import RunError, UserError, not_installed, reason_of
+from gptworks.data.sources.records import Skip, refuse, whole_text
+from gptworks.errors import RunError, UserError, importing, not_installed, reason_of
 from gptworks.files import make_folder, read_regular, sha256_file, write_whole
 from gptworks.files.fetch import cache_folder
 
@@ -106,6 +111,95 @@ def _asked(question: dict[str, Any]) -> tuple[str, str]:
         return "", str(error)
     except Exceeded as error:
         return "", f"taking the text out was stopped: {error} Leave it out, or divide it."
+
+
+# ------------------------------------------------------------------------------------------------------ sources
+
+_HTML = ("text/html", "application/xhtml+xml")
+
+
+class HTML(Source):
+    """A source of HTML files, each one document."""
+
+    settings: HTMLSource
+    endings = (".html", ".htm", ".xhtml")
+    size_known = False
+    files_checked = PIECES_CHECKED  # not all files, because extraction is slow
+
+    def read_unit(self, unit: Unit) -> Iterator[Piece]:
+        yield from text_document(extracted(unit.file, "html"))
+
+
+# ------------------------------------------------------------------------------------------------------ web crawls
+
+
+class WARC(Source):
+    """A source of web crawls. Each HTML page and each text of a WET file is a document; empty ones are left out."""
+
+    settings: WARCSource
+    endings = (".warc", ".wet")
+    size_known = False
+
+    def read_unit(self, unit: Unit, skip: Skip = refuse) -> Iterator[Piece]:
+        with open_file(unit.file) as stream:
+            for record in _warc_records(unit.file, stream):
+                address = record.rec_headers.get_header("WARC-Target-URI") or "?"
+                where = f"{unit.file}, record of {address[:200]!r}"
+                is_text = record.rec_type == "conversion"
+                if not is_text and not (record.rec_type == "response" and _is_page(record)):
+                    continue
+                try:
+                    data = read_bounded(record.content_stream(), MOST_PAGE_BYTES, f"{where}: ", "a page")
+                    text = data.decode("utf-8", "replace") if is_text else extracted_bytes(data, "html", where, False)
+                except UserError as error:
+                    skip(error)
+                    continue
+                yield from text_document(text)
+
+
+def _is_page(record: Any) -> bool:
+    of_http = record.http_headers and record.http_headers.get_header("Content-Type")
+    kind = record.rec_headers.get_header("WARC-Identified-Payload-Type") or of_http or ""
+    return kind.partition(";")[0].strip().lower() in _HTML
+
+
+def _warc_records(file: Path, stream: BinaryIO) -> Iterator[Any]:
+    with importing("warcio", "sources", f"{file}: reading a crawl"):
+        from warcio.archiveiterator import ArchiveIterator
+        from warcio.exceptions import ArchiveLoadFailed
+    number = 0
+    try:
+        for record in ArchiveIterator(stream):
+            yield record
+            number += 1
+        if number and getattr(record.raw_stream, "limit", 1):  # `limit`: bytes missing; unset if headers are cut off
+            raise EOFError("it is cut off")
+    except (ArchiveLoadFailed, EOFError) as error:
+        raise UserError(f"{file}: broken after {number:,} records ({reason_of(error)}). Get it again.") from None
+    if not number:
+        raise UserError(f"{file} holds no record: it is empty or not a WARC file. Get it again, or leave it out.")
+
+
+# ------------------------------------------------------------------------------------------------------------- pdf
+
+
+class PDF(Source):
+    """A source of PDF files, each one document."""
+
+    settings: PDFSource
+    endings = (".pdf",)
+    size_known = False
+    files_checked = PIECES_CHECKED  # not all files, because extraction is slow
+
+    def read_unit(self, unit: Unit) -> Iterator[Piece]:
+        try:
+            text = extracted(unit.file, "pdf")
+        except UserError as error:
+            if self.settings.broken == "refuse":
+                raise UserError(f"{error} To leave out such files, set the source's `broken` to skip.") from None
+            warnings.warn(f"left out: {error}", stacklevel=2)
+            return
+        yield from text_document(text)
 
 
 # --------------------------------------------------------------------------------------------- in the child process

@@ -107,12 +107,6 @@ def is_made_here(folder: Path) -> bool:
     return any(all((folder / name).exists() for name in names) for names in (dataset, run))
 
 
-def linked_folders(folder: Path) -> list[Path]:
-    """Return the links below a folder that lead to folders outside it. `walk` does not follow them."""
-    paths = (Path(parent, name) for parent, folders, _ in os.walk(folder) for name in folders)
-    return [path for path in paths if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve())]
-
-
 # -------------------------------------------------------------------------------------------------- their sha256
 
 

@@ -77,9 +77,7 @@ def check_size(n_bytes: int, most_bytes: int, where: str, what: str) -> None:
 
 
 def unpacked_size(file: Path) -> int:
-    """Return the number of bytes that `open_file` yields. A compressed file is read to count them."""
-    if not compression(file.name):
-        return file.stat().st_size
+    """Return the number of bytes that `open_file` yields of a compressed file, by reading it."""
     with open_file(file) as stream:
         return sum(len(chunk) for chunk in iter(lambda: stream.read(_CHUNK_BYTES), b""))
 
