@@ -22,7 +22,7 @@ from gptworks.data.prepare import prepare
 from gptworks.data.sources import anything, archives, base, code, extraction
 from gptworks.data.sources.anything import Files
 from gptworks.data.sources.choose import check_sources, source_signature
-from gptworks.data.sources.encodings import find_encoding
+from gptworks.data.sources.encodings import find_encoding, open_text
 from gptworks.data.sources.records import text_field
 from gptworks.data.sources.report import Kind
 from gptworks.draft import pretraining
@@ -350,6 +350,16 @@ def test_text_in_any_encoding_is_read(language: str, encodings: str, text: str, 
         for n in (1, 4000):  # the second is divided into chunks and pieces
             (tmp_path / "a.txt").write_bytes((text * n).encode(encoding))
             assert whole(tmp_path / "a.txt") == [text * n], (language, encoding, find_encoding(tmp_path / "a.txt"))
+
+
+def test_a_read_of_a_text_in_another_encoding_ends_early_only_at_the_end(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes(("a" * 100_000 + "é😀\r\n\r" * 10_000).encode("utf-16"))
+    whole = b"a" * 100_000 + "é😀\r\n\r".encode() * 10_000
+    for size in range(65_530, 65_540):  # around the size of the buffer, of which a few bytes stay free
+        with open_text(file, "utf-16") as stream:
+            parts = [*iter(lambda: stream.read(size), b"")]  # noqa: B023 (called in this round only)
+        assert b"".join(parts) == whole and all(len(part) == size for part in parts[:-1])
 
 
 def test_a_word_in_another_encoding_far_into_a_file_is_found(tmp_path: Path) -> None:

@@ -196,6 +196,17 @@ def test_a_length_below_what_is_done_is_refused_by_name(run: Path, overrides: li
         resume(run, *overrides)
 
 
+def test_a_damaged_checkpoint_hinders_no_other_length(run: Path) -> None:
+    """A run resumes from the checkpoint before a damaged one, also if its length in minutes changes."""
+    newest = run / "checkpoints" / "step-000004"
+    shutil.copytree(newest, run / "checkpoints" / "step-000006")
+    (run / "checkpoints" / "step-000006" / "state.json").unlink()
+    before, asked = load_recipe(run), ["train.max_minutes"]
+    check_changes(before, load_recipe(run, ["train.max_minutes=9", "train.max_steps=7"]), [*asked, "train.max_steps"])
+    with pytest.raises(UserError, match=r"max_minutes=0\.0001 and .* minutes"):
+        check_changes(before, load_recipe(run, ["train.max_minutes=0.0001", "train.max_steps=7"]), asked)
+
+
 def test_a_finished_run_that_is_resumed_stays_as_it_is(run: Path) -> None:
     resume(run)
     assert not read_history(run).changes

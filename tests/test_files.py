@@ -134,7 +134,6 @@ LISTED = {
     ("runs/bands.py", "shipped_bands", ".read_text"): PACKAGE,
     ("judge/tools.py", "serve", "os.fdopen"): "standard input, which requests come from",
     ("judge/tools.py", "serve", "os.open"): "/dev/null",
-    ("judge/tools.py", "serve.run", ".open"): NO_FILE,
     ("serve/generate.py", "begin", ".open"): NO_FILE,
     ("studio/processes.py", "_holds", ".read_text"): SYSTEM,
     ("studio/processes.py", "_trains", ".read_bytes"): SYSTEM,

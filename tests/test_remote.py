@@ -539,6 +539,8 @@ def test_the_store_keeps_a_checkpoint_to_continue_from_until_a_newer_one_is_ther
         with pytest.raises(RunError, match="the store failed"):
             uploads._upload(True)
     assert kept in there(store)
+    uploads._upload_checkpoint("step-000100")  # listed before training deleted it
+    assert kept in there(store)
     shutil.move(mirror / "checkpoints", mirror.parent / "away")
     uploads._upload(True)
     assert kept in there(store)

@@ -122,6 +122,11 @@ def test_an_answer_has_null_for_numbers_that_are_not_finite_also_next_to_text_th
         assert json.loads(body) == {"hits": [{"text": shown, "loss": None}], "n": 1}
 
 
+def test_an_answer_with_an_object_that_json_cannot_hold_fails_and_holds_no_text_of_it() -> None:
+    with pytest.raises(ValueError, match="unknown type"):
+        as_json({"n": object()})
+
+
 def test_state_lists_the_runs_and_what_is_wrong_with_them(http: httpx.Client, runs: Path, demo: Engine) -> None:
     state = http.get("/studio/state").json()
     assert "play" in state["parts"] and state["read_only"] is False

@@ -395,7 +395,8 @@ def other_templates(folder: Path) -> dict[str, str]:
                 f"{folder / file} has `templates` of a wrong type, {type(kept).__name__}: names are expected."
             )
         named |= _named([{"name": name, "template": source} for name, source in (kept or {}).items()], file)
-    return FolderTemplates(named, "").others
+    named.pop("default", None)
+    return named
 
 
 def find_other_templates(config: TokenizerConfig) -> dict[str, str]:

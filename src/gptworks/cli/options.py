@@ -141,7 +141,9 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(one)
         else:
             groups[one.name] = group
-            parameters += [one.replace(name=name, annotation=k, default=d) for name, (k, d) in group.items()]
+            parameters += [
+                one.replace(name=name, annotation=kind, default=default) for name, (kind, default) in group.items()
+            ]
 
     @functools.wraps(command)
     def call(**values: Any) -> None:

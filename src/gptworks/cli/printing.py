@@ -1,4 +1,4 @@
-"""Output of commands: notices on stderr, results as text or JSON, progress bars, also of the building of datasets."""
+"""Output of commands: notices on stderr, results as text or JSON, and progress bars, also for building datasets."""
 
 import codecs
 import json

@@ -39,8 +39,8 @@ def rule(shards: TokenShards, n: int, most_tokens: int) -> str:
     if (long := _long_documents(shards, n, most_tokens)) is None:
         where = f"{counted(n, 'evenly spaced place')} in the held-out text, each from the next paragraph"
     else:
-        more = f"documents of over {2 * most_tokens} tokens"
-        where = f"{n} of {len(long):,} held-out {more}, evenly spaced, each from its start"
+        documents = f"held-out documents of over {2 * most_tokens} tokens"
+        where = f"{n} of {len(long):,} {documents}, evenly spaced, each from its start"
     return f"{where} to the last end of a paragraph (else line, sentence or word) within {most_tokens} tokens"
 
 

@@ -118,7 +118,7 @@ def _byte_level_bpe(tokenizer: Tokenizer) -> tuple[str, list[tuple[str, str]], l
     """Return the name of the tokenizer's pattern, its merges, and the ids of the 256 bytes and of each merge's token.
 
     gigatoken merges in the order of the ids, and encodes a word that is a token as that token. Raises _Unsuitable if
-    the tokenizer does not.
+    the tokenizer works differently.
     """
     settings = json.loads(tokenizer.to_str())
     model, added = settings["model"], settings["added_tokens"]

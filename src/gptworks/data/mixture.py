@@ -76,8 +76,11 @@ class Member:
 
 def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Path | None]) -> list[Member] | None:
     """Return the datasets of a recipe's mixture, in order; None if one of them is not built, or their tokenizer is not
-    trained: `made` returns the dataset of a recipe without a mixture, if it is built, and `trained` the folder of the
-    tokenizer trained on the text of all datasets.
+    trained.
+
+    Args:
+        made: returns the dataset of a recipe without a mixture, if it is built.
+        trained: returns the folder of the tokenizer trained on the text of all datasets, if it is trained.
 
     Raises:
         UserError: a folder is not a dataset of text or lacks the part that a member names, or the datasets'

@@ -34,9 +34,10 @@ Place = tuple[int, tuple[int, ...]]
 
 
 def with_snippets(parts: Iterable[tuple[Split, Piece]], share: float) -> Iterator[tuple[Split, Piece]]:
-    """Yield the parts, and snippets of the training documents among them, whose size is on average this share of the
-    Python files' size. Held-out documents, and documents of several pieces, give no snippets. Snippets come after many
-    documents, so that a row seldom has both a snippet and its file, from which the model could copy the snippet."""
+    """Yield the parts, and snippets of the training documents among them. The snippets' size is on average this `share`
+    of the Python files' size; 0: no snippets. Held-out documents, and documents of several pieces, give none. Snippets
+    come after many documents, so that a row seldom has both a snippet and its file, from which the model could copy the
+    snippet."""
     made: list[str] = []
     n_characters = 0
     for split, piece in parts:

@@ -169,8 +169,8 @@ def watched(
     windows: Iterable[tuple[Tensor, ...]], n_tokens: int, stride: int | None, progress: Callable[[int, int], None]
 ) -> Iterator[Any]:
     """Yield the windows, which cover `n_tokens` tokens; after each, call `progress(targets done, all targets)`. The
-    last call reports all targets, also if the windows cover fewer. `stride` is the tokens between the starts of
-    windows; None: windows do not overlap."""
+    last call reports all targets, also if the windows cover fewer. `stride` is the number of tokens between
+    the starts of windows; None: windows do not overlap."""
     done, n_targets = 0, n_tokens - 1
     for window in windows:
         yield window

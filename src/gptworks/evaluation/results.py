@@ -3,7 +3,7 @@
 RUN/evaluations/capitals-3-shot.json      figures with intervals, and each item's statistics
 RUN/model-card.md                         its section "Evaluations" lists all results
 
-`Measurements` are those of one evaluation, as text, as JSON and as tables in a notebook.
+`Measurements` shows figures as text, as JSON and as tables in a notebook.
 """
 
 import json

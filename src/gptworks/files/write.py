@@ -285,7 +285,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a folder with its contents, a file, or a link without its target; OSError if something cannot be."""
+    """Delete a folder with its contents, a file, or a link without its target. Raises OSError if that fails."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

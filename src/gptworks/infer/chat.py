@@ -32,7 +32,7 @@ class ChatSession:
     _unit = "token"
 
     def __init__(self, engine: Engine, settings: SamplingSettings | None = None, **changes: Any) -> None:
-        """settings, changes, errors: see `Engine.pieces`."""
+        """For `settings`, `changes` and the errors, see `Engine.pieces`."""
         self.engine = engine
         self.settings = SamplingSettings.of(settings or engine.defaults, **changes)
         self.reset()
@@ -221,8 +221,14 @@ class TurnSession(ChatSession):
     def __init__(
         self, engine: Engine, settings: SamplingSettings | None = None, *, system: str = "", **changes: Any
     ) -> None:
-        """settings, changes, errors: see `Engine.pieces`. system: the system message, before the first turn. Raises a
-        UserError if the run has no chat template."""
+        """For `settings`, `changes` and further errors, see `Engine.pieces`.
+
+        Args:
+            system: the system message, before the first turn.
+
+        Raises:
+            UserError: the run has no chat template.
+        """
         self._template = engine.require_chat_template("Chat with it without a system message.")
         self.system = system
         super().__init__(engine, settings, **changes)

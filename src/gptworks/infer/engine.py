@@ -56,7 +56,7 @@ class EngineFailed(RunError):
     """The engine has failed: all its requests have ended with this error, and it accepts no more."""
 
     def __init__(self, error: BaseException) -> None:
-        """error: the error that ended the engine."""
+        """`error` is the error that ended the engine."""
         what = type(error).__name__ + (f": {error}" if str(error) else "")
         super().__init__(f"the engine failed and takes no more requests ({what}). Start the program again.")
         self.error = self.__cause__ = error
@@ -263,7 +263,8 @@ class Engine:
     def step(self, on_failure: Callable[[BaseException], None] = lambda _: None) -> bool:
         """Take one step with all requests; return whether any request is unfinished.
 
-        on_failure: called with the error that ended the step, before any request receives it.
+        Args:
+            on_failure: called with the error that ended the step, before any request receives it.
 
         Raises:
             EngineFailed: the step failed, and the engine cannot continue; see `fail`.

@@ -61,9 +61,11 @@ class EngineLoop:
     def close(self, *, drain: bool = True) -> None:
         """Accept no more requests, finish or end the current ones, and wait until the engine's thread has stopped.
 
-        drain: let requests finish, unless their reader has left or the thread was never started; False: end them with
-            an EngineStopped. If this call blocks an asyncio loop, readers in that loop cannot read meanwhile. A stream
-            there ends with a SlowReader if it gets more new pieces than `Engine.context` per unfinished text.
+        Args:
+            drain: let requests finish, unless their reader has left or the thread was never started; False: end them
+                with an EngineStopped. If this call blocks an asyncio loop, readers in that loop cannot read meanwhile.
+                A stream there ends with a SlowReader if it gets more new pieces than `Engine.context` per unfinished
+                text.
         """
         self.check()
         with self._accepting:
@@ -235,7 +237,8 @@ class Stream:
     def cancel(self, error: Exception | None = None) -> None:
         """Cancel the unfinished requests; may be called repeatedly. Thread-safe.
 
-        error: a reader that expects more pieces gets this error after the unread ones; default: a StreamCancelled.
+        Args:
+            error: a reader that expects more pieces gets this error after the unread ones; default: a StreamCancelled.
         """
         if not self.cancelled:
             self.cancelled = True

@@ -28,7 +28,7 @@ class Repeats:
     """
 
     def __init__(self, text: Sequence[int]) -> None:
-        """text: the tokens of the prompt."""
+        """`text` is the tokens of the prompt."""
         self._tokens = np.array(text, np.int64)
         self._lengths = np.zeros(len(text), np.int64)
         """For each token: length of the longest run of tokens that ends with it and also ends the text, at most
@@ -51,7 +51,7 @@ class Repeats:
     def penalties(self, settings: "SamplingSettings", ends: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the token ids that would continue a repetition, and the number to subtract from the logit of each.
 
-        ends: tokens that end the text. They are never penalized, because a penalty would prolong the text.
+        Tokens in `ends`, which end the text, are never penalized, because a penalty would prolong the text.
         """
         lengths = self._lengths[: max(0, self._n - 1)]
         places = np.flatnonzero(lengths >= settings.dry_allowed_length)

@@ -402,7 +402,7 @@ def weigh(scores: Tensor) -> Tensor:
 def draw(weights: Tensor, share: Tensor) -> Tensor:
     """Return the first token of each row of weights [B, V] at which the cumulative weight reaches `share` of the sum.
 
-    share: [B], in (0, 1]. Only the blocks' sums and one block of weights are accumulated in double precision.
+    `share` is [B], in (0, 1]. Only the blocks' sums and one block of weights are accumulated in double precision.
     """
     blocks = F.pad(weights, (0, -weights.size(-1) % _BLOCK)).view(len(weights), -1, _BLOCK)  # B, n blocks, _BLOCK
     ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # B, n blocks

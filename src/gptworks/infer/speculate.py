@@ -51,8 +51,14 @@ class PromptLookup(Drafter):
     repeat themselves."""
 
     def __init__(self, n_tokens: int = 8, ngram: int = 3) -> None:
-        """n_tokens, errors: see `Drafter`. ngram: number of last tokens that must have occurred before, at least 2; one
-        token fewer is also tried."""
+        """
+        Args:
+            n_tokens: see `Drafter`.
+            ngram: number of last tokens that must have occurred before, at least 2; one token fewer is also tried.
+
+        Raises:
+            UserError: `n_tokens` is below 1, or `ngram` is below 2.
+        """
         super().__init__(n_tokens)
         if ngram < 2:
             raise UserError(f"ngram={ngram}: it must be 2 or more.")
@@ -96,7 +102,7 @@ class DraftModel(Drafter):
     """Drafts with a smaller model of the same tokenizer. Draws each token with the random number that will check it."""
 
     def __init__(self, model: GPT, n_tokens: int = 4, *, backend: BackendName = "auto") -> None:
-        """n_tokens, errors: see `Drafter`. backend: see `choose_backend`."""
+        """For `n_tokens` and the errors, see `Drafter`; for `backend`, see `choose_backend`."""
         super().__init__(n_tokens)
         self.model, self._backend_name = model, backend
         self._held: list[list[int]] = []  # tokens in each slot; slots are numbered as in the engine

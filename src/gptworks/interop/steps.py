@@ -18,7 +18,12 @@ from gptworks.training.progress import Progress
 
 CHATS: tuple[list[dict[str, Any]], ...] = (
     [{"role": "user", "content": " Hi  there\n"}],
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "  What is <|im_end|> <|endoftext|>?\n"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "  What is <|im_end|> <|endoftext|>?\n"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "Why?"},
+    ],
     [
         {"role": "user", "content": "é 日本 🤖"},
         {"role": "assistant", "content": "<b>yes</b> & 'no' {{ x }}"},

@@ -15,7 +15,7 @@ from gptworks.runs.comparable import differences
 
 @dataclass(frozen=True)
 class TryAnswer:
-    """A try and its verdict; see `Tried`."""
+    """A try and its verdict."""
 
     number: int
     changes: list[str]
@@ -35,6 +35,7 @@ class TryAnswer:
     """Natural logarithm of the e-value, the evidence for a gain."""
     needed_log_e: float
     place: str
+    """This field and those below are the ones of `Tried`."""
     step_time: float | None
     parameters: int | None
     champion: int

@@ -57,8 +57,9 @@ Pairs = Annotated[
 Wait = Annotated[
     float, Field(ge=0, le=MOST_WAIT_SECONDS, description="Seconds to wait for the end; training goes on afterwards.")
 ]
-Answer = TypeVar("Answer")
 Number = Annotated[int, Field(ge=1, le=10**6, description="The number of a try.")]
+
+Answer = TypeVar("Answer")
 
 
 class Judge:
@@ -76,15 +77,17 @@ class Judge:
         return self.opened
 
     async def ask(self, about: Callable[[Campaign], Answer]) -> Answer:
-        """Return what `about` returns for the campaign; raise a ToolError if it raises a UserError."""
+        """Return what `about` returns for the campaign; raise a ToolError if it raises a UserError or a
+        RunError."""
         campaign = await self.campaign()
         with _answered():
             return about(campaign)
 
     async def wait(self, seconds: float) -> None:
         """Wait at most `seconds` for the end of the training, if any."""
+        job = self.job  # another may begin when this one has ended
         with anyio.move_on_after(seconds):
-            while self.job is not None and not self.job.done():
+            while job is not None and not job.done():
                 await anyio.sleep(0.05)
 
     async def train(self, work: Callable[[Campaign], Tried | None], wait_seconds: float) -> answers.Status:

@@ -77,7 +77,8 @@ class Block(LabParts):
     def cost(s: Shapes, layer: int) -> list[Stage]:
         """Return the memory of each of the block's operations, in order."""
         c = s.config
-        arrives = s.products(c.d_model) if c.norms_behind else _branch(s).leaves  # of attention's result, and the MLP's
+        # bytes of the gradient of attention's result, and of the MLP's
+        arrives = s.products(c.d_model) if c.norms_behind else _branch(s).leaves
         before1, before2 = Norm.cost(s, "norm1", reads_entry=True), Norm.cost(s, "norm2", not c.parallel_residual)
         if c.norm_placement == "after":
             before1 = before2 = _entry(s)

@@ -159,7 +159,7 @@ class GPT(nn.Module):
     def embed(self, tokens: Tensor, previous: Tensor | None, *, in_order: bool = True) -> Tensor:
         """Return the scaled embeddings [B, T, C] of token ids [B, T]; smearing adds part of the previous token's.
 
-        in_order: whether each token's predecessor, if any, is the element before it in `tokens`.
+        With `in_order`, each token's predecessor, if any, is the element before it in `tokens`.
         """
         x: Tensor = self.embedding_scale(self.token_embedding(tokens))
         if self.smear is not None and previous is not None:

@@ -48,7 +48,7 @@ class Norm(nn.Module):
     """Norm over the last dimension: LayerNorm (Ba et al., 2016), or RMSNorm (Zhang & Sennrich, 2019)."""
 
     def __init__(self, width: int, eps: float, centers: bool = False, bias: bool = False) -> None:
-        """centers: whether it subtracts the mean, as LayerNorm does and RMSNorm does not."""
+        """With `centers`, the norm subtracts the mean, as LayerNorm does and RMSNorm does not."""
         super().__init__()
         self.eps, self.centers = eps, centers
         self.weight = nn.Parameter(torch.ones(width))
@@ -189,8 +189,10 @@ class MLP(nn.Module):
         """Yield the memory of each operation of the MLP on `n_tokens` tokens; the gradient of its result has `arrives`
         bytes. For an `expert`, input and gradient cost nothing: they are slices of tensors that `MoE.cost` counts.
 
-        n_grouped: number of experts computed by grouped products; `n_tokens` then counts the tokens of all experts.
-            Each product copies their matrices into one tensor, and frees it before the equally large gradient exists.
+        Args:
+            n_grouped: number of experts computed by grouped products; `n_tokens` then counts the tokens of all experts.
+                Each product copies their matrices into one tensor, and frees it before the equally large gradient
+                exists.
         """
         c, p = s.config, s.product_bytes
         inner, outer = round(n_tokens * d_ff * p), round(n_tokens * c.d_model * p)

@@ -98,7 +98,12 @@ def linear_cross_entropies(
     """Return Σ factors[k] · nats[k], and nats [K]; nats[k] is `linear_cross_entropy` of features[k] and targets[k].
 
     All K losses share the head's matrix and its gradient. Only the sum is differentiable, in features and weight.
-    features: [K, ..., C]. weight: [V, C]. targets: [K, ...], int64. factors: K numbers.
+
+    Args:
+        features: [K, ..., C].
+        weight: [V, C].
+        targets: [K, ...], int64.
+        factors: K numbers.
     """
     n = targets[0].numel()
     flat, features = targets.flatten(), features.reshape(-1, features.size(-1))
@@ -163,7 +168,13 @@ def distillation_loss(
     KL(softmax(teacher's logits / temperature) ‖ softmax(logits / temperature)).
 
     Logits are computed in chunks, for both models. Only the first result is differentiable, in features and weight.
-    features: [..., C]. weight: [V, C]. teacher_features: [..., D]. teacher_weight: [V, D]. targets: [...], int64.
+
+    Args:
+        features: [..., C].
+        weight: [V, C].
+        teacher_features: [..., D].
+        teacher_weight: [V, D].
+        targets: [...], int64.
     """
     x, y = (z.reshape(-1, z.size(-1)) for z in (features, teacher_features.detach()))
     wanted = targets.reshape(-1)
@@ -373,7 +384,9 @@ def loss_chunk_bytes(shapes: Shapes, vocab_size: int, head: int, taught: bool) -
     computes; without a fused loss, also the probabilities of some rows (under autocast, with their float32 logits).
     Distillation (`taught`) adds the teacher's logits, and the logits and probabilities of some rows with and without
     temperature.
-    head: number of elements of the head's matrix; 0 if it is frozen.
+
+    Args:
+        head: number of elements of the head's matrix; 0 if it is frozen.
     """
     chunk, product = chunk_tokens(shapes.device, vocab_size), shapes.product_bytes
     first, second = (max(0, min(chunk, n)) * vocab_size for n in (shapes.n_tokens, shapes.n_tokens - chunk))

@@ -52,7 +52,7 @@ class Outline:
     """
 
     def __init__(self, config: ModelConfig, n_future: int) -> None:
-        """n_future: number of tokens beyond the next that the loss also predicts."""
+        """`n_future` is the number of tokens beyond the next that the loss also predicts."""
         self.config, self.n_future = config, n_future
         self.layers: Sequence[int] = config.layer_uses
         """Indices of the blocks to visit, in order. A subclass that treats all blocks alike visits only one."""
@@ -73,7 +73,8 @@ class Outline:
     def product(self, part: str, module: str, sizes: Sizes, x: bool, trained: bool, share: int | None = None) -> None:
         """Visit a product of activations with a matrix of these sizes; `part` names the kind of work.
 
-        share: fraction of the tokens in the product, in units of 1 / n_experts; None: all tokens.
+        Args:
+            share: fraction of the tokens in the product, in units of 1 / n_experts; None: all tokens.
         """
 
     def adapter(self, module: str, sizes: Sizes, x: bool, share: int | None) -> bool:

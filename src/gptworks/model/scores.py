@@ -166,7 +166,12 @@ def attend_banded(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> Tensor:
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, cache: SlotLayer, scores: Scores) -> Tensor:
     """Compute `attend` for a flat batch of several texts' tokens; each token sees only its own text's cache slot.
 
-    q: [1, H, N, D]; k, v: [1, G, N, D], which are first stored in the cache. Returns [1, H, N, D].
+    Args:
+        q: [1, H, N, D].
+        k, v: [1, G, N, D], which are first stored in the cache.
+
+    Returns:
+        [1, H, N, D].
     """
     parts, keys, values = cache.rows.parts, cache.keys, cache.values
     if parts is None or _one_product(q, len(parts)):
@@ -223,7 +228,8 @@ def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def texts_bias(positions: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     """Return the bias [B, T, T] that lets each query see only keys of its text, up to its own and within the window.
 
-    positions: each token's position in its own text, int64 [B, T]; a text begins at each 0.
+    Args:
+        positions: each token's position in its own text, int64 [B, T]; a text begins at each 0.
     """
     length = positions.size(1)
     text = (positions == 0).cumsum(1)
@@ -233,8 +239,11 @@ def texts_bias(positions: Tensor, window: int | None, dtype: torch.dtype) -> Ten
 
 def text_bounds(starts: Tensor, length: int) -> Tensor:
     """Return the index of each text's first token in the flat batch [B·T], then B·T itself: int32 [B·K + 1], ascending.
-    starts: where each text begins in its row, int32 [B, K]. Rows with fewer texts have `length` in the remaining
-    places, which means empty texts."""
+
+    Args:
+        starts: where each text begins in its row, int32 [B, K]. Rows with fewer texts have `length` in the remaining
+            places, which means empty texts.
+    """
     rows = torch.arange(len(starts), dtype=torch.int32, device=starts.device)[:, None]
     return F.pad((starts + rows * length).flatten(), (0, 1), value=len(starts) * length)
 

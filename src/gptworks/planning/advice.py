@@ -74,7 +74,9 @@ def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply 
 
     If a run fits the devices but not the hosts, changes to fewer ranks per host come first. If no change suffices,
     return only the last one that was tried and can start; if none can start, return an empty list.
-    apply: returns the recipe with overrides applied; None: applies them to `recipe`.
+
+    Args:
+        apply: returns the recipe with overrides applied; None: applies them to `recipe`.
     """
     search = _Search(n_ranks, device, apply or recipe_with(recipe))
     found: list[tuple[frozenset[_Remedy], Change]] = []

@@ -62,7 +62,10 @@ def layout_of(recipe: Recipe, n_ranks: int, device: Device) -> Layout:
 
 def refusal(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Refusal | None:
     """Return the first rule that the recipe breaks on `n_ranks` devices of any size; None if it breaks no rule.
-    precision: fp32, bf16 or fp16; auto: unknown, so rules about precision are not checked."""
+
+    Args:
+        precision: fp32, bf16 or fp16; auto: unknown, so rules about precision are not checked.
+    """
     tensor = recipe.train.parallel.tensor_parallel
     if n_ranks % tensor:
         return Refusal(
@@ -189,7 +192,10 @@ def planned_precision(name: str, device: Device) -> str:
 
 def device_setting(recipe: Recipe, device: Device, layout: Layout, precision: str | None = None) -> Setting:
     """Return `rank_setting` with the attention kernels that torch has for the device.
-    precision: precision of the matrix products; None: the one that `train.precision` selects on the device."""
+
+    Args:
+        precision: precision of the matrix products; None: the one that `train.precision` selects on the device.
+    """
     precision = precision or planned_precision(recipe.train.precision, device)
     setting = rank_setting(recipe, precision, device.on_cpu, layout)
     return replace(setting, has_flash=device.has_flash, has_fused=device.has_fused, fuses_groups=device.fuses_groups)

@@ -6,7 +6,7 @@ from math import ceil
 from gptworks.config import ModelConfig
 from gptworks.errors import UserError
 from gptworks.planning.assumed import COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER
-from gptworks.planning.devices import largest_that_fits
+from gptworks.planning.bisection import largest_that_fits
 from gptworks.planning.run import Plan
 
 MOST_GROUPS = 512
@@ -111,7 +111,7 @@ def _of_size(plan: Plan, groups: int) -> tuple[Plan, tuple[str, ...]] | None:
     """Return the plan of the model with `groups` key/value heads and the overrides that make it; None if it cannot be
     built or divided among the devices."""
     overrides = size_overrides(plan.recipe.model, groups)
-    sized = plan.changed(overrides, largest_micro_batch=True)
+    sized = plan.with_overrides(overrides, largest_micro_batch=True)
     if sized is None:
         return None
     if plan.measured is not None and plan.tokens_per_second is not None:  # assume the measured FLOP/s for every size

@@ -1,8 +1,6 @@
 """Devices: their memory and speed, and the nodes that they are in. `device_table` lists known devices; `this_cpu`
 describes this machine's CPU as a device."""
 
-from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,14 +66,6 @@ class Device:
 def custom_device(memory_gib: float, flops: float | None, bandwidth: float | None) -> Device:
     """Return a device with this memory, FLOP/s in every precision, and memory bandwidth in bytes/s; None: unknown."""
     return Device("GPU", "cuda", round(memory_gib * 2**30), flops, flops, bandwidth, "given")
-
-
-def largest_that_fits(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the largest number below `high` that fits, if all smaller ones do; `low` if no number above it fits."""
-    step = 1
-    while low + step < high and fits(low + step):
-        low, step = low + step, 2 * step
-    return low + bisect_left(range(low + 1, min(low + step, high)), True, key=lambda n: not fits(n))
 
 
 LOOPBACK: dict[str, Any] = {

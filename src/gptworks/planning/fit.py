@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 from gptworks.config import Recipe
 from gptworks.planning.arrange import Refusal, arrange, device_setting, planned_precision
-from gptworks.planning.devices import Device, largest_that_fits
+from gptworks.planning.bisection import largest_that_fits
+from gptworks.planning.devices import Device
 from gptworks.planning.host import HostMemory, host_memory
 from gptworks.planning.layout import Layout
 from gptworks.planning.memory import generation_peak, training_peak
@@ -77,8 +78,11 @@ def divisors(n: int) -> list[int]:
 
 def largest_micro_batch(setting: Setting, capacity_bytes: int, step_samples: int) -> int:
     """Return the largest micro-batch whose step fits into `capacity_bytes`; 0 if even one sample does not fit.
-    step_samples: samples per step on one device. With smaller micro-batches, gradients accumulate, so they are in
-    memory during the forward pass."""
+
+    Args:
+        step_samples: samples per step on one device. With smaller micro-batches, gradients accumulate, so they are in
+            memory during the forward pass.
+    """
 
     def fits(size: int) -> bool:
         tried = replace(setting, micro_batch_size=size, accumulates=size < step_samples)

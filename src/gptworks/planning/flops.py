@@ -120,9 +120,10 @@ class Products(Outline):
         freeze: FreezeConfig | None = None,
         by_expert: bool = True,
     ) -> None:
-        """by_expert: whether each expert is a module of its own. If not, the block's first expert counts for all, which
-        saves minutes for 1,000 layers of 4,096 experts. Patterns in `freeze` may name experts, so with patterns each
-        expert is a module."""
+        """With `by_expert`, each expert is a module of its own. Otherwise, the block's first expert counts for all,
+        which saves minutes for 1,000 layers of 4,096 experts. Patterns in `freeze` may name experts, so with patterns
+        each expert is a module.
+        """
         super().__init__(config, n_future)
         if config.n_experts and not by_expert and (freeze is None or not freeze.patterns):
             self.experts_a_visit = config.n_experts

@@ -34,7 +34,8 @@ def kv_cache_bytes(
     """Return the bytes of one sequence of `length` tokens (default: the context) in a `SlotCache`, which keeps the keys
     and values of all tokens even in windowed layers, and the token ids if the model reads the previous token.
 
-    scale_bytes: bytes of the scale of each vector; an int8 cache has scales of 4 bytes.
+    Args:
+        scale_bytes: bytes of the scale of each vector; an int8 cache has scales of 4 bytes.
     """
     length = config.context_length if length is None else length
     vector_bytes = config.d_head * bytes_per_value + scale_bytes

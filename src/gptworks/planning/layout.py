@@ -106,7 +106,10 @@ def padded(shape: Shape, n_shards: int) -> int:
 
 def shards_of(parameters: ParameterCount, model: ModelConfig, trained: Trained, n_shards: int) -> Shards:
     """Return the sizes of the groups that `gptworks.training.distributed.parallel.ManyDevices.place` makes.
-    n_shards: number of ranks that shard each tensor; 1: not sharded."""
+
+    Args:
+        n_shards: number of ranks that shard each tensor; 1: not sharded.
+    """
     whole = matrices = outside = 0
     for group, _, shape in parameters.tensors():
         if not group.in_block:

@@ -62,7 +62,9 @@ def training_peak(setting: Setting) -> Peak:
 
 def generation_peak(setting: Setting, gathered: bool = False) -> Peak:
     """Estimate the peak memory of a device between steps, while an engine generates samples or answers.
-    gathered: whether FSDP gathers all blocks once; otherwise it gathers each block in each step of the engine."""
+
+    With `gathered`, FSDP gathers all blocks once; otherwise it gathers each block in each step of the engine.
+    """
     return _Step(setting, setting.row_length).generating(gathered)
 
 

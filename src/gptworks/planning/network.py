@@ -136,7 +136,10 @@ def _of_tensor_parallel(s: Setting, shards: Shards, sharded: bool) -> Iterator[C
 
 def sent_bytes(collective: Collective, layout: Layout, micro_steps: int, n_bytes: int | None = None) -> float:
     """Return the bytes that a rank sends, and also receives, in a step.
-    n_bytes: bytes of the tensors to send; None: the collective's `n_bytes`."""
+
+    Args:
+        n_bytes: bytes of the tensors to send; None: the collective's `n_bytes`.
+    """
     n = _group_size(collective, layout)
     times = micro_steps if collective.in_each_micro_batch else 1
     factor = (2 if collective.kind == "all_reduce" else 1) * (n - 1) / n
@@ -170,7 +173,9 @@ def step_time(
     FSDP gathers a block while the previous one is computed, so each pass takes the longer of gathering and computing,
     plus the transfers without overlap: of the root, of the first block and of the last gradients. DDP reduces gradients
     during the last micro-batch's backward pass. Tensor-parallel ranks wait for each all-reduce.
-    forward_seconds, backward_seconds: seconds of computation in these passes, of all micro-batches of a step.
+
+    Args:
+        forward_seconds, backward_seconds: seconds of computation in these passes, of all micro-batches of a step.
     """
     layout = setting.layout
     spent = dict.fromkeys(("forward", "backward", "last_backward", "generation", "exposed"), 0.0)

@@ -217,9 +217,11 @@ class Plan:
         ranks = self.setting.layout.world_size
         return [] if self.fits else changes_that_fit(self.recipe, ranks, self.device, self.apply)
 
-    def changed(self, overrides: Sequence[str], largest_micro_batch: bool = False) -> "Plan | None":
+    def with_overrides(self, overrides: Sequence[str], largest_micro_batch: bool = False) -> "Plan | None":
         """Return the plan of the recipe with overrides applied, on the same devices; None if it cannot run there.
-        largest_micro_batch: also set the largest micro-batch that fits."""
+
+        With `largest_micro_batch`, also set the largest micro-batch that fits.
+        """
         n_ranks = self.setting.layout.world_size
         try:
             recipe = (self.apply or recipe_with(self.recipe))(overrides, n_ranks)

@@ -10,7 +10,8 @@ from gptworks.errors import UserError
 from gptworks.kernels.step import refused_architecture
 from gptworks.model.cost import Shapes
 from gptworks.model.gpt import GPT
-from gptworks.planning.devices import Device, largest_that_fits
+from gptworks.planning.bisection import largest_that_fits
+from gptworks.planning.devices import Device
 from gptworks.planning.inference import PRECISIONS, kv_cache_bytes, tensor_bytes, weights_bytes
 from gptworks.planning.params import ParameterCount, count_parameters, require_vocab_size
 from gptworks.planning.setting import PREFILL_TOKENS, UNPACKED_ELSEWHERE, UNPACKED_ON_CPU

@@ -57,7 +57,8 @@ def as_trained(stage: Stage, trained: Trained, shapes: Shapes, layer: int, no_co
 
     A matrix's input is saved if this matrix, or another that reads the same input, is trained or has an adapter without
     dropout. An adapter with dropout saves its own input.
-    no_copies: whether autocast copies no matrices, because they are quantized, or gathered in the products' dtype.
+
+    With `no_copies`, autocast copies no matrices, because they are quantized, or gathered in the products' dtype.
     """
     saved, module = dict(stage.saved), stage.module or stage.name
     if no_copies:

@@ -41,7 +41,7 @@ def kind_of(dtype: object, columns: int) -> Weights | None:
 
 
 def empty(kind: Weights, rows: int, columns: int) -> Packed:
-    """Return uninitialized weight and scale for a packed matrix [rows, columns]; for int4, `columns` is n·32."""
+    """Return uninitialized weight and scale of a packed matrix [rows, columns]; for int4, columns % 32 = 0."""
     if kind == "int4":
         assert columns % GROUP == 0, f"int4 has groups of {GROUP} along a row, and {columns} columns are not a multiple"
         halves = torch.empty(rows, columns // 2, dtype=torch.uint8)

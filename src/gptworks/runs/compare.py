@@ -1,5 +1,5 @@
-"""`gptworks compare`: show runs side by side, and test whether their differences are more than noise. On a terminal
-and as an HTML page with curves."""
+"""`gptworks compare`: show runs side by side, on a terminal and as an HTML page with curves, and test whether their
+differences are more than noise."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass

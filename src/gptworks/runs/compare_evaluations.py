@@ -69,7 +69,8 @@ class EvaluationComparison:
 
 def compare_evaluations(runs: Sequence[Path]) -> EvaluationComparison:
     """Compare each run's stored evaluations with the first run's, if both runs were evaluated on the same questions.
-    Raise a UserError if only one run is given, or no other run was evaluated on a question of the first."""
+    Raise a UserError if only one run is given, or if no other run shares an evaluation of the same questions with the
+    first."""
     if len(runs) < 2:
         raise UserError("--evaluations compares runs with the first: give two or more.")
     first, *others = [(run.resolve().name, read_evaluations(run)) for run in runs]

@@ -20,8 +20,8 @@ _LAST_LINES_SECONDS = 2.0
 
 
 def log_request(scope: Scope, status: int | None, seconds: float, n_tokens: int) -> None:
-    """Log one line: address, method, path, status (499, as in nginx, if the client left without an answer: None),
-    milliseconds, tokens read and written."""
+    """Log one line: address, method, path, status, milliseconds, tokens read and written. The status None, of a request
+    whose client left without an answer, is logged as nginx's 499."""
     if not _REQUESTS.isEnabledFor(logging.INFO):
         return
     path = scope.get("raw_path", b"").decode("latin-1")[:200]

@@ -113,7 +113,7 @@ class RequestClock:
     """Records the latencies of one request's texts in its model's metrics."""
 
     def __init__(self, metrics: ModelMetrics, began: float) -> None:
-        """began: time of the request's arrival, by `time.monotonic`."""
+        """`began` is the time of the request's arrival, by `time.monotonic`."""
         self._observe, self._finished = metrics
         self._began = began
         self._last: dict[int, float] = {}

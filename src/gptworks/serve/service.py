@@ -163,7 +163,7 @@ class Service:
     @property
     def n_working(self) -> int:
         """Number of requests that count as work; see `Caller.works`."""
-        return self.held("", lambda one: one.works)[1]
+        return sum(one.works for one in tuple(self.callers))
 
     def held(self, client: str, number: Callable[[Caller], int]) -> tuple[int, int]:
         """Return the sums of a number of each caller: over one client's requests, and over all requests."""

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -41,21 +40,27 @@ def json_text(tree: Any) -> str:
     try:
         return to_json(tree, inf_nan_mode="null").decode()
     except ValueError:  # an unpaired surrogate, from a file's name or a hostile file
-        return to_json(plain(tree, not_finite=lambda _: None)).decode()
+        return to_json(_printable(tree), inf_nan_mode="null").decode()
 
 
-def plain(tree: Any, not_finite: Callable[[float], Any] = repr) -> Any:
-    """Return the tree in a form that JSON can hold: its texts can be encoded, and other objects become texts.
-
-    Args:
-        not_finite: returns the value of a non-finite number; by default a string, as in metrics.jsonl.
-    """
+def _printable(tree: Any) -> Any:
+    """Return the tree with every text changed to one that UTF-8 can encode."""
     if is_dataclass(tree):
         tree = vars(tree)
     if isinstance(tree, dict):
-        return {printable(str(key)): plain(value, not_finite) for key, value in tree.items()}
+        return {_printable(key): _printable(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return [plain(value, not_finite) for value in tree]
+        return [_printable(value) for value in tree]
+    return printable(tree) if isinstance(tree, str) else tree
+
+
+def plain(tree: Any) -> Any:
+    """Return the tree in a form that JSON can hold. Non-finite numbers become strings, as in metrics.jsonl. Other
+    objects become strings too."""
+    if isinstance(tree, dict):
+        return {printable(str(key)): plain(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [plain(value) for value in tree]
     if isinstance(tree, float) and not math.isfinite(tree):
-        return not_finite(tree)
+        return repr(tree)
     return tree if tree is None or isinstance(tree, int | float) else printable(str(tree))

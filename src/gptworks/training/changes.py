@@ -5,6 +5,7 @@ record also holds the checkpoints from which the run was forked, and the overrid
 run uses again.
 """
 
+import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -141,7 +142,7 @@ def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[R
     earlier, given = by_key(read_history(recipe.run_dir).overrides), by_key(overrides)
     kept = [override for key, override in earlier.items() if key not in given]
     run = load_recipe(recipe.run_dir).model_dump(mode="json", include={"model", "train"})
-    del run["model"]["vocab_size"], run["train"]["micro_batch_size"]
+    del run["model"]["vocab_size"], run["train"]["micro_batch_size"]  # derived again
     now = load_recipe(source, [*kept, *overrides], unsaid=run)
     return now.model_copy(update={"run_dir": recipe.run_dir}), kept
 
@@ -209,11 +210,21 @@ def _check_length(now: Recipe, changes: Changes, done: int, *, is_fork: bool) ->
     if train.max_steps is not None and train.max_steps < done:
         too_short = f"train.max_steps={train.max_steps} and {has_done} {done:,} steps"
     elif train.max_minutes is not None and "train.max_minutes" in changes:
-        seconds = next((Progress.of(one).seconds for one in checkpoints(now.run_dir) if one.step == done), 0.0)
+        reached = _progress_at(now.run_dir, done)
+        seconds = 0.0 if reached is None else reached.seconds
         if seconds > 60 * train.max_minutes:
             too_short = f"train.max_minutes={train.max_minutes:g} and {has_done} {seconds / 60:.1f} minutes"
     if too_short:
         raise UserError(f"{too_short}: give more to continue, or use its checkpoints as they are.")
+
+
+def _progress_at(run_dir: Path, step: int) -> Progress | None:
+    """Return the progress at the newest checkpoint up to `step` whose progress can be read; None if there is none."""
+    for checkpoint in checkpoints(run_dir):
+        if checkpoint.step <= step:
+            with contextlib.suppress(OSError, UserError):  # a run resumes from the one before a damaged checkpoint
+                return Progress.of(checkpoint)
+    return None
 
 
 def _check_anneal(before: Recipe, now: Recipe, done: int) -> None:
@@ -229,8 +240,8 @@ def _check_anneal(before: Recipe, now: Recipe, done: int) -> None:
         )
     if old == new:
         return
-    reached = (Progress.of(one).position for one in checkpoints(now.run_dir) if one.step == done)
-    position = next(reached, done * before.train.batch_size)
+    reached = _progress_at(now.run_dir, done)
+    position = done * before.train.batch_size if reached is None else reached.position
     first = min(place for place, _ in filter(None, (old, new)) if place is not None)
     if position > first:
         was = "no data.anneal" if old is None else f"data.anneal from sample {old[0]:,} on"

@@ -236,8 +236,8 @@ class CheckpointWriter:
             self.wait()
 
     def save(self, step: int, tensors: Mapping[str, Iterable[tuple[str, TensorPart]]], state: dict[str, Any]) -> None:
-        """Wait for the earlier save (RunError: it failed), copy the parts, and begin to write them. All ranks call
-        this.
+        """Wait for the earlier save, or raise RunError if it failed; copy the parts, and begin to write them. All ranks
+        call this.
 
         Args:
             tensors: this rank's parts of the `model` and, unless only weights are saved, of the `optimizer`.

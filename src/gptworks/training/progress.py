@@ -185,8 +185,8 @@ class Length:
         total = self.total_steps(progress)
         if total is not None and total < progress.step:
             raise UserError(
-                f"train.epochs={self._train.epochs} and {self._recipe.run_dir} has done {progress.step:,} steps: give "
-                f"more to continue, or use its checkpoints as they are."
+                f"train.epochs={self._train.epochs:g} and {self._recipe.run_dir} has done {progress.step:,} steps: "
+                f"give more to continue, or use its checkpoints as they are."
             )
 
 

@@ -148,6 +148,8 @@ class Uploads:
         path, below = self._mirror / CHECKPOINTS / folder, f"{CHECKPOINTS}/{folder}"
         try:
             now = stamp(path / SEAL)
+            if now is None:
+                raise FileNotFoundError(path / SEAL)
             if f"{below}/{SEAL}" in self._names:  # another checkpoint of this step: no reader may see it half replaced
                 self._remove(f"{below}/{SEAL}")
             for file in sorted(path.iterdir()):
@@ -198,8 +200,8 @@ class Uploads:
         self._sent.pop(name, None)
 
     def _writing(self, counts: bool = True) -> Remote:
-        """Return the store to change it; raise RunError if another process has taken the folder. `counts`: a reader of
-        the folder sees the change."""
+        """Return the store for a change; raise RunError if another process has taken the folder. `counts`: whether a
+        reader of the folder sees the change."""
         if not self._may_write(counts):
             raise RunError(f"{self._remote.url} was taken by another process")
         return self._remote

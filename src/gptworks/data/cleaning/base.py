@@ -38,7 +38,8 @@ class RuleFilter(Filter):
         return next((Dropped(reason) for reason, is_broken in self.rules(text) if is_broken), text)
 
     def rules(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yield, for one rule after the other, the reason to drop the document and whether it breaks the rule."""
+        """Yield, for one rule after the other, the reason to drop the document and whether it breaks the rule. A rule
+        is asked for only if the document breaks none before it."""
         raise NotImplementedError
 
 

@@ -84,7 +84,7 @@ class Files(Source):
         units: list[Unit] = []
         for file in self.files():
             try:
-                units += self.units_of(file)
+                units += [*self.units_of(file)]  # all or none, if an error comes late
             except Exception as error:
                 _of_the_file(error, file)  # raises an error that is not about the file
         return units

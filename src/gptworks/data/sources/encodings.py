@@ -121,20 +121,22 @@ class _Decoded(io.RawIOBase):
 
     def __init__(self, stream: BinaryIO, encoding: str, file: Path) -> None:
         self._text, self._file = io.TextIOWrapper(stream, encoding, newline=""), file
+        self._ready = b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         try:
-            data = self._text.read(len(buffer) // 4).encode("utf-8", "replace")  # a character has at most four bytes
+            self._ready = self._ready or self._text.read(_CHUNK_BYTES).encode("utf-8", "replace")
         except UnicodeError as error:
             raise UserError(
                 f"{self._file} is not text in {self._text.encoding}, its likeliest encoding ({error}). Leave it out, "
                 f"or convert it to UTF-8."
             ) from None
-        buffer[: len(data)] = data
-        return len(data)
+        taken, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
+        buffer[: len(taken)] = taken
+        return len(taken)
 
     def close(self) -> None:
         self._text.close()

@@ -110,7 +110,9 @@ class SlotCache:
     ) -> None:
         """Allocate `n_slots` slots of `capacity` tokens, or of the model's context if that is shorter.
 
-        dtype: floating point, or int8. unit: positions in a block, see `Vectors`; 1: no blocks.
+        Args:
+            dtype: floating point, or int8.
+            unit: positions in a block, see `Vectors`; 1: no blocks.
         """
         self.config = config
         self.n_slots, self.capacity = n_slots, min(capacity, config.context_length)
@@ -176,7 +178,8 @@ class SlotCache:
     def decoding_rows(self, slots: Tensor, positions: Tensor) -> SlotRows:
         """Return the cache positions for one new token of each of N texts, in tensors whose values may change.
 
-        slots, positions: each token's slot, and its position in its text, int64 [N] on the cache's device.
+        Args:
+            slots, positions: each token's slot, and its position in its text, int64 [N] on the cache's device.
         """
         layers = zip(self.keys, self.values, strict=True)
         return SlotRows(None, slots, positions, self.capacity, layers, self.tokens)

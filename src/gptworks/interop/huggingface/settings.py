@@ -225,8 +225,9 @@ def bias_flags(*always: str, **flags: tuple[bool, str]) -> Clause:
             shown = ", ".join(f"`{name}`={value!r}" for name, value in given.items())
             raise UserError(f"config.json has {shown}: true or false is expected.")
         there = {*always, *(kind for name, on in given.items() if on for kind in flags[name][1].split())}
-        attention: Any = "qkv" in there if ("qkv" in there) == ("out" in there) else min(there & {"qkv", "out"})
-        return {"attention_bias": attention, "mlp_bias": "mlp" in there}
+        attention = there & {"qkv", "out"}
+        one = next(iter(attention)) if len(attention) == 1 else bool(attention)  # both: True; none: False
+        return {"attention_bias": one, "mlp_bias": "mlp" in there}
 
     return Clause(write, read)
 

@@ -67,7 +67,7 @@ class Parallel:
     """All ranks, in dimensions data and tensor; None: a single rank."""
 
     def __init__(self, train: TrainConfig, varying_widths: bool = False) -> None:
-        """varying_widths: whether batches differ in length; blocks are then compiled for any length."""
+        """With `varying_widths`, batches differ in length, and blocks are compiled for any length."""
         self.compile, self.varying_widths = train.compile, varying_widths
         self.stop_asked: Callable[[], str | None] = lambda: None
         """Returns the signal that asked this process to stop, or None. Evaluations call it before each batch."""
@@ -110,7 +110,10 @@ class Parallel:
 
     def gradient_norm(self, prefix: str = "", scalars: Scalars | None = None) -> float:
         """Return the norm of the gradients of all parameters whose names start with `prefix`.
-        scalars: numbers that the host reads together with the norm; None: only the norm."""
+
+        Args:
+            scalars: numbers that the host reads together with the norm; None: only the norm.
+        """
         scalars = Scalars() if scalars is None else scalars
         named = self.parameters.items()
         norm = nn.utils.get_total_norm([p.grad for n, p in named if p.grad is not None and n.startswith(prefix)])
@@ -130,14 +133,19 @@ class Parallel:
 
     def parts(self, tensors: dict[str, Tensor], holders: Holders = NO_HOLDERS) -> Iterator[tuple[str, TensorPart]]:
         """Yield the parts of tensors that this rank writes to a checkpoint. Together, ranks write each element once.
-        tensors: this rank's shards, as `shard_tensors` returns them."""
+
+        `tensors` are this rank's shards, as `shard_tensors` returns them.
+        """
         return ((name, TensorPart.whole(tensor)) for name, tensor in tensors.items())
 
     @contextmanager
     def inference_mode(self, generates: bool = False) -> Iterator[None]:
         """Context in which the model is used but not trained. All ranks must enter it together.
-        generates: whether the engine generates texts in it, with a forward pass for each token. With `gathers_once`,
-        sharded blocks are gathered on entry and not again."""
+
+        Args:
+            generates: whether the engine generates texts in it, with a forward pass for each token. With
+                `gathers_once`, sharded blocks are gathered on entry and not again.
+        """
         yield
 
     def split_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -432,7 +432,9 @@ class _Watch(threading.Thread):
 
     def _end(self, message: str, asks: bool = True) -> None:
         """End the process from this thread, because no exception reaches the main thread inside a collective.
-        asks: whether to print the message only if, according to the store, no other rank has reported an error."""
+
+        With `asks`, print the message only if, according to the store, no other rank has reported an error.
+        """
         if not asks or self.may_speak():
             sys.stderr.write(f"error: {message}\n")
             sys.stderr.flush()

@@ -74,7 +74,9 @@ class ThisMachine:
 
     def leave(self, over: bool) -> None:
         """Wait up to `_PART_SECONDS` for the ranks of all machines to end, since they may use this machine's store.
-        over: whether the run has ended for all machines, so that none may join any more."""
+
+        With `over`, the run has ended for all machines, so that none may join any more.
+        """
 
 
 class Machines(ThisMachine):

@@ -98,8 +98,11 @@ class Owners:
     the matrices that each rank of this copy owns, by part number."""
 
     def __init__(self, mesh: DeviceMesh | None = None, divided_over: Sequence[str] = ()) -> None:
-        """mesh: all ranks, in dimensions data and tensor; None: a single rank.
-        divided_over: names of the mesh dimensions over which the matrices are sharded."""
+        """
+        Args:
+            mesh: all ranks, in dimensions data and tensor; None: a single rank.
+            divided_over: names of the mesh dimensions over which the matrices are sharded.
+        """
         self._mesh, self._divided_over = mesh, divided_over
         self.ranks = [0]
         """Global ranks of the owners, by number."""
@@ -125,8 +128,11 @@ class Owners:
     def gather(self, owned: Sequence[Matrices], made: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """Return a whole tensor for each matrix that this rank owns, [N, rows, columns], from the parts that the ranks
         of this copy hold; [0, 0, 0] if it owns none. At least one rank owns some.
-        made: returns this rank's part of a matrix's tensor. The tensor has the matrix's shape; all tensors have one
-        dtype."""
+
+        Args:
+            made: returns this rank's part of a matrix's tensor. The tensor has the matrix's shape; all tensors have one
+                dtype.
+        """
         mine = owned[self.part]
         if self.n_parts == 1:
             return torch.stack([made(matrix) for matrix in mine]) if len(mine) > 1 else made(mine[0])[None]
@@ -191,7 +197,9 @@ def divided_among_owners(
     """Yield the owners of all matrices sharded over the same mesh dimensions, and each owner's matrices, by number.
 
     Owners get about equal work. All ranks compute the same division, which depends only on shapes and order.
-    work: returns the cost of the computation for a matrix of a shape.
+
+    Args:
+        work: returns the cost of the computation for a matrix of a shape.
     """
     alike: dict[tuple[str, ...], list[nn.Parameter]] = {}
     for matrix in matrices:

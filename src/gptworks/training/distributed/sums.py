@@ -21,7 +21,7 @@ class GradientSums:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: distributed.ProcessGroup) -> None:
-        """parameters: replicated parameters, roughly in the order in which a backward pass computes their gradients."""
+        """`parameters` are replicated, and roughly in the order in which a backward pass computes their gradients."""
         self._buckets: list[list[nn.Parameter]] = []  # each bucket has about BUCKET_BYTES of parameters
         self._awaited: list[int] = []  # number of gradients of each bucket that are not computed yet
         self._n_sent = 0
@@ -37,7 +37,9 @@ class GradientSums:
 
     def begin(self, timed: Timed) -> None:
         """Let the next backward pass, the step's last, send each bucket in order once its gradients are ready.
-        timed: returns a context that measures the wait for other ranks."""
+
+        `timed` returns a context that measures the wait for other ranks.
+        """
         self._awaited, self._timed = [len(bucket) for bucket in self._buckets], timed
 
     def finish(self) -> None:

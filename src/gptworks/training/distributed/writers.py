@@ -41,7 +41,7 @@ class RankWriters(Writers):
     """Communication of one rank's writing thread with the threads of the other ranks."""
 
     def __init__(self, store: Any, rank: int, n_ranks: int) -> None:
-        """store: a connection to the launcher's store that no other thread uses."""
+        """`store` is a connection to the launcher's store that no other thread uses."""
         self._store, self.rank, self._n_ranks = store, rank, n_ranks
         self._n_saves, self._until = 0, math.inf
 

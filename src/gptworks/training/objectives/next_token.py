@@ -54,8 +54,13 @@ LossFunction = Callable[[GPT, Batch], Losses]
 
 def next_token(model: GPT, batch: Batch, routing: Routing = Routing(), future_weights: Sequence[float] = ()) -> Losses:
     """Return the targets' cross-entropy in nats; with experts, plus the two losses of each layer's router.
-    future_weights: loss weights of the tokens after the next one, nearest first; empty: their heads are not trained.
-    As in DeepSeek-V3 (2024, section 2.2), all losses are divided by the number of next-token targets."""
+
+    As in DeepSeek-V3 (2024, section 2.2), all losses are divided by the number of next-token targets.
+
+    Args:
+        future_weights: loss weights of the tokens after the next one, nearest first; empty: their heads are not
+            trained.
+    """
     inputs, targets, *texts = batch
     router_logits: list[Tensor] = []
     features = model.features(inputs, None, router_logits, *texts)
@@ -75,9 +80,13 @@ def next_token(model: GPT, batch: Batch, routing: Routing = Routing(), future_we
 
 def future_targets(targets: Tensor, n_tokens: int, text_positions: Tensor | None = None) -> Tensor:
     """Return the targets of the next `n_tokens` tokens, [n_tokens, B, T], from `targets` of the next token [B, T].
+
     A target is −100 if it is −100 in `targets` or lies beyond the row's end.
-    text_positions: each token's position in its own text, int64 [B, T], if rows hold several texts. A target in
-    another text than the input token's is −100 as well."""
+
+    Args:
+        text_positions: each token's position in its own text, int64 [B, T], if rows hold several texts. A target in
+            another text than the input token's is −100 as well.
+    """
     ahead_of = [targets]
     for ahead in range(1, n_tokens):
         n_there = max(0, targets.size(1) - ahead)

@@ -18,7 +18,7 @@ class RolloutStore:
     """The folder `rollouts/` of a run: one file for each micro-step of each round of answers."""
 
     def __init__(self, run_dir: Path, n_kept: int) -> None:
-        """n_kept: number of earlier rounds to keep."""
+        """`n_kept` is the number of earlier rounds to keep."""
         self._folder, self._n_kept = run_dir / ROLLOUTS, n_kept
 
     def _path(self, number: int, micro_step: int) -> Path:

@@ -181,8 +181,7 @@ def _by_kind(sent: list[Sent]) -> Counter[tuple[str, str]]:
 
 
 def advice(plan: Plan, write_seconds: float) -> Iterator[Advice]:
-    """Yield the changes to recommend for a planned run.
-    write_seconds: the time to write a checkpoint."""
+    """Yield the changes to recommend for a planned run; writing a checkpoint takes `write_seconds`."""
     if not plan.fits:
         settings = (plan.changes[0].words,) if plan.changes else ()
         would = "" if not plan.changes else "" if plan.changes[0].fits else " Not even this would fit."
@@ -271,7 +270,7 @@ def _faster(plan: Plan) -> Advice | None:
     recomputed = [(), *((f"train.activation_checkpointing={kind}",) for kind in kinds)]
     tried: list[tuple[tuple[str, ...], Plan]] = []
     for layout, again in product(several, recomputed):
-        changed = plan.changed((*layout, *again))
+        changed = plan.with_overrides((*layout, *again))
         if changed is None:
             continue
         tried.append(((*layout, *again), changed))
@@ -280,7 +279,7 @@ def _faster(plan: Plan) -> Advice | None:
         size = next((n for n in divisors(per_rank) if n <= largest and n % group == 0), 0)
         if size and size != changed.setting.micro_batch_size:
             also = (*layout, *again, f"train.micro_batch_size={size}")
-            if (larger := plan.changed(also)) is not None:
+            if (larger := plan.with_overrides(also)) is not None:
                 tried.append((also, larger))
     fitting = [(settings, found) for settings, found in tried if found.fits and found.tokens_per_second]
     best = max((found.tokens_per_second or 0 for _, found in fitting), default=0)

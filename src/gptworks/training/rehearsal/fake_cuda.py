@@ -67,7 +67,9 @@ _SECONDS = 1800
 
 def step_on_fake_cuda(rehearsal: Rehearsal) -> FakeStep:
     """Run two training steps of a new model on fake CUDA tensors, in a new process, and report on the second.
-    rehearsal: the step's settings, of device cuda; `Rehearsal.of(plan, "cuda")` gives those of a plan."""
+
+    `rehearsal` has the step's settings, of device cuda; `Rehearsal.of(plan, "cuda")` gives those of a plan.
+    """
     try:
         guard = guard_library()
     except Unavailable as error:

@@ -165,7 +165,7 @@ class Traffic(TorchDispatchMode):
     """Context that records this process's collectives and changes none."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        """mesh: all ranks, in dimensions data and tensor."""
+        """`mesh` has all ranks, in dimensions data and tensor."""
         super().__init__()  # type: ignore[no-untyped-call]
         data, tensor = (mesh.get_group(name) for name in ("data", "tensor"))
         everyone = "data" if tensor.size() == 1 else "tensor" if data.size() == 1 else "all"

@@ -137,7 +137,9 @@ class StepMemory:
     @contextmanager
     def counted(self, is_whole: bool) -> Iterator[None]:
         """Return a context for a step; in the second full step, when the optimizer has its state, it counts memory.
-        is_whole: whether the step is full: it has the batch and row sizes that the plan assumes."""
+
+        With `is_whole`, the step is full: it has the batch and row sizes that the plan assumes.
+        """
         self._n_whole += is_whole
         if not (self._counts and is_whole and self._n_whole == 2):
             yield
@@ -148,7 +150,9 @@ class StepMemory:
 
     def peaks(self, copied_bytes: int) -> MemoryPeaks:
         """Return the run's planned and measured peak memory.
-        copied_bytes: size of the largest copy that was made for a checkpoint."""
+
+        `copied_bytes` is the size of the largest copy that was made for a checkpoint.
+        """
         setup, step_bytes = self._setup, self.peak_bytes
         grown_bytes = peak_growth_bytes(setup.device, self._before_bytes) or None
         if setup.device.type == "cuda":  # only tensors increase GPU memory
@@ -160,5 +164,8 @@ class StepMemory:
 
 
 if __name__ == "__main__":
-    (keep_freed_memory if sys.argv[1] == "keep" else return_freed_memory)()
+    if sys.argv[1] == "keep":
+        keep_freed_memory()
+    else:
+        return_freed_memory()
     answer(Rehearsal, _measure)

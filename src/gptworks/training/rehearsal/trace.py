@@ -80,7 +80,9 @@ class Rehearsal:
 
     def new_step(self, parallel: Parallel | None = None) -> TrainStep:
         """Build a new model and return its training step, with uncompiled blocks.
-        parallel: builds and places the model; None: the whole model on the device."""
+
+        `parallel` builds and places the model; without it, the whole model is on the device.
+        """
         device = torch.device(self.device)
         if parallel is None:
             parallel = Parallel(self.train)

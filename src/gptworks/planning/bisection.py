@@ -1,0 +1,12 @@
+"""Finds the largest number that fits, which several plans ask for."""
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+
+def largest_that_fits(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the largest number below `high` that fits, if all smaller ones do; `low` if no number above it fits."""
+    step = 1
+    while low + step < high and fits(low + step):
+        low, step = low + step, 2 * step
+    return low + bisect_left(range(low + 1, min(low + step, high)), True, key=lambda n: not fits(n))
