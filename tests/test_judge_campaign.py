@@ -116,6 +116,23 @@ def test_of_many_documents_whole_ones_are_sealed(tmp_path: Path, monkeypatch: py
     campaign.close()
 
 
+def test_a_campaign_that_cannot_begin_leaves_nothing_and_may_begin_at_the_same_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judging.without_training(monkeypatch)
+    recipe, folder = judging.write_recipe(tmp_path), tmp_path / "campaign"
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(UserError, match="too little text to seal"):
+        Campaign.create(
+            recipe, folder, budget_seconds=3600, steps=20, overrides=[f"data.sources.0.path={tmp_path / 'empty.txt'}"]
+        )
+    assert not folder.exists()
+    with pytest.raises(UserError, match="--budget 1 s is too short"):
+        Campaign.create(recipe, folder, budget_seconds=1, steps=20)
+    assert not folder.exists()
+    Campaign.create(recipe, folder, budget_seconds=3600, steps=20).close()
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "give either `changes`"),
     ({"changes": GOOD, "patch": "train: {}"}, "give either `changes`"),

@@ -17,7 +17,7 @@ from gptworks.data.sources.base import Piece
 from gptworks.data.sources.choose import AnySource, check_sources, count_documents, iter_documents
 from gptworks.data.split import split_documents
 from gptworks.errors import UserError
-from gptworks.files import check_free, check_links, open_new, sha256_file, write_whole
+from gptworks.files import check_free, check_links, open_new, remove_tree, sha256_file, write_whole
 from gptworks.judge.evidence import Control
 from gptworks.judge.ledger import Ledger, keyed
 from gptworks.judge.records import CampaignRules
@@ -44,7 +44,7 @@ def begin(
     recipe: str | Path, folder: Path, *, budget_seconds: float, error: float, control: Control, worth: float,
     steps: int | None, overrides: Sequence[str], report: Report,
 ) -> None:  # fmt: skip
-    """Write the folder of a new campaign; see `Campaign.create`."""
+    """Write the folder of a new campaign, or nothing if that fails; see `Campaign.create`."""
     started = time.monotonic()
     for name, value, fits, rule in (
         ("budget", budget_seconds, 0 < budget_seconds < 1e8, "a number of seconds above 0, at most 3 years"),
@@ -60,33 +60,36 @@ def begin(
     folder = folder.absolute()
     secret, key = folder / SECRET, secrets.token_bytes(32)
     secret.mkdir(parents=True, mode=0o700)
-    source = seal(loaded, folder, secret, key)
-    tree = apply_overrides(read_recipe(recipe)[1], overrides)
-    tree.pop("sweep", None)
-    tree |= {"name": loaded.name, "run_dir": str(folder / "run")}
-    tree["data"] = {**tree["data"], "sources": [source], "cache_dir": str(folder / "data")}
-    write_whole(folder / BASE, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), new=True)
-    base = load_recipe(folder / BASE)
-    report("preparing the text of the tries")
-    prepare(base)
-    report("measuring a step")
-    seconds = try_run.measured_step_seconds(base)
-    if steps is None:
-        wanted = min(wanted, max(LEAST_STEPS, int((budget_seconds / USUAL_RUNS - RUN_SECONDS) / seconds)))
-    least = 2 * (FINAL_PAIRS + FEWEST_PAIRS) * (wanted * seconds + RUN_SECONDS)
-    if least > budget_seconds:
-        raise UserError(
-            f"--budget {budget_seconds:g} s is too short: one try and the final comparison, with runs of {wanted} "
-            f"steps, take about {least:.0f} s here. Give more time, or fewer --steps, in another --folder."
-        )
-    unit = loaded.objective.loss_unit
-    rules = CampaignRules(loaded.name, budget_seconds, error, control, worth, wanted, seconds, unit)
-    (folder / TRIES).mkdir()
-    files = [folder / BASE, secret / SEALED, *sorted((folder / TEXTS).iterdir())]
-    sums = {one.relative_to(folder).as_posix(): sha256_file(one, inside=folder) for one in files}
-    ledger = Ledger(folder / LEDGER, key, secret / COUNT)
-    ledger.append("created", rules=asdict(rules), files=sums, seconds=time.monotonic() - started)
-    write_whole(secret / KEY, key, private=True, new=True)  # last: now the campaign is complete
+    with contextlib.ExitStack() as undo:
+        undo.callback(remove_tree, folder)
+        source = seal(loaded, folder, secret, key)
+        tree = apply_overrides(read_recipe(recipe)[1], overrides)
+        tree.pop("sweep", None)
+        tree |= {"name": loaded.name, "run_dir": str(folder / "run")}
+        tree["data"] = {**tree["data"], "sources": [source], "cache_dir": str(folder / "data")}
+        write_whole(folder / BASE, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), new=True)
+        base = load_recipe(folder / BASE)
+        report("preparing the text of the tries")
+        prepare(base)
+        report("measuring a step")
+        seconds = try_run.measured_step_seconds(base)
+        if steps is None:
+            wanted = min(wanted, max(LEAST_STEPS, int((budget_seconds / USUAL_RUNS - RUN_SECONDS) / seconds)))
+        least = 2 * (FINAL_PAIRS + FEWEST_PAIRS) * (wanted * seconds + RUN_SECONDS)
+        if least > budget_seconds:
+            raise UserError(
+                f"--budget {budget_seconds:g} s is too short: one try and the final comparison, with runs of {wanted} "
+                f"steps, take about {least:.0f} s here. Give more time, or fewer --steps."
+            )
+        unit = loaded.objective.loss_unit
+        rules = CampaignRules(loaded.name, budget_seconds, error, control, worth, wanted, seconds, unit)
+        (folder / TRIES).mkdir()
+        files = [folder / BASE, secret / SEALED, *sorted((folder / TEXTS).iterdir())]
+        sums = {one.relative_to(folder).as_posix(): sha256_file(one, inside=folder) for one in files}
+        ledger = Ledger(folder / LEDGER, key, secret / COUNT)
+        ledger.append("created", rules=asdict(rules), files=sums, seconds=time.monotonic() - started)
+        write_whole(secret / KEY, key, private=True, new=True)  # last: now the campaign is complete
+        undo.pop_all()
 
 
 def seal(recipe: Recipe, folder: Path, secret: Path, key: bytes) -> dict[str, Any]:
