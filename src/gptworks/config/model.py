@@ -124,7 +124,7 @@ class ModelConfig(Architecture):
 
     def laboratory_tensors(self) -> Iterator[tuple[str, dict[str, Shape], tuple[int, ...] | None]]:
         """Yield each group of tensors that experimental settings add: its name, the shapes by tensor name, and the
-        layers that have these tensors; None: the tensors are outside the blocks."""
+        layers that have the tensors, or None if the tensors are outside the blocks."""
         layers, key_width = tuple(range(self.n_layers)), self.n_kv_heads * self.d_head
         tables, projected = (
             tuple(i for i in layers if self.layer_value_embedding(i) == kind) for kind in ("table", "projected")

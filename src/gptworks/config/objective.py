@@ -58,7 +58,7 @@ class ObjectiveSettings(Section):
 
     @property
     def packs(self) -> bool:
-        """Whether several conversations are packed into a row."""
+        """Whether several conversations are packed into a row: `several_texts`, unless a setting turns packing off."""
         return self.several_texts
 
     @property

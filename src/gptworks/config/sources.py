@@ -82,10 +82,10 @@ class FileSource(Section):
 class FilesSource(FileSource):
     """Files of any kind: plain text in any encoding, code, tables, records, archives, web pages, documents, subtitles.
 
-    The extension of a file decides how it is read; a file that cannot be read is left out with a warning. In a git
-    repository, links, folders of third-party code such as node_modules, and files that `.gitignore` names are left out
-    too. Reading `.gitignore` and documents (.pdf .docx .odt .epub .rtf .eml .ipynb .pptx .odp .xlsx .ods .html) needs
-    the `sources` extra.
+    The extension of a file decides how it is read; a file that cannot be read is left out with a warning. If the folder
+    has a `.git` or a `.gitignore`, links, folders of third-party code such as node_modules, and files that `.gitignore`
+    names are left out too. `.gitignore`, web pages (.html), web crawls (.warc) and documents (.pdf .docx .odt .epub
+    .rtf .eml .ipynb .pptx .odp .xlsx .ods) need the `sources` extra.
     """
 
     type: Measured[Literal["files"]]

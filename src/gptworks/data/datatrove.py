@@ -39,8 +39,8 @@ class _Step(PipelineStep):  # type: ignore[misc, unused-ignore]
 
 
 def pipeline(recipe: RecipeLike) -> list[PipelineStep]:
-    """Return the pipeline in which each task builds its part of the dataset, in one process. Raises UserError if the
-    recipe has a mistake."""
+    """Return the pipeline in which each task builds its part of the dataset. A task uses a single process, whatever
+    the recipe says. Raises UserError if the recipe has a mistake."""
     loaded = load_dataset_recipe(recipe)
     single = loaded.model_copy(update={"data": loaded.data.model_copy(update={"processes": 1})})
     return [_Step("build a part", single, build_part)]

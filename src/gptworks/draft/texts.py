@@ -72,7 +72,7 @@ class Texts:
 
     @property
     def largest_document_bytes(self) -> int:
-        """Bytes of the largest file that is one document."""
+        """Bytes of text in the largest file that is one document; 0 if there is none."""
         return max((item.n_bytes for item in self.items if item.n_documents == 1), default=0)
 
     @property

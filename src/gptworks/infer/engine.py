@@ -356,7 +356,7 @@ class Engine:
         return submitted + self._requests.n_to_come + len(self._room.scheduler.waiting)
 
     def statistics(self) -> Statistics:
-        """Return the numbers of the engine's current and past requests, texts and tokens."""
+        """Return current and total numbers of requests, texts, tokens, slots and steps; see `Statistics`."""
         scheduler = self._room.scheduler
         return dataclasses.replace(
             self._requests.statistics,

@@ -172,7 +172,11 @@ def _places(family: Family, config: ModelConfig, tensors: Mapping[str, Tensor]) 
 
 
 def _joined(parts: list[Pair | None], place: Place, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Pair:
-    """Return A and B of a joined matrix in transformers. parts: A and B of each of our matrices; None: no adapter."""
+    """Return the adapter, A and B, of a matrix in transformers that joins one or more of ours.
+
+    Args:
+        parts: the adapter of each of our matrices; None: it has none.
+    """
     there = [pair for pair in parts if pair is not None]
     rank, at = sum(len(a) for a, _ in there), 0
     columns = []

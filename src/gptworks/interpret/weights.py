@@ -159,7 +159,7 @@ class Moments:
     n_not_finite: int
     mean: float | None
     std: float | None
-    """Standard deviation, divided by n, not by n − 1."""
+    """Population standard deviation of the finite weights: the sum of squares is divided by their number."""
     least: float | None
     most: float | None
 

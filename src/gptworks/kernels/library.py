@@ -22,7 +22,7 @@ from gptworks.kernels.entries import Mismatch, declare
 from gptworks.machine import cpu_flags
 
 BUILT = Path(__file__).with_name("built")
-"""Folder of a wheel's libraries, named kernels-LEVEL-CHECKSUM.so."""
+"""Folder in which a wheel has its libraries; each file is named kernels-LEVEL-CHECKSUM.so."""
 
 AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 """Processor features that AMX needs; the operating system must also permit AMX."""

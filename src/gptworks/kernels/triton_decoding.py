@@ -1,4 +1,4 @@
-"""Attention of one new token of each text over the text's slot of the cache, on a GPU, in Triton.
+"""Attention for one new token per text, whose query reads the text's slot of the cache. In Triton, on a GPU.
 
 A program computes one query head over a part of the text's keys, which it reads in place. A second kernel combines
 the parts (Flash-Decoding, Dao et al., 2023). The parts let a few long texts occupy the whole GPU.

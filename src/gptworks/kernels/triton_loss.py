@@ -45,7 +45,7 @@ def _row_kernel(  # type: ignore[no-untyped-def]
     else:
         is_column = (target >= 0) & (target < n_columns)
         wanted = tl.load(start + target, mask=is_column, other=float("nan")).to(tl.float32)
-        # Each lane has its own maximum and sum. The maximum starts finite, so that no difference is inf − inf.
+        # Each lane has its own maximum and sum. The maximum starts finite, because −inf − (−inf) is NaN.
         lane_max = tl.full((block,), -3.4028234663852886e38, tl.float32)
         lane_sum = tl.zeros((block,), tl.float32)
         for first in range(0, n_columns, block):

@@ -74,7 +74,7 @@ class Job:
         return f"{shlex.join(['launch', *words])}{met} {shlex.join(['--', self.recipe, *self.overrides])}"
 
     def refuse_elastic(self, target: str, why: str) -> None:
-        """Raise a UserError if the number of machines may change."""
+        """Raise a UserError, with the reason `why`, if the number of machines may change."""
         if self.is_elastic:
             raise UserError(
                 f"--nodes {self.least_nodes}:{self.most_nodes} does not work with --on {target}: {why} Give one number."

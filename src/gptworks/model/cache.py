@@ -16,7 +16,8 @@ def on_device(numbers: Any, device: torch.device, dtype: torch.dtype = torch.int
 
 
 class Vectors(Protocol):
-    """Cached keys or values of one layer, [n_slots, G, capacity, D], indexed like a tensor. A slot holds one text."""
+    """Cached keys or values of one layer, [n_slots, G key/value heads, capacity, D head width], indexed like a tensor.
+    A slot holds one text."""
 
     def __getitem__(self, place: Any) -> Tensor: ...
 

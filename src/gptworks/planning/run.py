@@ -56,7 +56,7 @@ class Plan:
     utilization: float
     """Assumed share of the device's FLOP/s that the step reaches, counting recomputed FLOPs."""
     apply: Apply | None = None
-    """Returns the recipe with overrides applied, for `changes`; None: apply them to `recipe`."""
+    """Returns the recipe with overrides applied, for a number of devices; None: `recipe` with the overrides."""
     tokens_per_sample: float | None = None
     """Average number of tokens in a sample, with padding, if rows end with their texts and the lengths of the texts are
     known; None: count each row as a row of full length."""

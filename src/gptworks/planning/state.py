@@ -21,8 +21,12 @@ def held_weights_bytes(parameters: ParameterCount, trained: Trained) -> int:
 
 
 def trained_state_bytes(parameters: ParameterCount, optimizer: str, trained: Trained, moments: str = "fp32") -> int:
-    """Return the bytes of the optimizer's state of all trained parameters, including an adapter's. `moments` is the
-    format of AdamW's moments: fp32 or int8. Another optimizer applies only to the blocks' matrices."""
+    """Return the bytes of the optimizer's state for all trained parameters, including those of an adapter.
+
+    Args:
+        optimizer: it updates the blocks' matrices; AdamW updates all other parameters.
+        moments: the format of AdamW's moments, fp32 or int8.
+    """
     n_small, n_scales = trained.in_8_bits if moments == "int8" else (0, 0)
     by_adamw = 8 * trained.added + round(8 * trained.share * parameters.total) - 6 * n_small + 4 * n_scales
     if optimizer == "adamw":

@@ -32,7 +32,8 @@ MOST_COLUMNS = 1024
 """Maximum number of different figures in the records of one kind; further figures are ignored."""
 
 MOST_DETAILS, MOST_PARTS = 32, 256
-"""Maximum number of figures recorded by layer or by part of a step, and of layers or parts in each figure."""
+"""Maximum number of figures in `details`, which have a value for each layer or each part of a step; and maximum number
+of values of such a figure, which is ignored if it has more."""
 
 _MOST_NAME = 64
 _FIRST = ("step", "offset", "tokens", "seconds", "loss")

@@ -222,8 +222,9 @@ class Try:
 
     @property
     def to_same_loss(self) -> float | None:
-        """Mean time in which a changed run reaches the final loss of the run without the change, divided by the time of
-        that run; None if a changed run never reaches it, or before the first pair."""
+        """How long a run with the change takes to reach the final loss of the run without it, as a multiple of the
+        whole time of the run without it; the mean over the pairs. None before the first pair, or if a run with the
+        change never reaches that loss."""
         shares = [pair.share_to_same_loss for pair in self.pairs]
         reached = [share for share in shares if share is not None]
         if self.step_time is None or len(reached) < len(shares):

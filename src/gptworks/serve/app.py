@@ -136,7 +136,7 @@ async def _for_a_page(request: Request) -> None:
 
 
 def takes(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return the `openapi_extra` of a route whose JSON body has this type."""
+    """Return the `openapi_extra` of a route whose JSON body has this type, and add the type to the API's schemas."""
     _bodies.append(kind)
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

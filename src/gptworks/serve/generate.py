@@ -161,7 +161,7 @@ class Choice:
 
 @dataclass
 class Generation:
-    """The generation of a request's texts: `order.n` choices for each prompt, in the prompts' order."""
+    """Generates a request's texts: `order.n` choices for each prompt, in the prompts' order."""
 
     model: ServedModel
     order: Order

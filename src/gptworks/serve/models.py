@@ -22,8 +22,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 class Tokens:
-    """Tokenizes prompts for one model, and checks their length. Routes call this in a thread, so that a long prompt
-    delays no other request. `param` names the request's field in errors."""
+    """Tokenizes prompts for one model, checks their length, and decodes token ids.
+
+    Routes encode prompts in a thread, so that a long prompt delays no other request. The methods' argument `param` is
+    the field of the request that an error names.
+    """
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self.tokenizer, self.context, self._admission = engine.tokenizer, engine.context, engine.admission

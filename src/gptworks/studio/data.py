@@ -146,7 +146,7 @@ def about(of: Opened, body: Chosen) -> Tree:
 
 @_answers("/document", DocumentRequest)
 def document(of: Opened, body: DocumentRequest) -> Tree:
-    """Return a part of a document."""
+    """Return a document's size, and up to `n` of its tokens from token `first` on; see `RunData.document`."""
     return {"first": body.first, **of.data.document(body.split, body.document, body.first, body.n, of.check)}
 
 

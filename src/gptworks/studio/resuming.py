@@ -74,9 +74,11 @@ class Extension:
 
 
 def extension(run: RunFolder, forked_at: int | None = None) -> Extension:
-    """Return the length that a run, or its fork from step `forked_at`, needs in order to train further. This is the
-    run's own length, extended by the same length again if no training is left or if a fork has less than a tenth of
-    `train.max_steps` left."""
+    """Return a length with which a run, or its fork from step `forked_at`, has training left.
+
+    This is the run's own length. If no training is left, or if a fork has less than a tenth of `train.max_steps` left,
+    the run's own length is added to what is done.
+    """
     recipe, last = load_recipe(run.folder), _last_step(run)
     done = forked_at if forked_at is not None else last if last is not None else _newest_step(run)
     ends, steps = _ends(recipe), recipe.train.max_steps

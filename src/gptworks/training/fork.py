@@ -137,7 +137,7 @@ def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe
             link_or_copy((taken.folder / name).resolve(), to / name)
     check_sums(source / "tokenizer", MAX_TOKENIZER_BYTES)
     for name in ("tokenizer", LOG, *objective_of(recipe.objective, recipe.train).kept_files):
-        if name == "tokenizer" or (source / name).is_dir():  # the tokenizer must exist
+        if name == "tokenizer" or (source / name).is_dir():  # without a tokenizer, copying fails
             copy_folder(source / name, aside / name, inside=source)
         elif (source / name).exists():
             copy_file(source / name, aside / name, MOST_LOG_BYTES if name == LOG else None, inside=source)

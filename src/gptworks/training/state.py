@@ -28,11 +28,11 @@ _REPORTED_WAIT_SECONDS = 5.0
 
 
 class WeightAverage:
-    """The exponential average of a model's weights over its steps, float32, by parameter name. It does not change
-    training (Polyak & Juditsky, 1992).
+    """Keeps an exponential average of a model's weights over the training steps (Polyak & Juditsky, 1992).
 
-    The decay of step n is `ema_decay`, but at most (1 + n) / (10 + n), so that the initial weights fade soon. Without
-    `ema_decay`, there is no average. Frozen weights have none.
+    `tensors` has the averages by parameter name, in float32; training does not read them. The decay of step n is
+    `ema_decay`, but at most (1 + n) / (10 + n), so that the initial weights fade soon. Without `ema_decay`, `tensors`
+    is empty. Frozen weights have no average.
     """
 
     def __init__(self, model: nn.Module, train: TrainConfig) -> None:

@@ -88,7 +88,7 @@ class Source:
         return [Unit(file, about_unpacked_size(file))]
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
-        """Yield the documents of a unit, in pieces. Raises UserError if the file is broken, with the file and place."""
+        """Yield the documents of a unit, in pieces. A UserError names the file, and the place in it, that is broken."""
         raise NotImplementedError
 
     def read(self, file: Path) -> Iterator[Piece]:

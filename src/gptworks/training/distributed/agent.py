@@ -91,8 +91,13 @@ class Agent:
         return found
 
     def _is_last(self, code: int, changed: bool) -> bool:
-        """Return whether the round that ended with this code is the last; if not, print why, and after a failure count
-        a restart."""
+        """Return whether the round that ended with this exit code is the last.
+
+        If it is not, print why the ranks start again, and use up a restart if a rank failed.
+
+        Args:
+            changed: whether the ranks were stopped because other machines wait to join.
+        """
         if code == 0:
             return True
         if changed or (code == UNFINISHED and self._rendezvous.is_shared):
