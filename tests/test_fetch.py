@@ -2,6 +2,7 @@
 
 import hashlib
 import http.client
+import os
 import shutil
 import socket
 import ssl
@@ -266,6 +267,14 @@ def test_a_copy_is_its_owners_alone(tmp_path: Path) -> None:
         assert all(stat.S_IMODE(one.stat().st_mode) == 0o600 for one in cache.iterdir())
         file.chmod(0o644)  # as an earlier version left it
         assert stat.S_IMODE(fetched(f"{url}/a.txt", SUM, cache).stat().st_mode) == 0o600
+
+
+def test_a_copy_is_found_again_on_a_system_without_user_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with website({"/a.txt": TEXT}) as url:
+        file = fetched(f"{url}/a.txt", SUM, tmp_path / "cache")
+        file.chmod(0o666)  # the mode that Windows shows
+        monkeypatch.delattr(os, "getuid")
+        assert fetched(f"{url}/a.txt", SUM, tmp_path / "cache") == file
 
 
 @pytest.mark.parametrize("planted", ["", ".", ".partial"])

@@ -165,7 +165,7 @@ def _is_there(file: Path) -> bool:
         return False
     if not stat.S_ISREG(found.st_mode):
         raise UserError(f"{file} is not a regular file: delete it, so that it can be downloaded.")
-    if stat.S_IMODE(found.st_mode) & 0o077 and found.st_uid == os.getuid():
+    if hasattr(os, "getuid") and stat.S_IMODE(found.st_mode) & 0o077 and found.st_uid == os.getuid():
         file.chmod(0o600)
     return True
 
