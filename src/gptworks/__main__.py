@@ -1,4 +1,4 @@
-"""`python -m gptworks`."""
+"""Run the command line as `python -m gptworks`."""
 
 from gptworks.cli import main
 

@@ -45,15 +45,15 @@ def train(
         change: paths of settings that the resumed run may change although its loss curve depends on them; PATH=VALUE
             also sets the new value.
         force: start even if the plan says that the run does not fit in memory.
-        report: called with a line on the settings kept from an earlier session; None: the display shows it.
+        report: called with a line about settings kept from an earlier session. By default, the display shows this line.
         prepare: makes the recipe's tokenizer and shards; None: `gptworks.prepare`, which reports only in a notebook.
         settings: further overrides: settings of the section `train` by name (`max_steps=20`), other settings by section
             (`model={"n_layers": 2}`, `run_dir="runs/small"`).
 
     Raises:
         UserError: the recipe, its data or the run folder cannot be used, or the run does not fit in memory.
-        RunError: too many steps were skipped as non-finite or spikes, or the dataset or a checkpoint could not be
-            written.
+        RunError: too many steps were skipped as non-finite or spikes, the dataset or a checkpoint could not be written,
+            or other ranks could not be reached.
     """
     outcome = train_here(
         recipe, *overrides, *overrides_of(settings), resume=resume, change=change, force=force, report=report,
@@ -126,7 +126,7 @@ def evaluate(
     prepare: Callable[[Recipe], Prepared] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Measurements:
-    """Measure a run: its whole validation split or, if other measurements are requested, these instead.
+    """Measure a run on its whole validation split, or make the requested other measurements instead.
 
     `gptworks.evaluate("runs/demo")` measures the validation split, `gptworks.evaluate("runs/demo", text="book.txt")` a
     file. Other measurements are `task`, `harness`, `calibration` and `memorization`.
@@ -152,7 +152,7 @@ def evaluate(
             loading are saved under their own name, such as text-book-int8.
         device: auto, cpu, cuda or mps.
         save: write the results, except those of the validation split, to the run folder and its model card.
-        report: called with a message for each damaged checkpoint; an intact one is measured instead.
+        report: called with a message for each damaged checkpoint. An intact checkpoint is measured instead.
         prepare: finds or builds the shards of the run's own text; None: `gptworks.prepare`, without reports.
         progress: called with the number of items or tokens done, and their total; not called by the harness.
 
@@ -234,7 +234,7 @@ def settings_of(
 ) -> tuple[Recipe, list[str], list[str]]:
     """Load a recipe to train; with `resume`, also apply and report the settings of the run's earlier command lines.
 
-    See `load_to_resume`, which also keeps the run's values where neither the recipe nor a command line sets one.
+    See `load_to_resume`, which also keeps the run's values of settings that no recipe and no command line sets.
 
     Returns:
         The recipe; the overrides, with the items of `change` of the form KEY=VALUE; the key of each item of `change`.

@@ -1,8 +1,8 @@
 """Chat templates, which turn messages into the text and tokens that a model reads.
 
-A template is a Jinja template, as in `transformers`. A run's is in `tokenizer/chat_template.jinja`; training, `chat`,
-the server and exports use it. Any template that is not built in is untrusted: it is compiled and rendered in Jinja's
-sandbox, in a separate process with limits of time and memory (`gptworks.confined`).
+A template is a Jinja template, as in `transformers`. A run's template is in `tokenizer/chat_template.jinja`; training,
+`chat`, the server and exports use it. Any template that is not built in is untrusted: it is compiled and rendered in
+Jinja's sandbox, in a separate process with limits of time and memory (`gptworks.confined`).
 """
 
 import json
@@ -98,8 +98,7 @@ class ChatTemplate:
 
     def using(self, variables: Mapping[str, Any]) -> "ChatTemplate":
         """Return this template with further variables, such as enable_thinking=False. Raises a UserError if a name does
-        not occur in the template, or `render` sets this variable itself; or a value is a text that holds the name of a
-        special token."""
+        not occur in the template or is a variable that `render` sets, or if a value contains a special token's name."""
         for name in variables:
             if name in (*_OWN_VARIABLES, *ROLES) or not re.search(rf"\b{re.escape(name)}\b", self.source):
                 raise UserError(f"the chat template of this model has no variable `{name[:64]}` to set: leave it out.")
@@ -400,8 +399,8 @@ def other_templates(folder: Path) -> dict[str, str]:
 
 
 def find_other_templates(config: TokenizerConfig) -> dict[str, str]:
-    """Return the templates, except the default one, of the folder in `config.path`; none if `config` names a template,
-    or if its path is not a folder. Raises a UserError for the reasons of `other_templates`."""
+    """Return the templates, except the default one, of the folder in `config.path`; an empty mapping if `config` names
+    a template, or its path is not a folder. Raises a UserError for the reasons of `other_templates`."""
     folder = _template_folder(config)
     return {} if folder is None or config.chat_template is not None else other_templates(folder)
 
@@ -419,7 +418,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 def find_chat_template(config: TokenizerConfig) -> str | None:
     """Return the source of the chat template that a recipe's tokenizer section names, or else of the template in the
     tokenizer's folder; None if there is none. Raises a UserError if neither a built-in template nor a file has the name
-    given; or as `read_templates`."""
+    given, or for the reasons of `read_templates`."""
     if config.chat_template is None:
         return None if (folder := _template_folder(config)) is None else read_templates(folder).default
     if config.chat_template in BUILT_IN:
@@ -434,7 +433,7 @@ def find_chat_template(config: TokenizerConfig) -> str | None:
 
 
 def _template_folder(config: TokenizerConfig) -> Path | None:
-    """Return the folder of the tokenizer that a recipe names; None if it names none, or a file."""
+    """Return the folder of the tokenizer that a recipe names; None if the recipe names no folder."""
     path = config.path if isinstance(config, FileTokenizer | GPT2Tokenizer) else None
     return path.expanduser() if path is not None and path.expanduser().is_dir() else None
 

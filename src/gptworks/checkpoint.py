@@ -5,8 +5,8 @@
         optimizer.safetensors   `parameter/key` → tensor
         state.json              counters of the run
         manifest.json           sizes and checksums of these three files and its own checksum; written last
-    checkpoints/weights-000450/ only weights: the run's best so far, at a step between two checkpoints; or those of
-                                step 0, before any training
+    checkpoints/weights-000450/ only weights: the run's best so far, at a step between two checkpoints, or the initial
+                                weights (step 0)
         model.safetensors, state.json, manifest.json
 
 A folder with the final name is complete: a crash at any time leaves either the complete folder or none. The manifest
@@ -77,7 +77,7 @@ class Checkpoint:
 
     @property
     def is_start(self) -> bool:
-        """Whether the checkpoint has the run's initial weights; it is chosen only as step 0, not as best or last."""
+        """Whether the checkpoint has the run's initial weights. It can be chosen as step 0, not as best or last."""
         return self.weights_only and self.step == 0
 
     @property
@@ -86,9 +86,9 @@ class Checkpoint:
         return ("model.safetensors", *(() if self.weights_only else ("optimizer.safetensors",)), "state.json")
 
     def verify(self, *names: str) -> None:
-        """Compare all files, or only the named ones, with the manifest; fetch those that a remote run's mirror lacks.
-        Raises a UserError if a file is missing, truncated or changed, or the manifest is missing, damaged or in another
-        format."""
+        """Compare all files, or only the named ones, with the manifest; fetch files that the mirror of a remote run
+        lacks. Raises a UserError if a file is missing, truncated or changed, or the manifest is missing, damaged or in
+        another format."""
         described = self._described_files()
         for name in names or described:
             path, entry = self.folder / name, described[name]
@@ -165,7 +165,7 @@ class Checkpoint:
         path = self.folder / "model.safetensors"
         try:
             if not path.exists():
-                self.verify(path.name)  # fetches it, in the mirror of a remote folder
+                self.verify(path.name)  # fetches the file into the mirror of a remote run
             stored = stored_tensors(path, inside=self.run_dir)
         except UserError:
             return False
@@ -173,7 +173,7 @@ class Checkpoint:
 
     def optimizer_tensors(self, wanted: Wanted | None = None) -> dict[str, Tensor]:
         """Read the optimizer's state by `parameter/key`; `read_tensors` checks it against `wanted`. Raises a UserError
-        if the checkpoint has only weights; or as `read_tensors`."""
+        if the checkpoint has only weights, or for the reasons of `read_tensors`."""
         if self.weights_only:
             run = shlex.quote(str(self.run_dir))
             raise UserError(
@@ -209,7 +209,7 @@ class Checkpoint:
 
 
 def remove_checkpoint(checkpoint: Checkpoint) -> None:
-    """Delete a checkpoint. If a crash interrupts this, the checkpoint is complete, or has a name that is not read."""
+    """Delete a checkpoint. A crash leaves the checkpoint complete, or under a name that gptworks ignores."""
     aside = checkpoint.folder.with_name(f".removing-{checkpoint.folder.name}")
     remove_tree(aside)
     checkpoint.folder.rename(aside)
@@ -218,8 +218,8 @@ def remove_checkpoint(checkpoint: Checkpoint) -> None:
 
 
 def checkpoint_of_step(run_dir: Path, step: int) -> Checkpoint:
-    """Return the checkpoint of a step, preferably one to resume from, otherwise one with only weights. If there is
-    neither, the folder of the returned checkpoint does not exist."""
+    """Return the checkpoint of a step, preferably one from which training can resume, otherwise one with only
+    weights. If there is neither, the folder of the returned checkpoint does not exist."""
     there = (checkpoint for checkpoint in all_checkpoints(run_dir) if checkpoint.step == step)
     return next(there, Checkpoint(run_dir / "checkpoints" / f"step-{step:06d}"))
 
@@ -238,8 +238,8 @@ def checkpoints(run_dir: Path) -> list[Checkpoint]:
 def newest_verified(
     run_dir: Path, report: Report = lambda _: None, *, up_to_step: int | None = None
 ) -> Checkpoint | None:
-    """Return the newest intact checkpoint to resume from, at most `up_to_step`; None if there is none. Report damaged
-    ones."""
+    """Return the newest intact checkpoint from which training can resume, of step `up_to_step` at most; None if there
+    is none. Damaged checkpoints are reported."""
     return _first_whole((c for c in checkpoints(run_dir) if up_to_step is None or c.step <= up_to_step), report)
 
 
@@ -255,11 +255,11 @@ def _first_whole(found: Iterable[Checkpoint], report: Report) -> Checkpoint | No
 
 
 def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambda _: None) -> Checkpoint:
-    """Verify and return a run's `best` or `last` checkpoint, or the checkpoint of a step. `last` is the newest one of
-    either kind; the initial weights are neither best nor last.
+    """Verify and return a run's `best` or `last` checkpoint, or the checkpoint of a step. `last` is the newest one,
+    with or without the optimizer's state; the initial weights are neither best nor last.
 
-    A damaged checkpoint is reported and replaced: `best` by the best intact one before it, or else by the newest, and
-    `last` by the newest intact one.
+    If `best` or `last` is damaged, this is reported, and another intact checkpoint is returned: for `last` the newest,
+    for `best` the one that was the best before, or else the newest.
 
     Raises:
         UserError: the folder is not a run, has no checkpoint or lacks the step, or the step's checkpoint or all
@@ -279,7 +279,7 @@ def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambd
         asked.verify()
         return asked
     order = available
-    if which == "best":  # each checkpoint's state names the best step so far; try the newest one's first
+    if which == "best":  # each checkpoint's state names the best step so far; try the newest checkpoint's best first
         best_steps = dict.fromkeys(checkpoint.best_step for checkpoint in available)
         best = [checkpoint for step in best_steps for checkpoint in available if checkpoint.step == step]
         order = list(dict.fromkeys([*best, *available]))
@@ -320,7 +320,8 @@ def load_run(
         merge, weights: see `load_model`.
 
     Raises:
-        UserError: as `choose_checkpoint`, `load_recipe` and `load_model`; or `full` is set and the run is quantized.
+        UserError: for the reasons of `choose_checkpoint`, `load_recipe` and `load_model`; or `full` is true, and the
+            run is quantized.
     """
     run_dir = fetched_path(run_dir)
     if run_dir.is_file() and run_dir.suffix in (".yaml", ".yml"):
@@ -359,9 +360,9 @@ def load_model(
     Args:
         adapter: settings of the checkpoint's adapter, if it has one.
         merge: merge the adapter into the weights; False: keep it separate.
-        weights: format of the matrices in memory. auto: as in the checkpoint, but fp32 with an adapter. With bf16, int8
-            and int4, which need `merge`, each fp32 matrix is merged with its adapter and rounded to nearest as it is
-            read, so that only one at a time is in memory in fp32.
+        weights: format of the matrices in memory. auto: as in the checkpoint, but fp32 with an adapter. bf16, int8 and
+            int4 need `merge`: each matrix is read in fp32, merged with its adapter and rounded to nearest before the
+            next is read.
 
     Raises:
         UserError: the file is missing or damaged; names, shapes or dtypes of the weights do not fit `config`; a weight

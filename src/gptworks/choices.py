@@ -1,4 +1,4 @@
-"""Types of options that are one of several names, and default sampling settings, in Python and commands.
+"""Types of options that take one of several names, and the default sampling settings.
 
 The module is small, so that `--help` is fast.
 """
@@ -48,7 +48,7 @@ class Sampling(NamedTuple):
     dry_base: float = 1.75
     dry_allowed_length: int = 2
     max_tokens: int = 200
-    """The server's own defaults are those of OpenAI's API: 16 for completions, the rest of the context for chats."""
+    """The server instead uses the defaults of OpenAI's API: 16 for completions, the rest of the context for chats."""
     min_tokens: int = 0
 
 

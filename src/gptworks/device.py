@@ -41,10 +41,10 @@ def choose_device(name: str = "auto") -> torch.device:
 
 @contextlib.contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Make CUDA compute the same bits each time in the `with` block; other devices need no change.
+    """Make CUDA compute the same bits each time in the `with` block. Other devices need no change.
 
     By default, the backward pass of attention adds partial sums in any order, so that a resumed run would drift from an
-    unbroken one.
+    uninterrupted run.
 
     Raises:
         RuntimeError: an operation in the block has no deterministic implementation on CUDA.
@@ -53,7 +53,7 @@ def deterministic(device: torch.device) -> Iterator[None]:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, torch refuses products in this mode
-    settings: Any = torch.utils.deterministic  # its attribute is made at run time
+    settings: Any = torch.utils.deterministic  # torch defines its attribute at run time
     before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
@@ -78,7 +78,7 @@ def follow_quota() -> None:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype of matrix products; weights, gradients and the optimizer's state keep their own, usually float32."""
+    """The dtype of matrix products; weights, gradients and optimizer state keep their own dtypes, usually float32."""
 
     name: str
     device_type: str
@@ -112,7 +112,7 @@ def choose_precision(name: str, device: torch.device) -> Precision:
 
 
 def multiplies_bf16_natively(device: torch.device) -> bool:
-    """Whether the device has bf16 matrix products in hardware, which are faster than fp32."""
+    """Return whether the device has bf16 matrix products in hardware, which are faster than fp32 products."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type == "cpu":
@@ -121,7 +121,7 @@ def multiplies_bf16_natively(device: torch.device) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a readable name of the device, such as a GPU's, or a processor's with the number of threads."""
+    """Return a readable name of the device: a GPU's name, or a processor's name and the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = cpu_name() if device.type == "cpu" else ""
@@ -129,27 +129,30 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Bytes that a run on this device may use: all memory of a GPU; otherwise the host's available memory."""
+    """Return the bytes that a run on this device may use: all memory of a CUDA GPU, else the available host memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return available_memory_bytes()
 
 
 def host_memory_bytes(device: torch.device, n_processes: int = 1) -> int | None:
-    """Bytes of host memory that a run on this device may use: the available memory, and the memory that its
-    `n_processes` processes already use if each is as large as this one. None on a CPU, whose memory is the host's."""
+    """Return the bytes of host memory that a run on this device may use; None on a CPU, whose memory is the host's.
+
+    This is the available memory plus the memory that the run's `n_processes` processes already use. Each process is
+    assumed to be as large as this process.
+    """
     if device.type == "cpu":
         return None
     return available_memory_bytes() + n_processes * (_resident("VmRSS") or 0)
 
 
 def rank_memory_bytes(device: torch.device, n_local_ranks: int) -> int:
-    """Bytes of device memory available to each of this machine's ranks."""
+    """Return the bytes of device memory available to each of this machine's ranks."""
     return memory_bytes(device) // (1 if device.type == "cuda" else n_local_ranks)
 
 
 def this_device(device: torch.device, n_local_ranks: int = 1, n_ranks: int = 1) -> Device:
-    """Describe the device of a rank on this machine for a plan: its memory and the host's; speeds are unknown.
+    """Describe the device of a rank on this machine for a plan, with device and host memory but without speeds.
 
     Args:
         n_ranks: number of the run's ranks. If more than `n_local_ranks`, each machine is assumed to have
@@ -175,9 +178,9 @@ def reset_peak(device: torch.device) -> int:
 
 
 def peak_growth_bytes(device: torch.device, before_bytes: int) -> int | None:
-    """Bytes by which the memory peak since `reset_peak` exceeds the memory at that time; None if unknown.
+    """Return the bytes by which the memory peak since `reset_peak` exceeds the memory at that time; None if unknown.
 
-    On CUDA this is memory of tensors, on a CPU resident memory of the process: 0 if the process reused freed memory.
+    On CUDA, this is memory of tensors. Elsewhere, it is resident memory, with 0 if the process reused freed memory.
     Linux counts resident pages per thread and adds them up late, so the peak can be slightly too low.
     """
     if device.type == "cuda":
@@ -212,7 +215,7 @@ def _resident(field: str) -> int | None:
 
 @contextlib.contextmanager
 def cpu_threads(n: int | None) -> Iterator[None]:
-    """Run the `with` block with n threads in torch and the native kernels; None: no change."""
+    """Run the `with` block with n threads in torch and the native kernels, or with the current number if n is None."""
     before = torch.get_num_threads()
     if n is not None:
         torch.set_num_threads(n)
@@ -229,7 +232,7 @@ class BusyCores:
         self._before = self._counts()
 
     def soon_by_others(self) -> float | None:
-        """Wait until a second has passed since the last call (see `by_others`), and return `by_others`."""
+        """Wait until a second has passed since the last call of either method, and return `by_others()`."""
         if self._before is not None:
             time.sleep(max(0.0, 1.01 - (time.monotonic() - self._before[0])))
         return self.by_others()
@@ -259,7 +262,7 @@ class BusyCores:
 
 
 def fewer_threads(by_others: float | None, device: torch.device) -> int | None:
-    """Return the number of threads to use if too few cores are free for this process's threads; None: no change."""
+    """Return the number of threads to use if too few cores are free for this process's threads, else None."""
     n_threads, n_cores = torch.get_num_threads(), os.cpu_count() or 1
     if device.type != "cpu" or by_others is None or n_threads < 2 or n_threads + by_others < n_cores + 0.5:
         return None
@@ -278,7 +281,7 @@ def advice_on_threads(by_others: float | None, device: torch.device) -> str | No
 
 
 def free_threads(cores: BusyCores, device: torch.device) -> tuple[int, str] | None:
-    """Return the number of threads for a new run if other programs keep cores busy, and a line about it; else None.
+    """Return a number of threads and a message for a new run if other programs keep cores busy, else None.
 
     The result is None if OMP_NUM_THREADS is set. Observing the other programs takes up to a second.
     """
@@ -320,8 +323,9 @@ def measured_device(device: torch.device) -> Device:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the FLOP/s of large square products, or of the largest that take less than `PROBE_SECONDS`, since some
-    processors need half a minute for a large one in bf16. torch's global random state does not change."""
+    """Measure the FLOP/s of a large square matrix product, or of the largest product that takes less than
+    `PROBE_SECONDS`, since some processors need half a minute for a large product in bf16. torch's global random state
+    does not change."""
     side = 256
     while True:
         x = torch.randn(side, side, generator=torch.Generator().manual_seed(0)).to(device, dtype)
@@ -332,7 +336,7 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _side(device: torch.device) -> int:
-    """Side length of a square matrix that is large for the device."""
+    """Return the side length of a square matrix that is large for the device."""
     return 2048 if device.type == "cpu" else 8192
 
 
@@ -345,7 +349,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class Scalars:
-    """Numbers on a device, by name, which the host reads all at once when it needs one of them."""
+    """Named numbers on a device. When the host needs one number, all unread numbers are read at once."""
 
     def __init__(self) -> None:
         self._read: dict[str, float] = {}
@@ -365,8 +369,10 @@ class Scalars:
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device, once: bool = False) -> float:
-    """Call `work` to warm up, then until `PROBE_SECONDS` have passed since the start, or only `once` more; return the
-    shortest time of a call, without the first."""
+    """Return the shortest time of a call of `work`, in seconds. The first call only warms up and does not count.
+
+    Calls are repeated until `PROBE_SECONDS` have passed since the start. With `once`, only one call counts.
+    """
     best, end = float("inf"), time.perf_counter() + (0 if once else PROBE_SECONDS)
     work()
     synchronize(device)
@@ -379,8 +385,8 @@ def _best_seconds(work: Callable[[], object], device: torch.device, once: bool =
 
 
 KEPT_SHARE = 1.5
-"""Assumed ratio of resident memory to memory in use if the allocator keeps freed memory. Fragmentation made it 1.12 to
-1.37 in measurements (docs/benchmarks.md)."""
+"""Assumed ratio of resident memory to memory in use if the allocator keeps freed memory. In measurements,
+fragmentation made this ratio 1.12 to 1.37 (docs/benchmarks.md)."""
 
 
 def choose_allocation(
@@ -390,8 +396,9 @@ def choose_allocation(
     return freed memory.
 
     Args:
-        gathers: whether the process gathers sharded tensors; then the allocator always returns freed memory. A rank (of
-            four) that kept freed memory grew to more than 5 GB in its first step, of which 0.8 GB were in use.
+        gathers: whether the process gathers sharded tensors. If so, the allocator always returns freed memory. In a
+            run of four ranks, a rank that kept freed memory grew to more than 5 GB in its first step, but used only
+            0.8 GB.
     """
     if not gathers and planned_bytes * KEPT_SHARE <= rank_memory_bytes(device, n_local_ranks):
         keep_freed_memory()

@@ -34,7 +34,7 @@ def importing(package: str, extra: str, what: str) -> Iterator[None]:
 
 
 def reason_of(error: Exception, most: int = 300) -> str:
-    """Return the message of a library's error on one line, `shortened`; if it has none, the error's type."""
+    """Return the message of a library's error on one line, `shortened`; the error's type if the message is empty."""
     return shortened(" ".join(str(error).split()), most) or type(error).__name__
 
 
@@ -68,7 +68,7 @@ def refuse_unused(because: str, **options: Any) -> None:
 
     Args:
         because: text that follows the option's name: `does nothing with --input`, `is for text: give --text FILE, or`.
-        options: the options' values by parameter name; False or None: the option was not given.
+        options: the options' values by parameter name; False or None for an option that was not given.
 
     Raises:
         UserError: an option was given; the message names it.

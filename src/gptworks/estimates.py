@@ -44,14 +44,14 @@ def plan(
     """Estimate a run's FLOPs, memory, time and disk: `gptworks.plan("demo", batch_size=64)`.
 
     Args:
-        recipe: a preset's name, or what `gptworks.train` takes.
+        recipe: a preset's name, or a recipe in any form that `gptworks.train` takes.
         overrides: settings that replace the recipe's, as for `gptworks.train`.
-        device: a name such as h100, or a GPU's memory such as `8 GB`; `this` and `cpu` measure this machine's device
-            and CPU; None (without `memory_gib`) is this machine's CPU, not measured.
+        device: a name such as h100, or a GPU's memory such as `8 GB`. `this` and `cpu` measure this machine's device
+            and CPU. None without `memory_gib` is this machine's CPU, not measured.
         world_size: number of devices.
         sharding, tensor_parallel: settings of train.parallel.
         price: price of an hour of a device, in any currency.
-        hours, budget: also find the training that this many hours, or this much money at `price`, suffice for.
+        hours, budget: also estimate how much training this number of hours, or this money at `price`, allows.
         trace: also run a step on fake tensors, to count its memory.
         measure: also run two real steps on this machine, to measure time and memory.
         details: show every figure.
@@ -142,7 +142,7 @@ def plan_serving(
         requests: number of texts that are generated at once; None: 32, as in `gptworks serve`.
         context: tokens of each text with its prompt; None: the model's context.
         weights: format of the matrices, as in `gptworks serve`; auto: the run's format.
-        cache: format of keys and values; auto: the engine's choice, fp32 or, for narrower weights in C++, bf16.
+        cache: format of keys and values; auto: bf16 for weights narrower than fp32 in the C++ engine, otherwise fp32.
 
     Raises:
         UserError: a setting or the device is wrong, or the size of the vocabulary is not known yet.
@@ -168,8 +168,8 @@ def _measured(name: str, here: str = "auto") -> Device:
 
 
 def _stored_format(recipe: RecipeLike) -> LoadedWeights:
-    """Return the narrowest format of the weights in a run's newest checkpoint, with bf16 for fp16; fp32 for a recipe, a
-    preset, a run with an adapter, or one without a readable checkpoint."""
+    """Return the narrowest format of the weights in a run's newest checkpoint, with bf16 in place of fp16. Return fp32
+    for a recipe, a preset, and a run that has an adapter or no readable checkpoint."""
     from gptworks.checkpoint import all_checkpoints
     from gptworks.files import fetched_path
     from gptworks.quantize.formats import KINDS
@@ -192,7 +192,7 @@ def architecture(recipe: RecipeLike, overrides: Sequence[str]) -> tuple[ModelCon
     if is_preset(recipe):
         tree = apply_overrides({"model": {"preset": recipe}}, overrides)
         return parse_model(tree["model"], str(recipe)), str(recipe)
-    from gptworks.training.rehearsal.estimate import with_what_is_prepared  # late, since it imports torch
+    from gptworks.training.rehearsal.estimate import with_what_is_prepared  # late, as it imports torch
 
     loaded, _ = with_what_is_prepared(load_recipe(recipe, overrides))
     return loaded.model, loaded.name
@@ -212,7 +212,7 @@ def rehearse(
 
     Args:
         recipe, overrides, device, world_size, settings: as for `gptworks.plan`.
-        disk_gb_s: GB/s at which all ranks together write a checkpoint; None: 1, an assumption.
+        disk_gb_s: GB/s at which all ranks together write a checkpoint; None assumes 1.
         price: price of an hour of a device, in any currency.
         working: called with a description; returns a context for the rehearsal, such as a progress bar.
 
@@ -231,15 +231,15 @@ def rehearse(
 
 
 def _check_positive(**options: float | None) -> None:
-    """Raise a UserError if an option is given and not above 0 and finite."""
+    """Raise a UserError if a given option is not a finite number above 0."""
     for name, figure in options.items():
         if figure is not None and not 0 < figure < inf:
             raise UserError(f"--{name.replace('_', '-')} {figure:g} is not above 0 and finite.")
 
 
 def is_preset(target: RecipeLike) -> bool:
-    """Whether a target is a preset's name, or counts as a misspelled one. Existing paths, YAML paths, URLs and names
-    closest to a shipped recipe's do not count."""
+    """Return whether a target is a preset's name, or counts as a misspelled preset. Existing paths, YAML paths, URLs
+    and names closest to a shipped recipe's name do not count."""
     from gptworks.files import is_url
     from gptworks.presets import PRESETS
     from gptworks.recipes import shipped_paths

@@ -13,7 +13,7 @@ MAX_FILE_BYTES = 1 << 24
 
 
 def read_gpt2_vocabulary(path: Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Read GPT-2's byte-level BPE: each token's id, and the merges in order, with tokens by their printable names.
+    """Return the id of each token of GPT-2's byte-level BPE, and the merges in order; all tokens by printable names.
 
     Raises:
         UserError: the file is truncated, or not GPT-2's vocabulary.
@@ -45,7 +45,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _merge_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """Return the two parts whose merge makes `token`: what is left after merging its bytes by lower ranks."""
+    """Return the two parts whose merge makes `token`: merge its bytes in order of rank until two parts are left."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         pairs = [ranks.get(left + right, N_RANKS) for left, right in pairwise(parts)]
@@ -62,7 +62,7 @@ def _byte_characters() -> list[str]:
 
 
 BYTE_CHARACTERS = _byte_characters()
-"""The character that stands for each byte in the names of byte-level tokens."""
+"""The character that represents each byte in the names of byte-level tokens."""
 
 
 def _printable(token: bytes) -> str:

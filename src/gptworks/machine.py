@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 NATIVE_BF16 = {"avx512_bf16", "amx_bf16", "bf16"}
-"""Processor features that make bf16 products faster than float32 ones."""
+"""Processor features that make bf16 products faster than float32 products."""
 
 
 @functools.cache
@@ -28,7 +28,7 @@ def cpu_name() -> str:
 
 
 def is_amd() -> bool:
-    """Whether the processor is from AMD, according to Linux or Windows."""
+    """Return whether the processor is from AMD, according to Linux or Windows."""
     names = (line for line in _lines("/proc/cpuinfo") if line.startswith("vendor_id"))
     return "AuthenticAMD" in next(names, platform.processor())
 
@@ -45,8 +45,8 @@ def cpu_identity() -> str:
 
 
 def available_memory_bytes() -> int:
-    """Bytes that a new run may use: the memory that Linux and Windows call available, or less if a control group
-    limits it. On macOS, all memory.
+    """Return the bytes that a new run may use: the memory that Linux and Windows call available, or less if a control
+    group limits it. On macOS, this is all memory.
 
     Inactive files in the page cache of a control group count as free, since the system reclaims them.
     """
@@ -84,7 +84,7 @@ _MEMORY_FILES = {
 
 
 def cpu_quota() -> float | None:
-    """Return the number of processors, such as 1.5, to which control groups limit this process; None: no limit."""
+    """Return the number of processors, such as 1.5, to which control groups limit this process, else None."""
     granted = []
     for version, folder in _control_groups("cpu"):
         if version == 2:
@@ -97,14 +97,14 @@ def cpu_quota() -> float | None:
 
 
 def usable_cpus() -> int:
-    """Number of processors that this process may use: its CPU affinity, limited by its quota (rounded down)."""
+    """Return the number of processors that this process may use, from its CPU affinity and its quota (rounded down)."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
 def _control_groups(controller: str) -> Iterator[tuple[int, str]]:
-    """Yield version and folder of the control groups that limit this process, from its own to the outermost visible."""
+    """Yield the version and the folder of each control group that limits this process, the innermost group first."""
     own: dict[str, str] = {}  # controller → path; in version 2 the controller is ""
     for line in _lines("/proc/self/cgroup"):
         _, controllers, path = (*line.split(":", 2), "", "")[:3]

@@ -19,14 +19,14 @@ def as_typed(value: Any) -> str:
     if isinstance(plain, str):
         return plain
     text = json.dumps(plain, ensure_ascii=False)
-    return re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text)  # YAML needs escapes for these
+    return re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text)  # YAML needs these escaped
 
 
 def overrides_of(settings: Mapping[str, Any]) -> list[str]:
     """Return keyword arguments as overrides: `max_steps=20` as `train.max_steps=20`, `model={"n_layers": 2}` as
     `model.n_layers=2`.
 
-    A name that is not a key of a recipe names a setting of its section `train`.
+    A name that is not a top-level key of a recipe is a setting of the section `train`.
     """
     from gptworks.config import Recipe  # imports pydantic
 
@@ -98,8 +98,9 @@ _NOTHING = ("null", "~", "None", "")
 def _value_of(location: tuple[Any, ...], text: str) -> Any:
     """Return the value of an override's text, by the type of the setting at `location`.
 
-    Numbers are decimal. Paths and texts are taken literally; names to choose from lose their quotes. Settings of other
-    types, such as truth values, lists and sections, are parsed as YAML, or taken literally if that fails.
+    Numbers are decimal. Paths and texts are taken literally. Quotes around one of several fixed names are removed.
+    Values of other types, such as truth values, lists and sections, are parsed as YAML, or taken literally if parsing
+    fails.
     """
     from gptworks.config import Recipe
     from gptworks.config.explain import leaves, sections_at

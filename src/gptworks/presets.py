@@ -18,7 +18,7 @@ def preset(name: str) -> ModelConfig:
 
 
 def expand_preset(settings: Settings) -> Settings:
-    """Return the settings with the key `preset` replaced by that preset's settings; other keys override these.
+    """Return the settings with the key `preset` replaced by the preset's settings, which the other keys override.
 
     The result lacks settings that the preset does not state, so that derived defaults follow a changed `d_model`.
 
@@ -44,7 +44,7 @@ def _sized(vocab_size: int, d_model: int, n_layers: int, n_heads: int, context_l
 
 
 def _gpt2(vocab_size: int, d_model: int, n_layers: int, n_heads: int, context_length: int, **rest: Any) -> Settings:
-    """Settings of GPT-2's architecture: learned positions, LayerNorm, biases everywhere (Radford et al., 2019)."""
+    """Return settings of GPT-2's architecture: learned positions, LayerNorm, all biases (Radford et al., 2019)."""
     return _sized(
         vocab_size, d_model, n_layers, n_heads, context_length, position="learned", norm="layernorm", norm_eps=1e-5,
         mlp="gelu_tanh", attention_bias=True, mlp_bias=True, **rest,
@@ -55,7 +55,7 @@ def _llama(
     vocab_size: int, d_model: int, n_layers: int, n_heads: int, n_kv_heads: int, d_ff: int, context_length: int,
     **rest: Any,
 ) -> Settings:  # fmt: skip
-    """Settings of Llama's architecture: RoPE, RMSNorm, SwiGLU, no biases, grouped queries (Touvron et al., 2023)."""
+    """Return settings of Llama's architecture: RoPE, RMSNorm, SwiGLU, grouped queries (Touvron et al., 2023)."""
     more = {"norm_eps": 1e-5, "tie_embeddings": False} | rest
     return _sized(
         vocab_size, d_model, n_layers, n_heads, context_length, n_kv_heads=n_kv_heads, d_ff=d_ff, position="rope",
@@ -64,7 +64,7 @@ def _llama(
 
 
 def _modern(vocab_size: int, d_model: int, n_layers: int, context_length: int) -> Settings:
-    """Settings of the default architecture for small models, with choices from speedruns that other tools support.
+    """Return settings of the default small architecture, with choices from speedruns that other tools support.
 
     RoPE, RMSNorm, QK-norm, SwiGLU of 8/3 the width, zero-initialized projections, a tied head; 64 channels per head.
     ReLU² is as good at this size, but no architecture of Hugging Face or llama.cpp combines it with QK-norm.
@@ -94,13 +94,13 @@ from Child et al. (2019), whose text models use 128 to 256 tokens."""
 PRESETS: dict[str, Settings] = {
     # Reference document 000: GPT-2's architecture, 24 layers, 2,048 tokens of context. Exactly 355,871,744 parameters.
     "custom-300m": _gpt2(50_257, 1024, 24, 16, 2048, **_DROPOUT, init="normal"),
-    # Reference document 002's "Tiny (for testing)", "Small (for experiments)", "Medium", "Large" (GPT-2's smallest).
+    # Reference document 002: "Tiny (for testing)", "Small (for experiments)", "Medium", "Large" (as GPT-2's smallest).
     "gpt2-tiny": _gpt2(512, 128, 3, 4, 128, **_FROM_SCRATCH),
     "gpt2-mini": _gpt2(512, 256, 4, 4, 256, **_FROM_SCRATCH),
     "gpt2-midi": _gpt2(512, 384, 6, 6, 256, **_FROM_SCRATCH),
     "gpt2-small-untied": _gpt2(50_257, 768, 12, 12, 1024, **_FROM_SCRATCH),
     # Reference document 003: RoPE, no biases in linear layers, word tokenizer. Exactly 403,254,016 parameters.
-    # The document does not state the MLP's biases; `mlp_bias=true` gives its variant of 403,366,656.
+    # The document does not state whether the MLP has biases. With `mlp_bias=true`, there are 403,366,656 parameters.
     "vaani-427m": _sized(
         16_000, 1408, 16, 11, 1024, position="rope", norm="layernorm", norm_eps=1e-5, mlp="gelu",
         attention_bias=False, mlp_bias=False, **_DROPOUT, dropout_mlp=0.1, init="normal",
@@ -118,7 +118,7 @@ PRESETS: dict[str, Settings] = {
     "moe-115m": _llama(
         16_384, 512, 8, 8, 4, 1024, 1024, norm_eps=1e-6, tie_embeddings=True, n_experts=8, n_experts_per_token=2,
     ),
-    # SmolLM2 (Allal et al., 2025): deep and narrow, 9 query heads on 3 key/value heads, tied.
+    # SmolLM2 (Allal et al., 2025): deep and narrow, 9 query heads on 3 key/value heads, tied head.
     "smollm2-135m": _llama(49_152, 576, 30, 9, 3, 1536, 8192, rope_theta=100_000, tie_embeddings=True),
     "tinyllama-1.1b": _llama(32_000, 2048, 22, 32, 4, 5632, 2048),  # Zhang et al., 2024
     "llama-2-7b": _llama(32_000, 4096, 32, 32, 32, 11_008, 4096),  # Touvron et al., 2023
@@ -131,7 +131,7 @@ PRESETS: dict[str, Settings] = {
     "mixtral-8x7b": _llama(
         32_000, 4096, 32, 32, 8, 14_336, 32_768, rope_theta=1_000_000, n_experts=8, n_experts_per_token=2,
     ),
-    # GPT-2 as released (Radford et al., 2019, table 2): tied; residual projections start scaled by 1/sqrt(2L).
+    # GPT-2 as released (Radford et al., 2019, table 2): tied head; init of residual projections scaled by 1/sqrt(2L).
     "gpt2": _gpt2(50_257, 768, 12, 12, 1024, **_DROPOUT, init="gpt2"),
     "gpt2-medium": _gpt2(50_257, 1024, 24, 16, 1024, **_DROPOUT, init="gpt2"),
     "gpt2-large": _gpt2(50_257, 1280, 36, 20, 1024, **_DROPOUT, init="gpt2"),

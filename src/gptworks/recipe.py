@@ -136,7 +136,7 @@ def by_key(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def is_folder(recipe: RecipeLike) -> bool:
-    """Whether `recipe` is the path or the URL of a folder, such as a run's."""
+    """Return whether `recipe` is the path or the URL of a folder, such as a run folder."""
     return isinstance(recipe, str | PathLike) and fetched_path(recipe).is_dir()
 
 
@@ -145,7 +145,7 @@ def _beneath(said: Any, settings: Mapping[str, Any]) -> Any:
     if not isinstance(said, dict):
         return said
     said = expand_preset(said)
-    ends = () if ENDS.isdisjoint(said) else ENDS  # any setting of the run's length in `said` replaces all such defaults
+    ends = () if ENDS.isdisjoint(said) else ENDS  # a setting of the run's length in `said` replaces all default lengths
     rest = {key: value for key, value in settings.items() if key not in said and key not in ends}
     sections = {key: value for key, value in settings.items() if key in said and isinstance(value, Mapping)}
     return rest | said | {key: _beneath(said[key], value) for key, value in sections.items()}
@@ -172,7 +172,7 @@ def recipe_text(path: str | PathLike[str]) -> tuple[Path, str]:
 
 
 def read_recipe(path: str | PathLike[str]) -> tuple[Origin, dict[str, Any]]:
-    """Return the path of a recipe (see `recipe_text`) with its text, for messages, and its parsed YAML.
+    """Return a recipe's path, which carries the text for messages, and its parsed YAML; see `recipe_text`.
 
     Raises:
         UserError: the file is missing, or its YAML is broken or not a mapping.
@@ -207,7 +207,7 @@ def _no_such_recipe(path: Path) -> str:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether the folder is a run's: it has a recipe.yaml."""
+    """Return whether the folder is a run folder, which has a recipe.yaml."""
     return (folder / "recipe.yaml").exists()
 
 
@@ -271,7 +271,7 @@ def parse_recipe(tree: dict[str, Any], origin: str = "recipe", overrides: Mappin
 
 
 def _require_model_and_tokenizer(tree: dict[str, Any], source: Path, origin: str) -> None:
-    """Refuse a recipe that lacks model or tokenizer, which it would take from the run `source` if that existed."""
+    """Refuse a recipe without model or tokenizer, since the run `source`, which would supply them, does not exist."""
     model, tokenizer = tree.get("model"), tree.get("tokenizer")
     missing = [] if isinstance(model, dict) and model.keys() >= _SIZES else ["model"]
     missing += [] if isinstance(tokenizer, dict) and "type" in tokenizer else ["tokenizer"]
@@ -299,8 +299,8 @@ def _completed(tree: dict[str, Any], source: Path) -> dict[str, Any]:
 
 
 def _trains_future_heads(objective: Any) -> bool:
-    """Whether the objective trains the heads for tokens beyond the next, so that those in the run's weights are kept;
-    true if the objective is not stated or unknown."""
+    """Return whether the objective trains the heads for tokens beyond the next; True if the objective is missing or
+    unknown. Only then does the model keep these heads of the run."""
     kind = OBJECTIVE_SETTINGS.get(str(objective.get("type"))) if isinstance(objective, dict) else None
     return kind is None or kind.trains_future_heads
 
@@ -310,7 +310,7 @@ FREE_TO_CHANGE = frozenset({
     "dropout_mlp",
     "init", "init_std", "zero_init_projections", "n_future_tokens",
 })  # fmt: skip
-"""Model fields that may differ from those of the run whose weights are used; the tokenizer determines `vocab_size`."""
+"""Model fields that may differ between a model and the run that supplies its weights."""
 
 
 def check_same_model(model: ModelConfig, source: Path) -> None:

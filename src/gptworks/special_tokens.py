@@ -1,16 +1,17 @@
 """Special tokens, which begin, end and pad a text, replace unknown text, and end generation.
 
-In a tokenizer trained by gptworks, their well-known names identify them. A folder of transformers states them in
-several files, with the precedence of transformers 5:
+In a tokenizer trained by gptworks, well-known names identify the special tokens. A folder of transformers states its
+special tokens in several files, with the precedence of transformers 5:
 
 tokenizer.json          its post-processor adds tokens around a text; `add_bos_token` and `add_eos_token` of
                         tokenizer_config.json are ignored.
 tokenizer_config.json   bos_token, eos_token and the other `ROLES`: a text, or a mapping with `content`; null: none.
 special_tokens_map.json the same; it has precedence if tokenizer_config.json has no `added_tokens_decoder`.
-generation_config.json  the ids that end generation (`eos_token_id`, one or a list), begin and pad it.
-config.json             the same ids, if there is no generation_config.json; `eos_token_id` also if that file has none.
+generation_config.json  the ids that end generation (`eos_token_id`: one id or a list), begin generation, and pad.
+config.json             the same ids, used without a generation_config.json; `eos_token_id` is also used if
+                        generation_config.json states none.
 
-A run's `tokenizer/` has the same files, so that one function reads both.
+A run's `tokenizer/` uses the same files, so that `read_stated` reads both kinds of folders.
 """
 
 import json
@@ -71,8 +72,8 @@ class SpecialTokens:
     """Token for text that the tokenizer does not know; None if it has none, usually because it knows every text."""
     pad: int | None
     separator: bool
-    """Whether `eos` separates documents, like GPT-2's `<|endoftext|>`: there is no other bos token, and if a folder
-    states the tokens, the post-processor adds none."""
+    """Whether `eos` separates documents, like GPT-2's `<|endoftext|>`. The tokenizer then has no other bos token. If a
+    folder states the special tokens, `eos` is a separator only if the post-processor adds no tokens."""
     ends: tuple[int, ...]
     """Tokens that each end generation."""
     before: tuple[int, ...]
@@ -162,7 +163,7 @@ def as_stated(tokenizer: Tokenizer, stated: Stated) -> SpecialTokens:
 
 def post_processed(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids that a tokenizer's post-processor adds before and after a text. Raises a UserError if the
-    post-processor does more than that."""
+    post-processor does anything else."""
     if tokenizer.post_processor is None:
         return (), ()
     return _around(json.loads(tokenizer.post_processor.__getstate__()))
@@ -230,9 +231,9 @@ def read_stated(folder: Path, tokenizer: Tokenizer) -> Stated | None:
 
 
 def stating_files(folder: Path) -> list[Path]:
-    """Return the files, apart from tokenizer.json, that state a folder's special tokens. Empty if there are none, or
-    only files that gptworks writes for a tokenizer that it trained: then `by_name` finds the tokens. Raises a UserError
-    if tokenizer_config.json or generation_config.json is not readable JSON."""
+    """Return the files, apart from tokenizer.json, that state a folder's special tokens. The list is empty without such
+    files, or if gptworks wrote them for its own tokenizer: `by_name` then finds the tokens. Raises a UserError if
+    tokenizer_config.json or generation_config.json is not readable JSON."""
     others = [file for name in (TOKENS_MAP, GENERATION_CONFIG, MODEL_CONFIG) if (file := folder / name).exists()]
     if others == [folder / GENERATION_CONFIG] and _optional(others[0]).keys() <= {"do_sample", *STATED_SAMPLING}:
         others = []
@@ -251,7 +252,7 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def _is_ours(config: Mapping[str, Any]) -> bool:
-    """Whether a tokenizer_config.json is empty or, apart from special tokens, has the contents of `our_config`."""
+    """Return whether a tokenizer_config.json is empty, or equals `our_config` apart from special tokens."""
     if not config:
         return True
     return {key: value for key, value in config.items() if key not in ROLES} == our_config({})

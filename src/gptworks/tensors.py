@@ -51,7 +51,7 @@ class Expected(Stored):
 
     dtype: torch.dtype = torch.float32
     least: float = -math.inf
-    """Minimum of the tensor's elements."""
+    """Smallest accepted element."""
 
     @classmethod
     def like(cls, tensor: Tensor) -> "Expected":
@@ -75,7 +75,7 @@ def stored_tensors(path: Path, *, inside: Path | None = None) -> dict[str, Store
             n_bytes = int.from_bytes(held.read(8), "little")
             if n_bytes > min(_MOST_HEADER_BYTES, max(0, os.fstat(held.fileno()).st_size - 8)):
                 raise ValueError(f"its header is said to be of {n_bytes:,} bytes")
-            mapping_of(held.read(n_bytes))  # safetensors would read only one of two tensors of the same name
+            mapping_of(held.read(n_bytes))  # refuses two tensors of the same name, of which safetensors would read one
         with safe_open(path, "pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {

@@ -1,4 +1,4 @@
-"""Train, load and save tokenizers. Each is a plain `tokenizers.Tokenizer`, kept as a tokenizer.json.
+"""Train, load and save tokenizers. Each is a plain `tokenizers.Tokenizer`, saved as a tokenizer.json.
 
 A tokenizer from this module never reads special tokens from text: `<|endoftext|>` in a document is ordinary text.
 Special tokens are added by their ids (`document_frame`, `prompt_ids`).
@@ -98,8 +98,8 @@ def add_tokens(tokenizer: Tokenizer, names: Iterable[str]) -> Tokenizer:
 
 
 BPE_WORD_CHARACTERS = 256
-"""Length to which longer words (base64, DNA, a line of dashes) are cut, only for training: BPE's training time grows
-with the square of a word's length."""
+"""Maximum number of characters of a word in training. Longer words (base64, DNA, a line of dashes) are cut, because
+BPE's training time grows with the square of a word's length."""
 
 
 def bpe_words(config: BPETokenizer, training: bool = False) -> PreTokenizer:
@@ -182,7 +182,7 @@ def _train_word(config: WordTokenizer, texts: Iterable[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_WORD_PATTERN), "removed", invert=True)
     trainer = trainers.WordLevelTrainer(
         vocab_size=config.vocab_size, special_tokens=list(_WORD_SPECIALS), show_progress=False
-    )  # orders words by frequency, and those of equal frequency alphabetically
+    )  # orders words by frequency, and words of equal frequency alphabetically
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() == len(_WORD_SPECIALS):
         raise UserError("tokenizer.type=word and the training text holds no word: give text to take the words from.")
@@ -229,9 +229,9 @@ def _gpt2_tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer.json, or the one in a folder, with the special tokens from the folder's other files. Raises a
-    UserError if the tokenizer is missing or broken, a file states a special token wrongly, or a file of a run differs
-    from its checksum."""
+    """Load a tokenizer from a tokenizer.json, or from a folder with this file. Other files in the folder may state
+    special tokens. Raises a UserError if the tokenizer is missing or broken, a file states a special token wrongly, or
+    a file of a run differs from its checksum."""
     path = Path(path).expanduser()
     file = path / TOKENIZER_FILE if path.is_dir() else path
     try:
@@ -278,7 +278,7 @@ def library_panics(what: str) -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether an error is a panic of a Rust library; such an error is not an `Exception`."""
+    """Return whether an error is a panic of a Rust library; such an error is not an `Exception`."""
     return type(error).__name__ == "PanicException"
 
 
@@ -292,7 +292,7 @@ def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
 def encodings(
     tokenizer: Tokenizer, texts: Sequence[str], *, offsets: bool = False, add_special_tokens: bool = False
 ) -> list[Encoding]:
-    """Return the library's encoding of each text. All encoding happens here, in batches, while other threads can run.
+    """Return the library's encoding of each text. gptworks encodes only here; other threads can run.
 
     Args:
         offsets: also return the range of characters of each id, which takes longer.
@@ -326,7 +326,7 @@ def _plain_text(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None):
-        tokenizer.model.dropout = None  # it would give another encoding of a text each time
+        tokenizer.model.dropout = None  # dropout would encode a text differently each time
     return tokenizer
 
 
@@ -347,7 +347,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, sampling: Mapping[str, An
 
 
 def pack_tokenizer(tokenizer: Tokenizer) -> str:
-    """Return a tokenizer and its special tokens as text, for another process to `unpack_tokenizer`."""
+    """Return a tokenizer and its special tokens as text, which another process reads with `unpack_tokenizer`."""
     stated = stated_of(tokenizer)
     return json.dumps(stated and asdict(stated)) + "\n" + tokenizer.to_str()
 
@@ -367,7 +367,7 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
 
 
 def token_texts(tokenizer: Tokenizer) -> list[bytes] | None:
-    """Return the bytes of text of each token, by id; empty for special tokens. None: see `token_spellings`."""
+    """Return the bytes of text of each token, by id; empty for special tokens. None as in `token_spellings`."""
     spellings, added = token_spellings(tokenizer), tokenizer.get_added_tokens_decoder()
     if spellings is None:
         return None
@@ -375,14 +375,14 @@ def token_texts(tokenizer: Tokenizer) -> list[bytes] | None:
 
 
 def token_bytes(tokenizer: Tokenizer) -> list[int] | None:
-    """Return the number of bytes of text of each token, by id; 0 for special tokens. None: see `token_spellings`."""
+    """Return the number of bytes of text of each token, by id; 0 for special tokens. None as in `token_spellings`."""
     texts = token_texts(tokenizer)
     return None if texts is None else [*map(len, texts)]
 
 
 def token_spellings(tokenizer: Tokenizer) -> list[bytes] | None:
     """Return the bytes of each token, by id; None if the decoder is neither Fuse nor ByteLevel, so that a token's bytes
-    may depend on its neighbours."""
+    may depend on its neighbors."""
     names = {index: name for name, index in tokenizer.get_vocab(with_added_tokens=True).items()}
     in_order = [names.get(index, "") for index in range(vocabulary_size(tokenizer))]
     if isinstance(tokenizer.decoder, decoders.Fuse):
@@ -414,7 +414,7 @@ def document_frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a prompt: the text's, with special tokens such as bos around it. "" begins a new document."""
+    """Return the ids of a prompt: the text's ids, with special tokens such as bos around them; "" begins a document."""
     special = special_tokens(tokenizer)
     if not text:
         return list(special.start)
@@ -434,7 +434,7 @@ class StreamDecoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._context: list[int] = []  # tokens last shown; the next token's text may depend on them (a space between)
+        self._context: list[int] = []  # tokens last shown, on which the next token's text may depend (a space between)
         self._held: list[int] = []
 
     def push(self, *token_ids: int) -> str:

@@ -7,7 +7,7 @@ PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
 def readable(value: float, unit: str) -> str:
-    """Format a value with four significant digits and a prefix, as in 1.423 GB; parameters and tokens in full."""
+    """Format a value with four significant digits and a prefix (1.423 GB); parameters and tokens get all digits."""
     if unit in ("parameters", "tokens"):
         return f"{value:,.0f}"
     power = min((len(f"{value:.0f}") - 1) // 3, len(PREFIXES) - 1)
@@ -15,8 +15,8 @@ def readable(value: float, unit: str) -> str:
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """Format a number with `digits` significant digits: with an exponent below 1e-5 or from 1e9, else with separated
-    thousands."""
+    """Format a number with `digits` significant digits. Magnitudes below 1e-5 or from 1e9 have an exponent, others have
+    thousands separators."""
     if not math.isfinite(value):
         return f"{value}"
     size = int(f"{value:.{digits - 1}e}".partition("e")[2])
@@ -36,7 +36,7 @@ def epochs_words(epochs: Mapping[str, float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a rounded duration, such as `45 s`, `12 min`, `3.4 h`, `12 days`, `1.5 years`."""
+    """Format a duration, such as `45 s`, `12 min`, `3.4 h`, `12 days`, `1.5 years`."""
     year = 365.25 * 86_400
     for unit, size, least in (("years", year, 1), ("days", 86_400, 2), ("h", 3600, 2), ("min", 60, 2)):
         if seconds >= least * size:

@@ -1,7 +1,7 @@
 """Reader of untrusted YAML, as plain data and within limits. Only this module parses YAML.
 
 The limits are checked while nodes are composed, before values are constructed. Each use of an alias counts as its
-complete value, and so a merge key counts as all the keys that it adds.
+complete value. A merge key thus counts as all the keys that it adds.
 """
 
 import re
@@ -53,7 +53,7 @@ class Origin(str):
 
     @classmethod
     def of(cls, name: str, text: str) -> "Origin":
-        """Return the name of the file with this text."""
+        """Return an `Origin` with a file's name and text."""
         origin = cls(name)
         origin.text = text
         return origin
@@ -211,7 +211,7 @@ def _load(text: str, origin: str, get: Any) -> Any:
 
 
 def _explained(error: yaml.MarkedYAMLError, lines: list[str]) -> str:
-    """Return the error's place, its reason, the line and what to write instead."""
+    """Return the error's place, the line, the reason and, for common errors, advice."""
     problem = " ".join(f"{error.problem or error.context}".split())
     mark = error.problem_mark or error.context_mark
     if mark is None:

@@ -55,7 +55,7 @@ class _Notices(logging.Handler):
 
 
 def main() -> None:
-    """Run a command; report a user's mistake or a failure in one clear message and an exit code."""
+    """Run a command. For a user's mistake or a failure, print a message and exit with an error code."""
     _open_standard_streams()
     _print_any_text()
     if sys.stderr.isatty():
@@ -71,7 +71,7 @@ def main() -> None:
     except BrokenPipeError:  # the reader of the output closed the pipe
         sys.stderr.close()
         sys.exit(1)
-    except UnicodeDecodeError as error:  # files are decoded elsewhere, with errors of their own
+    except UnicodeDecodeError as error:  # in standard input: for files, other code reports this error
         _fail(f"the input is not {sys.stdin.encoding} text ({error.reason}): convert it, or set PYTHONIOENCODING.", 2)
     except OSError as error:
         _fail(f"{error.filename or 'input/output'}: {error.strerror or error}", 1)

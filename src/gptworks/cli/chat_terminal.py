@@ -152,7 +152,7 @@ class Talk:
     def _answer(self, parts: Iterator[str]) -> None:
         """Print an answer as it is generated, until it ends or Ctrl-C is pressed; then print its length and speed.
 
-        The first Ctrl-C only sets a flag, so that the engine finishes its step; a second one interrupts.
+        The first Ctrl-C only sets a flag, so that the engine finishes its step. A second Ctrl-C interrupts the step.
         """
         session = self.session
         with stop_signals([signal.SIGINT]) as interrupted:

@@ -267,8 +267,8 @@ _ON_ONE_LINE = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
 
 
 def _harmless(text: str, one_line: bool = False) -> str:
-    """Return the text with its control characters replaced by visible signs or U+FFFD; line feeds and tabs stay unless
-    `one_line`."""
+    """Return the text with its control characters replaced by visible signs or U+FFFD. Line feeds and tabs stay unless
+    `one_line` is set."""
     from gptworks.pages.parts import printable
 
     shown = printable(text)
@@ -287,7 +287,7 @@ def _quoted(hit: "Hit") -> "Text":
 def _bordered(tokens: Sequence[dict[str, Any]], coloured: bool) -> "Text":
     """Return the text of tokens from `RunData`, with a border after each.
 
-    If some tokens besides the first of each text are not learned, the learned ones are green, or in brackets without
+    If some tokens besides the first of each text are not learned, learned tokens are green, or in brackets without
     colours. Tokens without text are shown by their spelling.
     """
     from rich.text import Text

@@ -63,7 +63,7 @@ def recipes(as_json: options.AsJSON = False) -> None:
 def devices(as_json: options.AsJSON = False) -> None:
     """List the devices that `plan` and `rehearse` know by name.
 
-    Rates are the vendors' for dense matrices; each has its source.
+    Rates are the vendors' figures for dense matrices. The source of each is listed.
     """
     from gptworks.pages.tables import Table
     from gptworks.planning.arrange import planned_precision
@@ -149,9 +149,9 @@ def plan(
 ) -> None:
     """Estimate a run's FLOPs, memory, time and disk.
 
-    Needs no weights, and builds a real model only with --measure. With --device this, measures this machine's speed.
-    Exit code 2: a setting is wrong, or figures are unknown since data is missing. Exit code 3: the run does not fit on
-    the device.
+    Needs no weights, and builds a real model only with --measure. Measures this machine's speed if --device is this or
+    cpu. Exit code 2: a setting is wrong, or figures are unknown since data is missing. Exit code 3: the run does not
+    fit on the device.
     """
     if as_json:
         refuse_unused("does nothing with --json, which has every figure", details=details)

@@ -188,7 +188,7 @@ def drafter_of(run: Path, n_tokens: int, drafts: Path | None, loading: Mapping[s
     """Return a drafter of up to `n_tokens` tokens at a time; None if `n_tokens` is 0. It drafts with the draft model
     `drafts`, loaded with the options `loading`, else with the run's own multi-token heads, else by prompt lookup.
 
-    A quantized draft model ignores `weights`, because drafts do not change the text.
+    The option `weights` does not apply to a quantized draft model. No draft model changes the generated text.
     """
     from gptworks.checkpoint import choose_checkpoint
     from gptworks.files import fetched_path
@@ -251,7 +251,7 @@ def chat(
 
 
 def load_engine(run: Path, loading: Mapping[str, Any], overrides: list[str] | None = None, **more: Any) -> "Engine":
-    """Load the engine of a run with the options `loading`; `more` are those of `gptworks.infer.engine.load`."""
+    """Load a run's engine with the options `loading` and further arguments `more` of `gptworks.infer.engine.load`."""
     with working(f"loading {run}"):
         import torch
 

@@ -35,9 +35,9 @@ def judge(
     ] = False,
     finish: Annotated[bool, Option("--finish", help="Only end the campaign, with the final comparison.")] = False,
 ) -> None:
-    """Judge an agent's experiments: tools of the Model Context Protocol.
+    """Judge an agent's experiments, with Model Context Protocol tools.
 
-    Serves on standard input and output. A campaign that the folder holds is continued, by its own rules.
+    Serves on standard input and output. A campaign that the folder holds is continued with its original rules.
     """
     from gptworks.judge.begin import KEY, SECRET
     from gptworks.judge.campaign import Campaign

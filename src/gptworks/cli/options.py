@@ -125,14 +125,14 @@ def without_environment(keys: list[str] | None) -> tuple[str, ...]:
 
 
 class Group(dict[str, tuple[Any, Any]]):
-    """Options that several commands share: the type of each with its `Option`, and its default, by name.
+    """Options that several commands share. Each name has a type with its `Option`, and a default.
 
-    A command's parameter of the type `Annotated[dict[str, Any], group]` gets the values of all of them, by name.
+    A command's parameter of the type `Annotated[dict[str, Any], group]` gets the values of all these options by name.
     """
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command for typer, with the options of each `Group` in place of its parameter."""
+    """Return the command for typer, in which each `Group` parameter is replaced by the options of the group."""
     signature = inspect.signature(command, eval_str=True)
     groups, parameters = dict[str, Group](), list[inspect.Parameter]()
     for one in signature.parameters.values():
@@ -197,11 +197,11 @@ EngineOptions = Annotated[
         device=(Device, "auto"),
     ),
 ]
-"""How a run is loaded to generate texts."""
+"""Options for loading a run that generates texts."""
 
 
 def _sampling(name: str) -> Any:
-    """Return the option of a sampling setting. It is None if not given, so that a model may override the default."""
+    """Return a sampling setting's option, and its default None, for which a model's own default may apply."""
     option = Option(help=SAMPLING_RULES[name].help, show_default=f"the model's own, else {getattr(SAMPLING, name):g}")
     return Annotated[Sampling.__annotations__[name] | None, option], None
 

@@ -25,7 +25,7 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def notice(text: str) -> None:
-    """Print text on stderr, as `say` does."""
+    """Print text on stderr, in the stream's own encoding."""
     print(text + "\n", end="", file=sys.stderr, flush=True)
 
 
@@ -91,7 +91,7 @@ _shown: "list[Progress]" = []
 
 @contextmanager
 def working(what: str) -> "Iterator[Callable[[int, int], None]]":
-    """Show a task and its elapsed time; call the yielded function with the number of items done and their total.
+    """Show a task's progress and times. The yielded function takes the number of items done and the total number.
 
     Print results after the context ends, not inside it.
     """
@@ -109,8 +109,8 @@ def working(what: str) -> "Iterator[Callable[[int, int], None]]":
 
 @contextmanager
 def preparing() -> "Iterator[Report]":
-    """Show progress bars with MB/s and the remaining time; yield a function that updates them. This function
-    takes a stage with its done and total bytes. Print stages without a bar as notices at the end."""
+    """Show progress bars with MB/s and the remaining time. The yielded function takes a stage, its bytes done and its
+    total bytes. Stages without a bar are printed as notices at the end."""
     from rich.progress import BarColumn, TimeElapsedColumn, TimeRemainingColumn, TransferSpeedColumn
 
     names = {

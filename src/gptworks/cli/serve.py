@@ -221,5 +221,5 @@ def _page_of(link: str) -> str:
 
 
 def has_display() -> bool:
-    """Return whether a browser can open a window; a text browser would take over the terminal."""
+    """Return whether a browser can open a window. Otherwise, a text browser would take over the terminal."""
     return sys.platform in ("darwin", "win32") or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())

@@ -1,4 +1,4 @@
-"""All settings as typed, validated, frozen classes, without torch or files; gptworks/recipe.py reads recipes."""
+"""All settings as typed, validated, frozen classes. The package imports no torch; gptworks/recipe.py reads recipes."""
 
 from gptworks.config.architecture import EARLIER_DEFAULTS, RopeScaling
 from gptworks.config.base import Bounded, PositiveInt, PositiveTime, Role, Section, ShortPath, role_of, settings

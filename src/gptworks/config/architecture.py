@@ -11,7 +11,7 @@ MOST_LAYERS = 1000
 
 T = TypeVar("T")
 LayerPattern = Annotated[tuple[T, ...], Field(min_length=1, max_length=MOST_LAYERS)]
-"""A value for each layer, repeated from the first layer on."""
+"""Values of the layers, from the first layer on. A pattern with fewer values than layers is repeated."""
 
 GATED = ("swiglu", "geglu", "geglu_tanh")
 """Values of `mlp` with a gate matrix."""
@@ -195,7 +195,7 @@ class Architecture(Section):
 
     @property
     def norms_behind(self) -> tuple[str, str] | None:
-        """Names of the norms after attention and after the MLP; None: the block has no such norms."""
+        """Names of the norms after attention and after the MLP; None if the block has no such norms."""
         names = {"before": None, "after": ("norm1", "norm2"), "both": ("norm1_after", "norm2_after")}
         return names[self.norm_placement]
 
@@ -225,7 +225,7 @@ class Architecture(Section):
 
     @property
     def rotating_windows(self) -> Self | None:
-        """Copy of the settings with the unscaled rotary base of windowed layers; None: all layers rotate alike."""
+        """Copy of the settings with the unscaled rotary base of windowed layers; None if all layers rotate alike."""
         if self.window_rope_theta is None:
             return None
         return self.model_copy(
@@ -242,11 +242,11 @@ class Architecture(Section):
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Number of tokens that each layer attends to; None: all."""
+        """Number of tokens that each layer attends to; None if it attends to all."""
         return tuple(map(self.layer_window, range(self.n_layers)))
 
     def layer_window(self, layer: int) -> int | None:
-        """Return the number of tokens that a layer attends to; None: all."""
+        """Return the number of tokens that a layer attends to; None if it attends to all."""
         return self.window if self.window_pattern[layer % len(self.window_pattern)] == "window" else None
 
     @model_validator(mode="after")

@@ -146,13 +146,13 @@ class Section(Bounded):
         return {name: value for name, value in settings.items() if name not in found}
 
     def _at_most(self, name: str, limit: str, fix: str) -> None:
-        """Raise a ValueError, which ends with `fix`, if one setting is more than another."""
+        """Raise a ValueError, which ends with `fix`, if the setting `name` is more than the setting `limit`."""
         value, most = getattr(self, name), getattr(self, limit)
         if value is not None and value > most:
             raise ValueError(f"{name}={value} is more than {limit}={most}: {fix}")
 
     def _multiple(self, name: str, divisor: str, fix: str) -> None:
-        """Raise a ValueError, which ends with `fix`, if one setting is not a multiple of another."""
+        """Raise a ValueError, which ends with `fix`, if the setting `name` is not a multiple of `divisor`."""
         value, part = getattr(self, name), getattr(self, divisor)
         if value % part:
             raise ValueError(f"{name}={value} is not a multiple of {divisor}={part}: {fix}")
@@ -189,8 +189,8 @@ class Role(Enum):
 
     @property
     def on_resume(self) -> Literal["refused", "recorded", "allowed"]:
-        """How a resumed run treats a changed value of the setting. `recorded`: allowed if asked for (`--change`), and
-        noted in the run folder."""
+        """How a resumed run treats a changed value of the setting. `recorded` means that the change is allowed if
+        asked for (`--change`), and that the run folder records it."""
         if self in (Role.MEASURED, Role.FIXED, Role.REPEAT):
             return "refused"
         return "recorded" if self is Role.STEERING else "allowed"
@@ -207,7 +207,8 @@ class Role(Enum):
 
 
 class Place(Enum):
-    """The kind of outside resource that a setting names. Programs that run other people's recipes must check resources.
+    """The kind of outside resource that a setting names. Programs that run other people's recipes must check these
+    resources.
 
     A setting declares its place with its type: `path: Free[Annotated[str, Place.PATH]]`.
     """

@@ -33,10 +33,10 @@ _IN_STAGES = ("smaller_batches", "shorter_contexts")
 
 
 def in_whole_numbers(given: Mapping[str, Any], context_length: int) -> dict[str, Any]:
-    """Return the settings of growing batches and contexts, with shares converted to steps and tokens. Pairs without an
-    effect are dropped: a share of the run that ends at the same step as the pair before it, or at step 0, and a length
-    that is not below the context. Raises ValueError for a share of the run without `max_steps`, or a share of the
-    context that is not a whole number of tokens."""
+    """Return the settings of growing batches and contexts, with shares converted to steps and tokens. A pair is dropped
+    if its share of the run ends at step 0 or at the step of the pair before it, or if its length is not below the
+    context. Raises ValueError for a share of the run without `max_steps`, or a share of the context that is not a whole
+    number of tokens."""
     steps = given.get("max_steps")
     found = {name: _in_steps(name, given[name], steps) for name in _IN_STAGES if _is_pairs(given.get(name))}
     if (contexts := found.get("shorter_contexts")) is not None:
@@ -48,7 +48,8 @@ def in_whole_numbers(given: Mapping[str, Any], context_length: int) -> dict[str,
 
 
 def without_shares(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without those given in shares, whose steps and tokens need other sections to be valid."""
+    """Return the settings without growing batches and contexts that have shares. Shares can be converted only if the
+    other sections are valid."""
     return {
         name: value
         for name, value in given.items()
@@ -237,12 +238,12 @@ class BatchSettings(Section):
         return tuple(factor * weight for weight in self.future_weights)
 
     def row_length(self, context_length: int) -> int:
-        """Return the length of a training row in tokens, apart from `shorter_contexts`."""
+        """Return the length of a training row in tokens after the steps of `shorter_contexts`."""
         return min(self.row_tokens or context_length, context_length)
 
     def in_words(self, row_length: int, rows_per_sample: int = 1) -> str:
-        """Return the sequences and tokens of a step, such as `8 up to step 100, 16 × 1,024 in rows of 256 up to step
-        300`."""
+        """Return as text the sequences and tokens of a step, such as `8 up to step 100, 16 × 1,024 in rows of 256 up to
+        step 300`."""
         smaller = "".join(f"{size:,} up to step {until:,}, " for until, size in self.smaller_batches)
         rows = ", ".join(f"{length:,} up to step {until:,}" for until, length in self.shorter_contexts)
         sequences = f"{smaller}{self.batch_size:,}" + (f" × {rows_per_sample}" if rows_per_sample > 1 else "")

@@ -12,7 +12,8 @@ PersonalData = Literal["email", "ip", "phone", "key"]
 
 
 class RepairEncoding(Section):
-    """Repair wrongly decoded text (`cafÃ©`), and drop documents that it cannot repair. Needs the `clean` extra."""
+    """Repair wrongly decoded text (`cafÃ©`), and drop documents in which too many characters stay wrong. Needs the
+    `clean` extra."""
 
     type: Measured[Literal["repair-encoding"]]
     max_lost: Measured[Ratio] = Field(
@@ -69,7 +70,8 @@ class GopherQuality(Section):
 
 
 class GopherRepetition(Section):
-    """Drop documents that break the repetition rules of Gopher. Each limit is a share of the document."""
+    """Drop documents that break the repetition rules of Gopher. The limits are shares of the lines, paragraphs or
+    characters."""
 
     type: Measured[Literal["gopher-repetition"]]
     max_duplicate_lines: Measured[Ratio] = Field(0.30, description="Repeated lines.")
@@ -85,7 +87,8 @@ class GopherRepetition(Section):
 
 
 class C4Rules(Section):
-    """Remove lines that are not sentences; drop pages with few sentences. C4's English rules (Raffel et al., 2020)."""
+    """Remove lines that are not sentences, and drop pages with few sentences, by C4's rules for English (Raffel et al.,
+    2020)."""
 
     type: Measured[Literal["c4"]]
     require_punctuation: Measured[bool] = Field(True, description="Remove lines without final punctuation.")
@@ -112,7 +115,8 @@ class FineWebRules(Section):
 
 
 class LanguageFilter(Section):
-    """Drop documents in other languages, found by fastText's small model, offline. Needs the `clean` extra."""
+    """Drop documents that are not in the listed languages, by fastText's small model, offline. Needs the `clean`
+    extra."""
 
     type: Measured[Literal["language"]]
     languages: Measured[tuple[Annotated[str, Field(pattern="^[a-z]{2,3}$")], ...]] = Field(

@@ -82,7 +82,7 @@ class Anneal(Section):
 
 
 def check_mixture(members: tuple[MixtureMember, ...], anneal: Anneal | None) -> None:
-    """Raise a ValueError if a name occurs twice or is unknown, or a dataset is never read: it has no weight above 0."""
+    """Raise a ValueError if a name occurs twice or is unknown, or a dataset has no weight above 0."""
     names = [member.name for member in members]
     if twice := [name for name, n in Counter(names).items() if n > 1]:
         raise ValueError(f"mixture has two datasets with the name {twice[0]}: rename one")

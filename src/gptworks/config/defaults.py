@@ -39,7 +39,8 @@ ENDS = frozenset({"max_steps", "epochs", "max_minutes"})
 
 
 def tuning_rate(d_model: int, judged: bool, adapter: bool) -> float:
-    """Return AdamW's default learning rate for fine-tuning. `judged`: the objective compares or rewards answers."""
+    """Return AdamW's default learning rate for fine-tuning. `judged`: whether the objective compares or rewards
+    answers. `adapter`: whether only an adapter is trained."""
     rate = TUNING_RATE_TIMES_WIDTH / d_model
     rate *= ADAPTER_TIMES if adapter else 1
     rate *= JUDGED_SHARE if judged else 1
@@ -49,8 +50,8 @@ def tuning_rate(d_model: int, judged: bool, adapter: bool) -> float:
 def train_defaults(
     given: Mapping[str, Any], model: ModelConfig, objective: ObjectiveConfig, tunes: bool, adapter: bool
 ) -> dict[str, Any]:
-    """Return defaults for the settings of `train` that depend on the rest of the recipe, and on those that are `given`.
-    `tunes`: training starts from trained weights. `adapter`: only an adapter is trained."""
+    """Return the defaults of `train` that depend on other sections of the recipe or on the settings `given` in `train`.
+    `tunes`: whether training starts from trained weights. `adapter`: whether only an adapter is trained."""
     adamw = tunes or adapter or given.get("optimizer_state") == "int8"
     optimizer = given.get("optimizer", "adamw" if adamw else "muon")
     settings: dict[str, Any] = {"optimizer": optimizer}
@@ -70,8 +71,8 @@ def train_defaults(
 
 
 def _by_length(steps: Any, samples: bool) -> dict[str, int]:
-    """Return the warmup, a fiftieth of `steps` but at most 1,000, and intervals that give at least 5 evaluations and 4
-    checkpoints. If `steps` is not a number above 0, 500 is assumed."""
+    """Return the steps of the warmup, and the steps between evaluations, checkpoints and samples, for a run of `steps`
+    steps. `samples`: whether the run samples texts."""
     if not isinstance(steps, int) or steps < 1:
         steps = 500  # the number of steps is unknown or invalid
     return {

@@ -19,13 +19,13 @@ _EXAMPLES = {
     "data": "data: {sources: [{type: files, path: my-texts}]}",
     "train": "train: {epochs: 3}",
 }
-"""A line to paste for a section that is missing or has no value."""
+"""Line to paste for each section that is missing or has no value."""
 _NEEDED = {
     "int_": "a whole number", "float_": "a number", "bool_": "true or false", "string_type": "a text",
     "model_type|model_attributes_type|dict_type": "a section: below `{0}:`, indented, lines such as `key: value`",
     "tuple_type|list_type": "a list: below `{0}:`, indented, a line with `- ` for each item, or [a, b]",
 }  # fmt: skip
-"""What a setting must be, by a pattern for the beginning of pydantic's error type."""
+"""Words for the required value of a setting, by a pattern for the beginning of pydantic's error type."""
 
 _MEMBER = re.compile(r"bool|int|float|str|none|(literal|tuple|list|dict|constrained|function)[\[-].*")
 """Matches the type names that pydantic appends to an error's location if a setting allows several plain types."""
@@ -35,8 +35,9 @@ MOST_FAULTS = 50
 
 
 def explain(error: ValidationError, root: type[Section], origin: str, overrides: Mapping[str, str]) -> str:
-    """Return the errors of a section as text, one per line. Each begins with `origin`, such as a file's name, or with
-    the setting's override; `overrides` has those that were applied, by key."""
+    """Return the errors of a section as text, one per line. A line begins with the override of the setting if there is
+    one, else with `origin`, such as a file's name. `overrides` maps settings' keys to the overrides as the user wrote
+    them."""
     lines = []
     for key, message in faults(error, root):
         given = next((text for name, text in overrides.items() if name == key or key.startswith(f"{name}.")), None)
@@ -118,7 +119,7 @@ def _explain_one(item: dict[str, Any], root: type[Section]) -> str:
 
 
 def _in_words(item: Mapping[str, Any], key: str) -> str | None:
-    """Return the message about a value of a wrong type; None: pydantic's message applies."""
+    """Return the message about a value of a wrong type; None if pydantic's message applies."""
     kind, value = item["type"], item["input"]
     last = key.rpartition(".")[2]
     each = [_needed(member) for member in item.get("members", [item])]
@@ -158,8 +159,8 @@ def _number_in(value: Any) -> float | None:
 
 
 def _elsewhere(name: str, root: type[Section], path: str = "", close: bool = False) -> str | None:
-    """Return the path of a setting with this name, or with `close` a similar one, in an inner section: `learning_rate`
-    → `train.learning_rate`."""
+    """Return the path of a setting with this name (with `close`: a similar name) in an inner section, such as
+    `train.learning_rate` for `learning_rate`; None if there is none."""
     for field_name, field in root.model_fields.items():
         for leaf in leaves(field.annotation):
             if isinstance(leaf, type) and issubclass(leaf, Section) and "type" not in leaf.model_fields:

@@ -19,7 +19,7 @@ LABORATORY = (
     "layer_repeats",
 )  # fmt: skip
 """Experimental settings from speedruns and recent papers, which no architecture of transformers or llama.cpp has.
-Tensor parallelism supports none of them, and the C++ engine only `bigram_vocab_size`."""
+Tensor parallelism supports none of them, and the C++ engine supports only `bigram_vocab_size`."""
 
 
 class ModelConfig(Architecture):

@@ -37,17 +37,18 @@ class ObjectiveSettings(Section):
     varying_widths: ClassVar[bool] = False
     """Whether rows of a batch are padded to the longest row (rounded up), instead of to the maximum length of a row."""
     several_texts: ClassVar[bool] = False
-    """Whether a row may hold several conversations; positions restart at 0 in each that is not joined to another."""
+    """Whether a row may hold several conversations. Positions restart at 0 in each, unless conversations are
+    joined."""
     learns_prompts: ClassVar[bool] = False
     """Whether the loss covers every token of a conversation, not only the answers."""
     trains_future_heads: ClassVar[bool] = False
     """Whether the loss can cover tokens beyond the next (model.n_future_tokens)."""
     scores_targets: ClassVar[bool] = False
-    """Whether the loss needs the log-probability of each target (`target_logprobs`), not only their sum."""
+    """Whether the loss needs the log-probability of each target (`target_logprobs`), not only the sum."""
     scores_start: ClassVar[bool] = False
     """Whether the starting model scores every sample before the first step."""
     fixed_settings: ClassVar[dict[str, str]] = {}
-    """Settings outside this section that a resumed run may not change: reasons by path."""
+    """Reasons why a resumed run may not change settings outside this section, by the setting's path."""
 
     allow: Free[tuple[DataFault, ...]] = Field((), description="Faults of the data, by name, that do not stop the run.")
 
@@ -83,7 +84,7 @@ class ObjectiveSettings(Section):
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The micro-batch size must be a multiple of this number."""
+        """Number that must divide the micro-batch size."""
         return self.rollouts.group_size if self.rollouts else 1
 
 

@@ -64,7 +64,7 @@ class Optimizer:
     scratch_bytes: Callable[[dict[Shape, int]], int] = lambda _: 0
     """Returns the peak scratch memory of an update in bytes, given the number of matrices of each shape."""
     ownership: Ownership | None = None
-    """How ranks divide the updates of whole matrices; None: each rank updates the parts that it holds."""
+    """How ranks divide the updates of whole matrices; None if each rank updates the parts that it holds."""
     orthogonalizes: bool = False
     """Whether updates are orthogonal matrices times `muon_learning_rate`."""
     steps_differ: bool = False
@@ -145,7 +145,7 @@ OPTIMIZERS = {
     "normuon": Optimizer("NorMuon and AdamW", _normuon, _muon_scratch, BY_MUON, orthogonalizes=True),
     "soap": Optimizer("SOAP and AdamW", _soap, _soap_scratch, BY_SOAP, steps_differ=True),
 }
-"""Optimizers by `train.optimizer`; adamw_int8: `train.optimizer=adamw` with `train.optimizer_state=int8`."""
+"""Optimizers by `train.optimizer`. `adamw_int8` is `train.optimizer=adamw` with `train.optimizer_state=int8`."""
 
 
 def n_scales(shape: Iterable[int]) -> int:

@@ -122,12 +122,13 @@ class Recipe(Section):
 
     @property
     def tokens_per_step(self) -> int:
-        """Number of tokens that a step of `train.batch_size` samples reads, padding included."""
+        """Number of tokens in `train.batch_size` rows, padding included. A preference pair counts as one row."""
         return self.train.batch_size * self.row_length
 
     @property
     def several_texts(self) -> bool:
-        """Whether a training row may hold several texts; positions restart at 0 in each."""
+        """Whether a training row may hold several texts. Positions restart at 0 in each, unless the texts are
+        joined."""
         return bool(self.data.conversations) and self.objective.several_texts
 
     @property
@@ -226,7 +227,8 @@ class Recipe(Section):
 
 
 def check_tokenizer(tokenizer: TokenizerConfig, data: DataConfig) -> None:
-    """Raise a ValueError for type=dataset without a built dataset, or a tokenizer to train although one is built."""
+    """Raise a ValueError if the tokenizer has type=dataset and no dataset is built, or if the tokenizer would be
+    trained although a dataset is built."""
     built = [member.name for member in data.mixture if member.dataset is not None]
     if isinstance(tokenizer, DatasetTokenizer) and not built:
         raise ValueError("tokenizer.type=dataset needs a built dataset: set `dataset` of a member of data.mixture")

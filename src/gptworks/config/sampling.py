@@ -16,7 +16,7 @@ def sampling(name: str) -> Any:
 
 class SamplingConfig(Section):
     """Default sampling settings of the model in commands, servers, the studio and exports. An option or a request
-    overrides them. None: the program's own default."""
+    overrides them. If a setting is None, the program's own default applies."""
 
     temperature: Free[Annotated[float | None, sampling("temperature")]] = None
     top_k: Free[Annotated[int | None, sampling("top_k")]] = None

@@ -127,7 +127,7 @@ class TrainConfig(OptimizerSettings):
         return step >= last_change
 
     def n_evaluated(self, n_there: int, context_length: int) -> int:
-        """Return how many of `n_there` validation sequences an evaluation reads; 0: all."""
+        """Return how many of `n_there` validation sequences an evaluation reads; 0 if it reads all."""
         wanted = self.evaluate_sequences
         if wanted is None:
             wanted = max(1, EVALUATED_TOKENS // context_length)
@@ -140,9 +140,9 @@ class TrainConfig(OptimizerSettings):
 
     @property
     def offered_prompts(self) -> list[str]:
-        """The first six prompts of samples, without empty ones and those of more than 400 characters, for pages.
+        """The first six of `sample_prompts` with 1 to 400 characters, to suggest on web pages.
 
-        Beginnings of held-out documents are not among them: a page may be for people who should not read the data.
+        Beginnings of held-out documents are not suggested: readers of a page may not be allowed to read the data.
         """
         return [prompt for prompt in self.sample_prompts if 0 < len(prompt) <= 400][:6]
 

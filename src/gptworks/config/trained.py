@@ -41,7 +41,7 @@ class LoRAConfig(Section):
         return self.alpha / self.rank
 
     def trains(self, parameter: str) -> bool:
-        """Return whether training changes the base model's parameter with this name, besides the adapter."""
+        """Return whether training changes the base model's parameter with this name."""
         return self.embeddings and parameter in ("token_embedding.weight", "untied_head.weight")
 
     def adapts(self, module: str) -> bool:

@@ -34,7 +34,7 @@ _ABANDONED = "the answer is no longer needed."
 _PROCESSES = 2
 """Maximum number of children of one `Confined` that work at the same time; further questions wait."""
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
-"""Environment variables that the children inherit. They must not see others, such as API keys."""
+"""Environment variables that the children inherit. The children must not see other variables, such as API keys."""
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import main; main()"
 
 
@@ -49,7 +49,7 @@ class Limits:
 
 
 class Exceeded(Exception):
-    """Answering a question exceeded a limit, or ended the child in another way; the message says which."""
+    """Answering a question exceeded a limit, or ended the child in another way; the message names the cause."""
 
 
 class Abandoned(Exception):
@@ -57,11 +57,11 @@ class Abandoned(Exception):
 
 
 class Refused(Exception):
-    """The child could not answer the question. The message is the child's."""
+    """The child could not answer the question. The message comes from the child."""
 
 
 class Task:
-    """A handle for stopping the process that works on a question. Use a new one for each call of `ask`."""
+    """A handle for stopping the process that works on a question. Use a new handle for each call of `ask`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -89,7 +89,8 @@ class Confined:
     def __init__(
         self, kind: str, setup: Any, limits: Limits, *, setup_limits: Limits | None = None, keep_bytes: int = 1 << 26
     ) -> None:
-        """
+        """Store the settings; `ask` and `start` start the children.
+
         Args:
             kind: the module whose `main` answers.
             setup: the first question of each child, a JSON value.
@@ -105,8 +106,8 @@ class Confined:
         self._finalize = weakref.finalize(self, _kill_all, self._idle)
 
     def ask(self, question: Any, task: Task | None = None) -> Any:
-        """Return a child's answer to a question. Both are JSON values. Raises Refused if the child could not answer,
-        and the message is the child's; Exceeded if answering the question exceeded a limit; Abandoned if the task was
+        """Return a child's answer to a question. Both are JSON values. Raises Refused, with the child's message, if the
+        child could not answer; Exceeded if answering the question exceeded a limit; Abandoned if the task was
         abandoned."""
         task = task or Task()
         with self._places:

@@ -12,13 +12,14 @@ from typing import Any
 from gptworks.errors import reason_of
 
 Answer = Callable[[Any], Any]
-"""A function that returns the answer to a question (both JSON values). On an exception, the child sends its message."""
+"""A function that returns the answer to a question (both JSON values). If the function raises an exception, the child
+sends the exception's message."""
 
 
 def serve(prepare: Callable[[Any], Answer]) -> None:
     """Answer questions until the pipe closes. `prepare` makes the `Answer` from the first question, the setup."""
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # send what libraries print to stderr: it must not look like replies
+    os.dup2(2, 1)  # redirect the output of libraries to stderr, so that it does not look like replies
     answer: Answer | None = None
     before = 0
     for line in sys.stdin.buffer:
@@ -55,8 +56,8 @@ def _statm(column: int) -> int:
 
 
 def limit_growth(limit: str, n_bytes: int) -> None:
-    """Let allocations of this process fail once it has `n_bytes` more than now; no effect without /proc. The `limit`
-    RLIMIT_AS counts the whole address space; RLIMIT_DATA private writable memory, such as the heap."""
+    """Let allocations of this process fail once its memory has grown by `n_bytes`; no effect without /proc. `limit` is
+    RLIMIT_AS for the whole address space, or RLIMIT_DATA for private writable memory, such as the heap."""
     if used := _statm({"RLIMIT_AS": 0, "RLIMIT_DATA": 5}[limit]):
         import resource
 

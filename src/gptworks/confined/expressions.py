@@ -17,7 +17,7 @@ from gptworks.confined.child import Answer, serve
 from gptworks.errors import UserError, shortened
 
 SECONDS, _BYTES = 2.0, 1 << 28
-"""Limits of CPU time (unless `find` is given others) and memory for a question, whether it has one item or many."""
+"""Limits of CPU seconds and of memory for a question, whether it has one item or many. `find` may set other seconds."""
 MAX_RENDERED_CHARACTERS = 1 << 20
 """Maximum length of the text that a template renders for one item."""
 MAX_EXPRESSION_CHARACTERS = 2000
@@ -37,7 +37,7 @@ class Fault(Exception):
 
 def render(source: str, items: Sequence[dict[str, Any]]) -> "list[str | Fault]":
     """Return, for each item, the text that the template renders, or a `Fault` if rendering fails. If an item exceeds a
-    limit, all items after it get its `Fault` and are not rendered."""
+    limit, all later items get the same `Fault` and are not rendered."""
     replies = _ask_all("render", source, items)
     return [reply if isinstance(reply, str) else Fault(reply["fault"], reply.get("syntax", False)) for reply in replies]
 
@@ -45,8 +45,9 @@ def render(source: str, items: Sequence[dict[str, Any]]) -> "list[str | Fault]":
 def find(
     pattern: str, texts: Sequence[str], how: How = "search", seconds: float | None = None
 ) -> list[tuple[str, str] | None]:
-    """Return, for each text, the match of `re.search` (or another `how`) and its first group or ""; None: no match.
-    Raises Refused if the pattern does not compile; UserError if searching a text exceeds a limit."""
+    """Return, for each text, the matched part and its first group ("" without one), or None if nothing matches. `how`
+    names the function of `re`; `seconds` limits the CPU time of a question (None: SECONDS). Raises Refused if the
+    pattern does not compile; UserError if searching a text exceeds a limit."""
     found: list[tuple[str, str] | None] = []
     for text, reply in zip(texts, _ask_all(how, pattern, texts, seconds), strict=True):
         if isinstance(reply, dict):
@@ -133,5 +134,5 @@ def _prepare(setup: Any) -> Answer:
 
 
 def main() -> None:
-    """Answer the parent's questions. Each has a kind (render or a `How`), a template or pattern, and items."""
+    """Answer the parent's questions. Each question has a kind (render or a `How`), a template or pattern, and items."""
     serve(_prepare)

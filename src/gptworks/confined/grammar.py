@@ -1,4 +1,4 @@
-"""Compile grammars for constrained text in a child first. The parent compiles only those that were cheap there."""
+"""Compile grammars for constrained text in a child first. The parent compiles only grammars that were cheap there."""
 
 import contextlib
 import importlib
@@ -12,7 +12,7 @@ from gptworks.errors import shortened
 Encode = Callable[[str], list[int]]
 
 MAX_LEXER_STATES = 20_000
-"""Maximum number of lexer states for one text. Each takes 1 to 2 kB."""
+"""Maximum number of lexer states for one text. Each state takes 1 to 2 kB."""
 MAX_REASON = 300
 """Maximum number of characters shown of llguidance's error, which may repeat a whole pattern."""
 
@@ -34,7 +34,7 @@ class Vocabulary:
         return self._encode(text)
 
     def _longest_first(self, text: str) -> list[int]:
-        """Return a text's ids by greedy longest match. They are inexact, but suffice for trying out a grammar."""
+        """Return a text's ids by greedy longest match. These ids are inexact, but suffice to try out a grammar."""
         data, at, ids = text.encode(), 0, []
         while at < len(data):
             for end in range(min(len(data), at + self._longest), at, -1):

@@ -5,9 +5,9 @@
 It needs only the standard library. Linux namespaces give the program its own users, processes, network (none) and file
 system: the interpreter and the system's libraries, read-only, and a folder in memory that holds only the program.
 
-Namespaces and limits do not cover all of the kernel: RLIMIT_AS does not count System V shared memory, semaphores and
-message queues, a process inherits the caller's session keyring, and AF_VSOCK reaches a virtual machine's host. A
-seccomp filter therefore refuses the system calls for these features. It also refuses calls that a program does not
+Namespaces and limits do not cover all of the kernel. RLIMIT_AS does not count System V shared memory, semaphores and
+message queues. A process inherits the caller's session keyring. AF_VSOCK reaches a virtual machine's host. A seccomp
+filter therefore refuses the system calls for these features. The filter also refuses calls that a program does not
 need, such as ptrace and mount, and all calls that are newer than Linux 5.0.
 """
 
@@ -55,7 +55,7 @@ _FAMILIES = (1, 2, 10, 16)
 """The address families AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK."""
 _FIRST_NEW_CALL = 424
 """Number of the first system call that is refused as too new. From here on, numbers are equal on every architecture,
-and the C library has fallbacks. On x86_64, the highest numbers are those of another ABI (x32), which is refused too."""
+and the C library has fallbacks. On x86_64, the highest numbers belong to another ABI (x32), which is refused too."""
 _KEYCTL, _JOIN_SESSION_KEYRING = (250, 219), 1
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 """BPF instructions: load a word of the system call; jump if it equals, or is at least, a value; return a verdict."""
@@ -246,7 +246,8 @@ def _install_filter() -> None:
 
 
 def _guarded(seconds: int, memory_bytes: int) -> None:
-    """Run the program as a child of this process. When this process ends, the kernel kills its whole pid namespace."""
+    """Run the program as a child of this process. When this process ends, the kernel kills all others in its pid
+    namespace."""
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
     _leave_session_keyring()
     _install_filter()

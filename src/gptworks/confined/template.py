@@ -1,4 +1,4 @@
-"""The Jinja environment for chat templates, and the child process that renders untrusted ones."""
+"""The Jinja environment for chat templates, and the child process that renders untrusted templates."""
 
 import json
 from datetime import datetime

@@ -20,9 +20,9 @@ from gptworks.errors import UserError
 MAX_GROWTH = 1 << 16
 """Maximum product of the normalizers' factors. ALBERT has about 1,000 (NFKD and a table); most tokenizers have 12."""
 MAX_PIECES_GROWTH = 128
-"""Maximum product of the pre-tokenizers' factors, and of the decoders'. Metaspace with two ByteLevels has 72."""
+"""Maximum product of the pre-tokenizers' or the decoders' factors. Metaspace with two ByteLevels has 72."""
 MAX_NORMALIZED_BYTES = 1 << 24
-"""Maximum bytes of a normalized text, or `_USUAL_GROWTH` bytes per character of the text if that is more."""
+"""Maximum bytes of a normalized text. The maximum of a long text is `_USUAL_GROWTH` bytes per character, if larger."""
 _USUAL_GROWTH = 16
 _MAX_AFFIX, _MAX_WORD, _MAX_TEMPLATE_BYTES, _MAX_PATTERN, _MAX_COMPONENTS = 64, 1000, 1 << 16, 10_000, 64
 
@@ -34,7 +34,7 @@ _PARTS = ("normalizers", "pretokenizers", "decoders")
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Raise a UserError if there is no limit to how much a tokenizer lengthens a text, or to the time that it takes."""
+    """Raise a UserError if a tokenizer may lengthen a text too much, or take too long."""
     limits = {"normalizer": MAX_GROWTH, "pre_tokenizer": MAX_PIECES_GROWTH, "decoder": MAX_PIECES_GROWTH}
     for name, most in limits.items():
         state = _state(tokenizer, name)
@@ -140,10 +140,9 @@ _QUANTIFIER = re.compile(r"(?:[*+?]|\{(\d*)(,?)(\d*)\})([+?]?)")
 def slow_pattern(pattern: str) -> str | None:
     """Return the reason why a pattern may be slow or cannot be checked; None if it is safe.
 
-    A slow pattern takes time that is exponential in the text's length, or a high power of it.
-    Time can be exponential only if a repeated group can match a text in several ways: by a quantifier inside, or by
-    alternatives. The power is at most the number of consecutive long repetitions, of which the patterns of released
-    models have at most two.
+    A slow pattern takes time that is exponential in the text's length, or a high power of the length. Time can be
+    exponential only if a repeated group can match a text in several ways: by a quantifier inside, or by alternatives.
+    The power is at most the number of consecutive long repetitions. Patterns of released models have at most two.
     """
     if len(pattern) > _MAX_PATTERN:
         return f"it has more than {_MAX_PATTERN:,} characters"
@@ -207,7 +206,7 @@ _MANY = 4
 
 
 def _end_of_class(pattern: str, at: int) -> int:
-    """Return the index after the character class that begins at `at`, such as `[a-z]`. It may contain other classes."""
+    """Return the index after the character class that begins at `at`, such as `[a-z]`. Classes may be nested."""
     depth, start = 0, at
     while at < len(pattern):
         if pattern[at] == "\\":

@@ -53,7 +53,7 @@ class Weights:
 
 
 def weights_over_run(recipe: Recipe) -> list[Weights]:
-    """Return the datasets' weights from sample 0 on, then those of `data.anneal` if the recipe has it."""
+    """Return the datasets' weights from sample 0 on, then the weights of `data.anneal` if the recipe has them."""
     members, anneal, first = recipe.data.mixture, recipe.data.anneal, recipe.anneal_from
     weights = [Weights(0, tuple(member.weight for member in members) or (1.0,))]
     if anneal is not None and first is not None:
@@ -71,7 +71,8 @@ class Batches:
     in the run. The sizes of batches and micro-batches only decide how many samples are read together.
 
     `stretches` has the token range of each dataset (None: the split is a single dataset), and `phases` the datasets'
-    weights over the run. Raises UserError if a dataset is shorter than one window, or their numbers differ.
+    weights over the run. Raises UserError if a dataset is shorter than one window, or if `stretches` and `phases` have
+    different numbers of datasets.
     """
 
     def __init__(
@@ -111,7 +112,8 @@ class Batches:
         return np.array([self.start(epoch, window) for epoch, window in places], dtype=np.int64)
 
     def items(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """Return two arrays [n]: each sample's epoch in its dataset, and its window's number over all datasets."""
+        """Return two arrays [n]: each sample's epoch in its dataset, and the index of its window among the windows of
+        all datasets."""
         datasets, numbers = self._shares.draw(samples)
         epochs, found = np.empty_like(samples), np.empty_like(samples)
         for dataset in np.unique(datasets).tolist():
@@ -121,7 +123,8 @@ class Batches:
         return epochs, found
 
     def start(self, epoch: int, window: int) -> int:
-        """Return the split position at which `window` (numbered over all datasets) begins in its dataset's `epoch`."""
+        """Return the position in the split at which a window begins. `window` is the window's index among the windows
+        of all datasets, and `epoch` is the epoch of the window's dataset."""
         dataset = int(np.searchsorted(self._bounds, window, side="right")) - 1
         stretch, length, window = self._stretches[dataset], self._context_length, window - int(self._bounds[dataset])
         n_firsts = min(length, stretch.n_tokens - self._n_windows[dataset] * length)
@@ -142,9 +145,9 @@ def evaluation_windows(
 
     Args:
         n_sequences: maximum number of windows, which are evenly spaced; 0: all windows.
-        stride: tokens between the starts of windows; None: context_length. With a smaller stride, windows overlap:
-            in each window after the first, targets that are also in an earlier window are IGNORED, and the others
-            follow at least context_length - stride tokens.
+        stride: tokens between the starts of windows; None: context_length. With a smaller stride, windows overlap. In
+            each window after the first, targets that an earlier window also covers are IGNORED, so that every other
+            target follows at least context_length - stride tokens.
         part: the dataset of a mixture to read; None: the whole split.
 
     Raises:
@@ -220,10 +223,10 @@ def counts(weights: tuple[int, ...], n: int) -> list[int]:
     """Return each dataset's rounded share of n samples. The shares add up to n, and no share falls as n grows.
 
     The datasets are the leaves of a Huffman tree. Each inner node divides its samples between its two children in
-    proportion to their weights, rounded to the nearest, so one more sample gives exactly one child one more. Every
-    share is less than 1.68 off its exact value: rounding at an ancestor of weight W adds an error of at most w / (2W)
-    to a leaf of weight w. From a leaf upwards, weights grow at least as fast as Fibonacci numbers, because a node's
-    sibling is at least as heavy as each of its children. So the errors add up to less than half the reciprocal
+    proportion to their weights, rounded to the nearest. So each further sample goes to exactly one child. Every share
+    is less than 1.68 off its exact value: rounding at an ancestor of weight W adds an error of at most w / (2W) to a
+    leaf of weight w. From a leaf upwards, weights grow at least as fast as Fibonacci numbers, because a node's sibling
+    is at least as heavy as each of the node's children. So the errors add up to less than half the reciprocal
     Fibonacci constant (3.3599). With two datasets the error is at most 1/2.
     """
     found = [0] * len(weights)
@@ -259,7 +262,8 @@ def _huffman_tree(weights: tuple[int, ...]) -> _Node:
 
 @lru_cache(maxsize=64)
 def _block(weights: tuple[int, ...], seed: int, phase: int, block: int) -> tuple[Int64s, Int64s]:
-    """Return two arrays [BLOCK]: each sample's dataset, and its index among that dataset's samples of the phase."""
+    """Return two arrays [BLOCK]: each sample's dataset, and the sample's index among the phase's samples of this
+    dataset."""
     first, end = (np.array(counts(weights, n * BLOCK)) for n in (block, block + 1))
     places = permute(np.arange(BLOCK), BLOCK, random_keys(seed, block, phase + 1))
     datasets = np.repeat(np.arange(len(weights)), end - first)[places]

@@ -47,12 +47,13 @@ def rule(shards: TokenShards, n: int, most_tokens: int) -> str:
 def beginnings(
     shards: TokenShards, tokenizer: Tokenizer, n: int, most_tokens: int, n_following: int = 0
 ) -> list[Beginning]:
-    """Return at most `n` beginnings in the validation split, chosen as `rule` states. Equal data gives equal ones.
+    """Return at most `n` beginnings in the validation split, chosen as `rule` states. Equal data gives equal
+    beginnings.
 
     Args:
         most_tokens: maximum number of tokens in a text's beginning; a conversation's beginning goes up to an answer.
-        n_following: number of tokens in `Beginning.follows`: exact for a conversation, about the minimum for a text;
-            fewer where the document ends.
+        n_following: number of tokens in `Beginning.follows`; fewer where the document ends. For a text, `follows` may
+            be longer.
 
     Raises:
         UserError: the split has too little text.
@@ -77,9 +78,9 @@ def beginnings(
 
 
 def _long_documents(shards: TokenShards, n: int, most_tokens: int) -> list[int] | None:
-    """Return the starts of the documents of more than 2 × `most_tokens` tokens. None: begin inside documents, because
-    fewer than `n` are long, or the split may hold ends of documents: the manifest does not state that it holds whole
-    ones."""
+    """Return the starts of the documents of more than 2 × `most_tokens` tokens. Return None if beginnings must lie
+    inside documents: fewer than `n` documents are long, or the manifest does not state that the split holds whole
+    documents."""
     made_from = shards.manifest.made_from
     settings = made_from.get("validation")
     stated = settings.get("by") if isinstance(settings, dict) else None
@@ -93,7 +94,8 @@ def _middles(total: int, n: int) -> list[int]:
 
 
 def _next_start(text: str, most: int) -> int:
-    """Return where the next paragraph (else line, sentence or word) begins in the first `most` characters, else 0."""
+    """Return the index at which the next paragraph (else line, sentence or word) begins in the first `most` characters;
+    0 if none begins there."""
     for end in _ENDS:
         if (match := re.compile(end).search(text, 0, most)) is not None:
             return match.end()
@@ -101,11 +103,12 @@ def _next_start(text: str, most: int) -> int:
 
 
 def _last_end(text: str) -> int:
-    """Return where the last paragraph (else line, sentence or word) ends in the text's second half, else the length."""
+    """Return the index at which the last paragraph (else line, sentence or word) ends in the text's second half; the
+    text's length if none ends there."""
     for end in _ENDS:
         ends = [match.end() for match in re.finditer(end, text) if match.end() > len(text) // 2]
         if ends:
-            return ends[-1] if text[ends[-1] - 1] == "\n" else ends[-1] - 1  # tokens begin with spaces
+            return ends[-1] if text[ends[-1] - 1] == "\n" else ends[-1] - 1  # the next token begins with the space
     return len(text)
 
 

@@ -7,7 +7,7 @@
     kept/00000                  one byte per document of the job, 0 if it is kept; only if documents are compared
     kept/counts.json            the same numbers for the filters that compare documents
 
-Several processes clean documents. Then one process compares them by their signatures.
+Several processes clean documents. Then one process compares the documents by their signatures.
 """
 
 import io
@@ -84,7 +84,7 @@ class CleanedDocuments(Source):
 
 
 class CleaningSource(Source):
-    """A source that cleans the documents of another source as it reads, with the filters for single documents."""
+    """A source that reads another source and cleans each document with the filters for single documents."""
 
     def __init__(self, source: Source, filters: Filters) -> None:
         super().__init__(source.settings)
@@ -112,7 +112,7 @@ class Texts:
 
 
 def read_texts(data: DataConfig) -> Texts:
-    """Return a dataset's sources. The recipe's filters for single documents clean the text while it is read."""
+    """Return a dataset's sources and jobs. The recipe's filters for single documents clean the text during reading."""
     sources = [CleaningSource(choose_source(one), data.clean) if data.clean else one for one in data.texts]
     return Texts(sources, plan_jobs(sources), total_bytes(data.texts) if data.texts else None)
 
@@ -168,7 +168,7 @@ def _clean_job(work: Path, cleaner: Cleaner, duplicates: Duplicates, advance: Ad
 
 
 def _documents(pieces: Iterable[Piece]) -> Iterator[str]:
-    """Yield the text of each document; a document larger than PART_BYTES becomes several of about that size."""
+    """Yield the text of each document. A document larger than PART_BYTES becomes several texts of about this size."""
     parts: list[str] = []
     size = 0
     for piece in pieces:
@@ -208,7 +208,7 @@ def _compare(work: Path, jobs: list[Job], duplicates: Duplicates) -> None:
 
 
 def _count(counts: dict[int, FilterCounts], source: CleanedDocuments, sizes: np.ndarray, verdicts: Verdicts) -> None:
-    """Add a job's documents to the duplicate filters' counts. The second filter sees only those that the first kept."""
+    """Add a job's documents to the duplicate filters' counts. The second filter sees only the first filter's output."""
     seen = np.ones(len(verdicts), dtype=np.bool_)
     for number, one in counts.items():
         kept = seen & (verdicts != number)

@@ -2,7 +2,8 @@
 
 gigatoken implements the patterns of some tokenizers by hand and caches the tokens of each word. It is used only for
 byte-level BPE, with tokens renumbered in the order of the merges and without special tokens. The two libraries have
-different Unicode versions. So `tokenizers` encodes each text with a character that they may classify differently.
+different Unicode versions. So `tokenizers` encodes every text that has a character which the libraries may classify
+differently.
 """
 
 import functools
@@ -115,10 +116,10 @@ class _Gigatoken:
 
 
 def _byte_level_bpe(tokenizer: Tokenizer) -> tuple[str, list[tuple[str, str]], list[int]]:
-    """Return the name of the tokenizer's pattern, its merges, and the ids of the 256 bytes and of each merge's token.
+    """Return the pattern's name, the merges, and the ids of the 256 bytes and of each merge's token.
 
-    gigatoken merges in the order of the ids, and encodes a word that is a token as that token. Raises _Unsuitable if
-    the tokenizer works differently.
+    gigatoken merges in the order of the ids. If the vocabulary has a whole word as a token, gigatoken encodes the word
+    as this token. Raises _Unsuitable if the tokenizer works differently.
     """
     settings = json.loads(tokenizer.to_str())
     model, added = settings["model"], settings["added_tokens"]
@@ -145,7 +146,7 @@ def _byte_level_bpe(tokenizer: Tokenizer) -> tuple[str, list[tuple[str, str]], l
 
 
 def _pattern(pre_tokenizer: dict[str, Any] | None) -> str | None:
-    """Return the pattern's name in BPE_PATTERNS; None if that table lacks the pattern."""
+    """Return the pattern's name in BPE_PATTERNS; None if BPE_PATTERNS lacks the pattern."""
     match pre_tokenizer:
         case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
             return "gpt2"
@@ -199,7 +200,7 @@ def _has_doubtful(text: str) -> bool:
 
 @functools.cache
 def _known() -> np.ndarray[Any, np.dtype[np.int8]]:
-    """Return the state of every code point: _SAME (class in both libraries), _DOUBTFUL, or _NOT_COMPARED so far."""
+    """Return the state of every code point: _SAME (both libraries agree), _DOUBTFUL, or _NOT_COMPARED so far."""
     known = np.full(0x110000, _DOUBTFUL, dtype=np.int8)
     known[:_COMPARED] = _NOT_COMPARED
     known[:0x80] = _SAME
@@ -241,12 +242,13 @@ def _probe() -> Any:
 
 # ------------------------------------------------------------------------------------------------- the code pattern
 
-# gigatoken knows llama3's pattern, but not our code pattern. They differ only at line breaks, whose tokens include the
-# white space around them; at '\r'; and at an apostrophe with the letters after it, which llama3 cuts after 's, 't, 're,
-# 've, 'm, 'll, 'd. So these pieces are cut out of the text: `tokenizers` encodes each piece once, and gigatoken encodes
-# the rest. The pattern never looks before the start of a token, and looks only one character beyond white space. So a
-# cut between two tokens changes neither token, unless white space precedes the cut. If it is uncertain whether tokens
-# end at a cut, `tokenizers` encodes the whole text.
+# gigatoken knows llama3's pattern, but not our code pattern. The patterns differ only in three places: at line breaks,
+# where a token of the code pattern includes the white space around the break; at '\r'; and at an apostrophe with the
+# letters after it, which llama3 cuts after 's, 't, 're, 've, 'm, 'll, 'd. So line breaks and words with an apostrophe
+# are cut out of the text: `tokenizers` encodes each of these pieces once, and gigatoken encodes the rest. The pattern
+# never looks before the start of a token, and looks only one character beyond white space. So a cut between two tokens
+# changes neither token, unless white space precedes the cut. `tokenizers` encodes the whole text if another '\r' is
+# left, or if it is uncertain whether tokens end at a cut.
 _SPACES = "\t\n\v\f\r \x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B))) + "\u2028\u2029\u202f\u205f\u3000"
 _SIGNS = "\xa1-\xa9\xab-\xb1\xb4\xb6-\xb8\xbb\xbf\u2010-\u2027\u2030-\u205e"  # not letters in any Unicode version
 _OTHER = rf"[^\0-\x7f{_SIGNS}]"
@@ -257,7 +259,8 @@ _UNCERTAIN = re.compile(rf"'(?:{_SHORT}[A-Za-z]*+{_OTHER}|(?<=[\t\v\f]'|{_OTHER}
 
 
 def _cut_code(text: str) -> tuple[str, list[str]] | None:
-    """Return the text with a mark for each piece cut out, and the pieces; None if it is uncertain where tokens end."""
+    """Return the text with a mark for each piece cut out, and the pieces. Return None if the text already has a mark,
+    or if it is uncertain where tokens end."""
     if _MARK in text:
         return None
     parts = _BREAK.split(text)

@@ -1,4 +1,4 @@
-"""The identity of the dataset that a recipe describes; it depends on the contents of sources, not on paths or times."""
+"""The identity of a recipe's dataset, computed from settings and the contents of sources, not from paths or times."""
 
 import json
 import platform
@@ -46,7 +46,7 @@ def made_from(recipe: AnyRecipe) -> dict[str, Any]:
         and not data.clean
         and any(isinstance(source, Files) and source.may_divide_texts() for source in map(choose_source, data.texts))
     ):
-        made["held_out_whole"] = True  # older datasets lack this key: they may train on parts of held-out texts
+        made["held_out_whole"] = True  # older datasets lack this key: their training split may have held-out text
     return made | ({"clean_files": clean_signature(data.clean)} if data.clean else {})
 
 
@@ -80,8 +80,8 @@ def _without(tree: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def folder_of_settings(recipe: AnyRecipe) -> Path | None:
-    """Find the dataset built earlier with the recipe's settings, to use if the sources are gone; None if none exists.
-    Raises UserError if several such datasets exist, with different text."""
+    """Return the folder of the dataset built earlier with the recipe's settings, for use if the sources are gone; None
+    if there is no such dataset. Raises UserError if there are several such datasets, which have different text."""
     datasets, wanted = datasets_in([recipe.data.cache_dir]), _settings(recipe)
     found = [folder for folder, manifest in datasets if _without(manifest.made_from, *_CONTENTS) == wanted]
     if len(found) > 1:

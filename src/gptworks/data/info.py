@@ -78,7 +78,8 @@ class Copies:
 
 @dataclass(frozen=True)
 class Duplicates:
-    """The number of documents that repeat an earlier one, their tokens, and the documents copied most often."""
+    """The number of documents that repeat an earlier document, the number of their tokens, and the documents copied
+    most often."""
 
     documents: int
     tokens: int
@@ -118,7 +119,7 @@ class Info:
     held_out_in_training: int
     """Number of validation documents that have the same tokens as a training document."""
     languages: Languages | None
-    """Languages of the training text; None if the split is missing, or the library that guesses is not installed."""
+    """Languages of the training text; None if there is no training split, or the detection library is not installed."""
     cleaning: tuple[Cleaning, ...]
     """Counts of filters, one entry for each dataset that has filters."""
 

@@ -1,7 +1,7 @@
 """Write shards of text in jobs. One process does a whole job, from reading text to finished files.
 
-A job is neighbouring units of a source. The job's folder gets its final name when the job is complete. The jobs
-and their files depend only on the sources and settings, not on the number of processes or on interruptions.
+A job consists of neighbouring units of one source. A job's folder gets its final name when the job is complete. The
+jobs and their files depend only on the sources and settings, not on the number of processes or on interruptions.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ _WORTH_A_CHOICE_BYTES = 1 << 24  # for less text, comparing two encoders takes l
 MOST_JOBS = 4096
 """Maximum number of jobs per source. Each job has its own shards, and a dataset of many small files opens slowly."""
 _SAMPLED_PIECES, _SAMPLED_CHARACTERS = 16, 1 << 12
-"""Number of pieces of each job, and of characters of each piece, that two encoders both encode for comparison."""
+"""Size of the sample of each job by which two encoders are compared: number of pieces, and characters per piece."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Job:
             yield from source.read_unit(unit)
 
     def split(self, validation: ValidationSplit) -> Iterator[tuple[Split, Piece]]:
-        """Yield the documents of the units, in pieces, each with its split. A document that other jobs read too has the
-        same split in all of them."""
+        """Yield the documents of the units, in pieces, each piece with its split. If `validation.by` is "document", all
+        pieces of a document have the same split, even if several jobs read the document."""
         source, unit = self.units[0]
         return split_documents(self.pieces(), validation, lambda: source.opening(unit))
 
@@ -106,10 +106,11 @@ def plan_jobs(sources: Iterable[SourceConfig | Source]) -> list[Job]:
 def run_jobs(
     folder: Path, jobs: list[Job], settings: JobSettings, processes: int, report: Advance, say: Callable[[str], None]
 ) -> None:
-    """Do the unfinished jobs, in several processes if there are several jobs.
+    """Do the unfinished jobs, in `processes` processes if there are several jobs.
 
     Args:
-        report: called with the bytes of text encoded since the last call; the first call counts the finished jobs.
+        processes: see `in_order`.
+        report: called with the bytes of text encoded since the last call. The first call counts the finished jobs.
         say: called with each new line that names an encoding library and the reason for choosing the library.
 
     Raises:
@@ -140,7 +141,7 @@ class _JobWriter:
 
     def __call__(self, job: Job) -> str:
         """Write the shards of both splits, the held-out text, and their description. Return a line that names the
-        encoding library and the reason for it; empty if there was no choice."""
+        encoding library and the reason for choosing it; empty if there was no choice."""
         out = _folder(self._folder, job.number)
         if out.exists():
             remove_tree(out)  # a folder that exists for an unfinished job is damaged
@@ -190,8 +191,8 @@ class _JobWriter:
 
 
 def batch_bytes() -> int:
-    """Return the bytes of text to encode in one call: `_BATCH_BYTES` for each thread of this process, counting at most
-    `_MOST_THREADS` threads."""
+    """Return the approximate size of the text to encode in one call, in bytes: `_BATCH_BYTES` for each thread of this
+    process, counting at most `_MOST_THREADS` threads."""
     threads = int(os.environ.get("RAYON_NUM_THREADS") or usable_cpus())
     return _BATCH_BYTES * min(threads, _MOST_THREADS)
 

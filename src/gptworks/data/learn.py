@@ -43,8 +43,8 @@ _DOCUMENTS_WORTH_A_SPLIT = 20
 
 
 def split_by(data: DataConfig, sources: Sequence[SourceConfig | Source]) -> ValidationSplit:
-    """Return the settings of the validation split. If they state `auto`, it becomes document for conversations and
-    pairs, and document or tail for text, depending on the cleaned text."""
+    """Return the settings of the validation split, with `by: auto` replaced. `auto` becomes `document` for
+    conversations and pairs, and for text with at least 20 documents if one of them is held out; otherwise `tail`."""
     if data.validation.by != "auto":
         return data.validation
     by_document, by_tail = (data.validation.model_copy(update={"by": by}) for by in ("document", "tail"))
@@ -133,7 +133,7 @@ def _train(recipe: AnyRecipe, texts: Sequence[LearnedText], sample: Path, report
 def _sampled(
     texts: Sequence[LearnedText], limit_bytes: int, folder: Path, total: int | None, report: Report
 ) -> Iterator[Iterator[str]]:
-    """Yield a sample of each dataset's training text, in proportion to the dataset's weight."""
+    """Yield a sample of each dataset's training text, with a size in proportion to the dataset's weight."""
     advance = adding_up(report, "sample", total)
     weights = sum(text.weight for text in texts)
     for number, text in enumerate(texts):
@@ -147,7 +147,7 @@ def _more_than(most_bytes: int, texts: Iterator[str]) -> bool:
 
 
 def _counted(texts: Iterable[str], limit_bytes: int | None, total: int | None, report: Report) -> Iterator[str]:
-    """Yield texts up to the limit and report the bytes read. Then report that tokens are merged, which is slow too."""
+    """Yield texts up to the limit and report the bytes read. Then report the stage "merging", which is slow too."""
     advance = adding_up(report, "tokenizer", total if limit_bytes is None or total is None else min(total, limit_bytes))
     done_bytes = 0
     for text in texts:
@@ -180,13 +180,13 @@ def empty(split: Split, validation: ValidationSplit, data: DataConfig) -> str:
 # does not depend on the order of the sources.
 _ALL = 1 << 64
 _LEAST_KEPT_BYTES = 1 << 23
-"""The limit on the bytes of text that one job samples is never lower than this, unless the whole sample is smaller."""
+"""Minimum of one job's limit on sampled bytes, unless the limit for all jobs together is lower."""
 
 
 def sample_texts(
     folder: Path, jobs: list[Job], validation: ValidationSplit, limit_bytes: int, processes: int, report: Advance
 ) -> Iterator[str]:
-    """Return random pieces of the training text in order, at most `limit_bytes` in total; the text must be larger.
+    """Return random pieces of the training text in order, at most `limit_bytes` in total. The text must be larger.
 
     Each job's pieces are stored in `folder`. Jobs sampled there earlier are not sampled again.
     """
@@ -210,14 +210,15 @@ def sample_texts(
 
 
 def _lines(file: Path) -> Iterator[tuple[int, int, str]]:
-    """Yield the key, size and text of each sampled piece. Size 0: pieces with this or a larger key were left out."""
+    """Yield the key, size and text of each sampled piece. An entry of size 0 means that pieces with its key or a larger
+    key were left out."""
     with open_regular(file) as lines:
         yield from map(json.loads, lines)
 
 
 def _sample_job(validation: ValidationSplit, below: int, advance: Advance, work: tuple[Job, Path, int]) -> None:
-    """Write a job's training pieces with keys less than `below` to a file. Above the limit of bytes, drop the largest
-    keys."""
+    """Write a job's training pieces with keys less than `below` to a file. If these pieces exceed the limit of bytes,
+    drop the pieces with the largest keys."""
     job, file, limit_bytes = work
     kept: list[tuple[int, int, str]] = []  # a heap with the largest key on top
     kept_bytes, most = 0, below

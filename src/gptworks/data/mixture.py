@@ -43,8 +43,8 @@ class Member:
 
     @classmethod
     def of(cls, name: str, prepared: Prepared) -> "Member":
-        """Return the dataset in a folder; if the folder is a mixture, the part with this name. Raises UserError if the
-        mixture has no such part, or the folder holds conversations."""
+        """Return the dataset in a folder, or the part with this name if the folder is a mixture. Raises UserError if
+        the mixture has no such part, or the folder holds conversations."""
         manifest, folder = prepared.manifest, prepared.folder
         if manifest.holds_examples:
             raise UserError(f"{folder} ({name}) holds conversations, and mixtures are of text: train on it separately.")
@@ -75,12 +75,12 @@ class Member:
 
 
 def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Path | None]) -> list[Member] | None:
-    """Return the datasets of a recipe's mixture, in order; None if one of them is not built, or their tokenizer is not
+    """Return the datasets of a recipe's mixture, in order; None if a dataset is not built, or the tokenizer is not
     trained.
 
     Args:
-        made: returns the dataset of a recipe without a mixture, if it is built.
-        trained: returns the folder of the tokenizer trained on the text of all datasets, if it is trained.
+        made: returns the dataset of a recipe without a mixture; None if it is not built.
+        trained: returns the folder of the tokenizer trained on the text of all datasets; None if it is not trained.
 
     Raises:
         UserError: a folder is not a dataset of text or lacks the part that a member names, or the datasets'
@@ -116,8 +116,9 @@ def members_of(recipe: AnyRecipe, made: Made, trained: Callable[[AnyRecipe], Pat
 
 
 def find_mixed(members: Sequence[Member], cache_dir: Path) -> Prepared | None:
-    """Open the dataset of exactly these members: a folder that they share, or one that `mixed` made; else None. Raises
-    UserError if the datasets have different tokenizers, or a file of the folder was changed."""
+    """Open the dataset of exactly these members, which is a folder that they share or that `mixed` made; None if there
+    is no such folder. Raises UserError if the members have different tokenizers, or a file of the folder was changed.
+    """
     _check_same_tokenizer(members)
     first = members[0].prepared
     whole = [*first.manifest.parts] or [members[0].part]
@@ -128,8 +129,8 @@ def find_mixed(members: Sequence[Member], cache_dir: Path) -> Prepared | None:
 
 
 def mixed(members: Sequence[Member], cache_dir: Path) -> Prepared:
-    """Return the dataset of exactly these members: the folder that they share, else one in `cache_dir`, made if needed.
-    Raises UserError if they have different tokenizers; RunError if the disk is full, fails or refuses to write."""
+    """Return the dataset of exactly these members. If `find_mixed` finds none, make one in `cache_dir`. Raises
+    UserError if the members have different tokenizers; RunError if the disk is full, fails or refuses to write."""
     if (found := find_mixed(members, cache_dir)) is not None:
         return found
     manifest = _manifest(members)

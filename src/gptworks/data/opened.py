@@ -59,9 +59,9 @@ def datasets_in(caches: Iterable[Path], named: Iterable[Path] = ()) -> Iterator[
 
 
 def open_prepared(folder: str | Path) -> Prepared:
-    """Open and check a dataset that `prepare` made; first fetch it, if the folder is the mirror of a remote one. Raises
-    UserError if the folder is not a dataset, or a file in it is missing or was changed: the tokenizer's files are
-    compared with the manifest by content, and the shards only by size."""
+    """Open and check a dataset that `prepare` made. If the folder mirrors a remote folder, fetch the files first.
+    Raises UserError if the folder is not a dataset, or a file in it is missing or was changed. The tokenizer's files
+    are compared with the manifest by content, and the shards only by size."""
     folder = Path(folder)
     if (url := url_of(folder)) is not None:
         fetched_data(url)
@@ -110,7 +110,7 @@ def held_out_text(prepared: Prepared) -> Iterator[bytes]:
 
 
 def folder_named(cache_dir: Path, kind: str, made_from: Any) -> Path:
-    """Return the folder in `cache_dir` for what is made from this JSON tree, named KIND-DIGEST."""
+    """Return the path `cache_dir`/KIND-DIGEST, where DIGEST is a hash of the JSON tree `made_from`."""
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode("utf-8")).hexdigest()[:8]
     return cache_dir / f"{kind}-{digest}"
 

@@ -1,4 +1,4 @@
-"""A pseudo-random permutation of 0 … n-1, computed without storing it, and hashes of texts."""
+"""A pseudo-random permutation of 0 … n-1 that is computed, not stored, and hashes of bytes."""
 
 import hashlib
 from functools import lru_cache
@@ -14,7 +14,7 @@ ROUNDS = 8
 
 
 def shuffled(samples: Int64s, n: int, seed: int) -> Int64s:
-    """Return the item index (0 to n-1) of each sample number, [k]. An epoch visits each item once, in its own order."""
+    """Return the item index (0 to n-1) of each sample number, [k]. Each epoch visits each item once, in a new order."""
     epochs, places = np.divmod(samples, n)
     items = np.empty_like(samples)
     for epoch in np.unique(epochs).tolist():
@@ -36,9 +36,9 @@ def hashed(data: bytes, use: bytes = b"") -> int:
 
 @lru_cache(maxsize=64)
 def random_keys(*seeds: int) -> Uint64s:
-    """Return random numbers [ROUNDS + 1] that depend on the seeds: keys for a permutation, and one for another use.
+    """Return random numbers [ROUNDS + 1] that depend on the seeds: ROUNDS keys for `permute`, then one more number.
 
-    A trailing seed of 0 changes nothing.
+    Leaving out a last seed of 0 gives the same numbers.
     """
     return np.random.SeedSequence(seeds).generate_state(ROUNDS + 1, np.uint64).astype(np.uint64)
 

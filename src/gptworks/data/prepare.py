@@ -1,8 +1,8 @@
 """Turn documents into token shards: split, train or load the tokenizer, encode, write. Reuse earlier results.
 
-The name of a dataset's folder contains a fingerprint of everything that decides its contents. The work happens in a
-hidden folder next to it. A dataset gets its name when it is complete, and never changes after that. If the work is
-killed, finished jobs stay in the hidden folder, and the next call continues from them.
+The name of a dataset's folder contains a fingerprint of everything that decides the dataset's contents. The work
+happens in a hidden folder next to the dataset's folder. A dataset gets its name when it is complete, and never changes
+after that. If the work is killed, finished jobs stay in the hidden folder, and the next call continues from them.
 """
 
 import contextlib
@@ -48,8 +48,8 @@ from gptworks.tokenizer import fingerprint, load_tokenizer, pack_tokenizer, voca
 def prepare(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, total_bytes: None) -> Prepared:
     """Build the recipe's dataset of token shards, or open it if an earlier call has built it.
 
-    The number of worker processes does not change the shards. If two calls run at the same time, one works and one
-    waits. If the sources are gone, the dataset built earlier with the same settings is used, with a warning.
+    The number of worker processes does not change the shards. If two calls run at the same time, one builds and the
+    other waits. If the sources are gone, the dataset built earlier with the same settings is used, with a warning.
 
     Raises:
         UserError: the sources or the tokenizer have a mistake, or a split has no text.
@@ -82,7 +82,7 @@ def prepare(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, tot
         except UserError:  # the text or tokenizer has a mistake, so finished work is useless
             shutil.rmtree(_work(folder), ignore_errors=True)
             raise
-        finally:  # the next call may use something of unfinished work
+        finally:  # the next call may continue from finished jobs
             _remove_unless_useful(folder)
     return replace(open_prepared(folder), reused=False)
 
@@ -116,7 +116,7 @@ def build_part(
 
 
 def merge_parts(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes, total_bytes: None) -> Prepared:
-    """Make the dataset from its finished parts. Raises UserError if some are not finished, or the sources are missing
+    """Make the dataset from its finished parts. Raises UserError if a part is not finished, or the sources are missing
     or were changed; RunError if the disk is full or fails."""
     made = made_from(recipe)
     folder = folder_for(recipe, made)
@@ -136,7 +136,7 @@ def merge_parts(recipe: AnyRecipe, *, report: Report = lambda stage, done_bytes,
 
 def find_prepared(recipe: AnyRecipe) -> Prepared | None:
     """Open the dataset that `prepare` built from this recipe, even if its sources are gone; None if it was not built.
-    Raises UserError if a file of its folder is missing or was changed."""
+    Raises UserError if a file of the dataset's folder is missing or was changed."""
     if recipe.data.mixture:
         members = members_of(recipe, find_prepared, _find_trained)
         return None if members is None else find_mixed(members, recipe.data.cache_dir)
@@ -183,8 +183,8 @@ def _tokenizer_folder(recipe: AnyRecipe) -> Path:
 
 
 def work_on(work: Path, recipe: AnyRecipe, report: Report, part: tuple[int, int] = (1, 1)) -> None:
-    """Do the unfinished work on a dataset in the folder `work`: make the tokenizer and the shards of text of every Nth
-    job from the Kth on, if part = (K, N)."""
+    """Do the unfinished work on a dataset in the folder `work`: make the tokenizer, and the jobs' shards of text. With
+    part = (K, N), do only every Nth job, from the Kth on."""
     data, (k, n) = recipe.data, part
     texts, validation, tokenizer = _begin(work, recipe, report)
     dtype = dtype_for(vocabulary_size(tokenizer))

@@ -1,5 +1,5 @@
-"""Tables that map settings classes to the classes that take them, so that a new source or filter needs only its
-settings and one file."""
+"""Tables that map each settings class to the class that these settings configure, so that a new source or filter needs
+only its settings and one file."""
 
 from importlib import import_module
 from inspect import get_annotations
@@ -10,7 +10,8 @@ Kind = TypeVar("Kind")
 
 
 def by_settings(package: str, base: type[Kind]) -> dict[type[Any], type[Kind]]:
-    """Map each settings class to the subclass of `base` in a package that annotates `settings` with that class."""
+    """Return a dict from each settings class to the subclass of `base` whose `settings` has this class as annotation.
+    All modules of `package` are imported first."""
     for module in iter_modules(import_module(package).__path__):
         import_module(f"{package}.{module.name}")
     found: dict[type[Any], type[Kind]] = {}

@@ -1,4 +1,4 @@
-"""Rows of a batch for display: each text's tokens, which of them are learned, and the documents that they are from."""
+"""Rows of a batch for display: each text's tokens, the mask of learned tokens, and the tokens' documents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Piece:
     at: int
     """Index of the first token in `Row.ids`."""
     begins_text: bool = True
-    """Whether the piece begins a text; attention does not reach the tokens before it."""
+    """Whether the piece begins a text. Attention does not reach from a text to the tokens before it."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Row:
         texts: Sequence[tuple[int, Sequence[Piece]]],
         answer: Literal["chosen", "rejected"] | None = None,
     ) -> Self:
-        """Return a row of these texts in order. `texts` has each text's number of inputs, and its pieces, whose `at` is
-        an index in the text."""
+        """Return a row of these texts in order. `texts` has the number of inputs and the pieces of each text. Here, a
+        piece's `at` is an index in its text."""
         ids, places = [inputs[:0]], [np.empty(0, dtype=np.int64)]
         pieces: list[Piece] = []
         at = shown = 0

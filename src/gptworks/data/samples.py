@@ -26,16 +26,16 @@ from gptworks.data.shards import SPLITS, TokenShards
 from gptworks.errors import UserError
 
 Batch = tuple[Tensor, ...]
-"""Inputs and targets, int64 [B, T] each; the target of an input is the next token, or −100 if it is not learned. If
-rows hold several texts, two tensors follow: each token's position in its own text, int64 [B, T], and the index at which
-each text starts, int32 [B, K] (see `GPT.features`). An objective may add further tensors."""
+"""Inputs and targets, int64 [B, T] each. An input's target is the next token, or −100 where the next token is not
+learned. If rows hold several texts, two tensors follow: each token's position in its own text, int64 [B, T], and the
+index at which each text starts, int32 [B, K] (see `GPT.features`). An objective may add further tensors."""
 
 
 class Samples(ABC):
-    """The training samples of a recipe's run, in the unit of `train.batch_size`, and the run's validation sequences."""
+    """The training samples and validation sequences of a recipe's run. `train.batch_size` counts these samples."""
 
     item_name: ClassVar[str]
-    """The noun for an item of the training split in messages."""
+    """The noun that messages use for an item of the training split."""
     per_epoch: int
     """Number of samples in an epoch."""
     n_validation: int
@@ -81,7 +81,7 @@ class Samples(ABC):
         return shuffled(np.arange(first, first + size), self.per_epoch, self.recipe.seed)
 
     def epochs(self, position: int) -> dict[str, float]:
-        """Return each dataset's epochs before a position, by its name in the mixture; empty without a mixture."""
+        """Return the number of epochs read before sample `position`, by dataset name; empty without a mixture."""
         return {}
 
     def held_out(self, n_sequences: int) -> Iterator[Batch]:
@@ -124,7 +124,7 @@ class Windows(Samples):
 
 
 class Conversations(Samples):
-    """Samples that are rows of conversations. A row holds several if the objective packs them."""
+    """Samples that are rows of conversations. A row holds several conversations if the objective packs them."""
 
     item_name = "row"
 
@@ -233,7 +233,7 @@ def open_samples(recipe: Recipe, folder: Path, verify: bool = False) -> Samples:
 
 
 _ROUND_TOKENS = 32
-"""The width of a padded batch is a multiple of this, or the context length, so that kernels see fewer shapes."""
+"""The width of a padded batch is a multiple of this number, or the context length, so that kernels see fewer shapes."""
 
 
 def padded_width(longest: int, context_length: int) -> int:

@@ -150,9 +150,9 @@ class SearchIndex:
     def build(self, threads: int | None = None, report: Progress = lambda done, total: None) -> None:
         """Write the missing blocks of the index. If the call is interrupted, finished blocks are kept.
 
-        `threads` is the number of blocks to sort in parallel, each with about 7 bytes of memory per byte of text; None:
-        one per core, at most 4. Raises UserError if the library is missing, or a file of the dataset was changed;
-        RunError if the disk is full or fails.
+        `threads` is the number of blocks to sort in parallel; None: one per core, at most 4. Sorting a block takes
+        about 7 bytes of memory per byte of text. Raises UserError if the library is missing, or a file of the dataset
+        was changed; RunError if the disk is full or fails.
         """
         with importing("pydivsufsort", "data", "searching a dataset"):
             from pydivsufsort import divsufsort
@@ -195,8 +195,8 @@ class SearchIndex:
             file.write(text)
 
     def _read(self, at: int, n: int) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        """Return tokens [n], and a mask [n] of tokens that begin a document with no special token at that border.
-        Raises UserError if a token is not in the vocabulary."""
+        """Return tokens [n], and a mask [n] of the tokens that begin a document without a special token on either side
+        of its start. Raises UserError if a token is not in the vocabulary."""
         before = min(at, 1)
         ids = self._shards.read(at - before, n + before)
         if int(ids.max(initial=0)) >= len(self.spelling.table):
@@ -226,9 +226,9 @@ class SearchIndex:
         return [0, *accumulate(one.n_bytes for one in self._open)]
 
     def find(self, phrase: str, most: int = 10) -> Found:
-        """Return the number of occurrences of a phrase, and at most `most` of them: the first, unless an index file has
-        more than 65,536. Raises UserError if the phrase cannot be searched, or the index is not complete or does not
-        fit the tokens."""
+        """Return the number of occurrences of a phrase, and the first `most` of these occurrences. If an index file has
+        more than 65,536 occurrences, the returned ones may not be the first. Raises UserError if the phrase cannot be
+        searched, or the index is not complete or does not fit the tokens."""
         pattern = self.spelling.of_phrase(phrase)
         ranges = [one.range(pattern) for one in self._open]
         across = list(self._across(pattern))
@@ -281,7 +281,8 @@ class SearchIndex:
         return [BORDER * opened + self._table[token] for token, opened in spelled]
 
     def _hit(self, place: int, pattern: bytes) -> Hit:
-        """Return the occurrence at an offset of the text. Raises UserError if the tokens do not spell it."""
+        """Return the occurrence at an offset of the text. Raises UserError if the tokens there do not spell the
+        pattern."""
         token, within = self._token_at(place)
         spelled = self._spelled(token, min(len(pattern), self._shards.n_tokens - token))
         ends = list(accumulate(map(len, spelled)))
@@ -318,7 +319,7 @@ class SearchIndex:
 
 
 def _opened(block: _Block) -> _Opened | None:
-    """Open a block's index file without verifying its contents; None if it is missing, broken or of other tokens."""
+    """Open a block's index file without verifying its contents; None if it is missing, broken or for other tokens."""
     try:
         with open_regular(block.file) as file:
             header = unsealed_json(file.read(_HEADER_BYTES).rstrip(b" "))

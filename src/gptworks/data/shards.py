@@ -35,8 +35,8 @@ TOKENIZER_FOLDER = "tokenizer"
 
 EXAMPLE = ("record", "text", "question", "answer", "flags")
 """Columns stored for each example: the number of its record, from 0; hashes of its text, of the turns before its last
-answer, and of that answer; the sum of its flags, which are defined below. The hashes ignore case and white space. The
-examples of preference pairs have hashes of 0, and no flag except NO_END."""
+answer, and of the last answer; the sum of its flags, which are defined below. The hashes ignore case and the amount of
+white space. The examples of preference pairs have hashes of 0, and no flag except NO_END."""
 
 NO_END, ALTERED, EMPTY, UNANSWERED, SWAPPED = 1, 2, 4, 8, 16
 """Flags, in this order: an answer has no end token; the template changes an answer; an answer is empty; no answer is
@@ -123,7 +123,7 @@ ShardCounts = dict[Split, Annotated[int, Field(ge=0)]]
 
 
 class Part(Section):
-    """One of several datasets in a folder. Each owns consecutive shards of every split, in the order of the parts."""
+    """One of several datasets in a folder. In every split, each part owns consecutive shards, in the parts' order."""
 
     name: str
     fingerprint: str
@@ -189,8 +189,8 @@ class Manifest(Section):
         return bool(self.origins)
 
     def where(self, record: int) -> str:
-        """Return the place of a record, numbered from 0 among those of all origins, for messages: the name of its file
-        or dataset, and its number there, from 1. Raises IndexError if there is no such record."""
+        """Return the place of a record for messages: the name of its file or dataset, and its number there, from 1. The
+        argument counts the records of all origins, from 0. Raises IndexError if there is no such record."""
         for origin in self.origins:
             if record < origin.records:
                 return f"{origin.name}, record {record + 1}"
@@ -248,9 +248,9 @@ def read_manifest(folder: Path) -> Manifest:
 class TokenShards:
     """The tokens of one split: its shards, memory-mapped as one sequence.
 
-    With `verify`, every file and id is checked as by the method of this name. Give False if another process has done
-    so, or to open the split without reading its tokens. Raises UserError if the split or a file is missing, if a file's
-    size is not the manifest's, or if a check fails.
+    With `verify`, the constructor calls the method `verify`. Give False if another process has verified the files, or
+    to open the split without reading all of it. Raises UserError if the split or a file is missing, if a file's size is
+    not the manifest's, or if a check fails.
     """
 
     def __init__(self, folder: str | Path, split: Split, verify: bool = True) -> None:
@@ -328,7 +328,7 @@ class TokenShards:
     @cached_property
     def document_bounds(self) -> npt.NDArray[np.int64]:
         """The position of each document's first token, then the number of tokens, [n_documents + 1], ascending. Raises
-        UserError if the stored ones are not ascending."""
+        UserError if the stored positions do not begin at 0 or are not ascending."""
         parts = [
             read_array(self.folder / shard.offsets_file, "<u8", inside=self.folder).astype(np.int64) + first
             for shard, first in zip(self._files.shards, self._bounds[:-1].tolist(), strict=True)
@@ -355,8 +355,8 @@ class TokenShards:
         return int(np.searchsorted(self.document_bounds, position, side="right")) - 1
 
     def verify(self) -> None:
-        """Compare every file with its sha256 in the manifest, and every id with the vocabulary, unless this process has
-        done so since the file last changed. Raises UserError if a file was changed, or holds an id outside the
+        """Compare every file with its sha256 in the manifest, and every id with the vocabulary. Skip files that this
+        process has verified since their last change. Raises UserError if a file was changed, or holds an id outside the
         vocabulary."""
         for shard in self._files.shards:
             more = ((_sibling(shard, ending), sha256) for ending, sha256 in shard.more_sha256.items())
@@ -375,7 +375,7 @@ class TokenShards:
                 _verified.add(known)
 
     def _check_ids(self, shard: ShardFile) -> None:
-        """Raise UserError if an id is outside the vocabulary: a correct sha256 does not rule that out."""
+        """Raise UserError if an id is outside the vocabulary, which a correct sha256 does not rule out."""
         ids = map_array(self.folder / shard.file, little_endian(self.manifest.dtype), inside=self.folder)
         highest = max(int(ids[at : at + _CHECKED_IDS].max()) for at in range(0, len(ids), _CHECKED_IDS))
         if highest >= self.manifest.vocab_size:

@@ -15,7 +15,7 @@ from gptworks.data.shards import Split
 from gptworks.data.sources.base import UNIT_BYTES, Piece, text_document
 
 SNIPPETS_VERSION = 1
-"""Version of the rules below, as part of a dataset's identity: other rules give another dataset."""
+"""Version of the rules below. A dataset's identity includes this version, because other rules give other snippets."""
 MOST_LINES = 40
 MOST_CHARACTERS = 200_000
 """Maximum characters of a text to parse: Python takes seconds and much memory for some longer texts."""
@@ -30,14 +30,14 @@ _KINDS = (
 """Kinds of statements that a snippet may begin with."""
 
 Place = tuple[int, tuple[int, ...]]
-"""Index of a snippet's first line, and its possible ends, each as the index one after the last line."""
+"""The index of a snippet's first line, and the possible indices of the line after the snippet."""
 
 
 def with_snippets(parts: Iterable[tuple[Split, Piece]], share: float) -> Iterator[tuple[Split, Piece]]:
-    """Yield the parts, and snippets of the training documents among them. The snippets' size is on average this `share`
-    of the Python files' size; 0: no snippets. Held-out documents, and documents of several pieces, give none. Snippets
-    come after many documents, so that a row seldom has both a snippet and its file, from which the model could copy the
-    snippet."""
+    """Yield the parts, with snippets of the training documents in between. `share` is the average size of the snippets
+    as a fraction of the Python files' size; 0: no snippets. Held-out documents, and documents of several pieces, give
+    no snippets. Snippets follow after many documents, so that a row seldom holds a snippet and its file. In such a row,
+    the model could copy the snippet from the file."""
     made: list[str] = []
     n_characters = 0
     for split, piece in parts:
@@ -59,13 +59,13 @@ def _documents(texts: Iterable[str]) -> Iterator[tuple[Split, Piece]]:
 
 
 def snippets(text: str, share: float) -> list[str]:
-    """Return snippets of a Python file: statements that follow each other anywhere in it, with the comment before them
-    and without their indentation.
+    """Return snippets of a Python file. A snippet is a few consecutive statements from anywhere in the file, with the
+    comment before them and without their indentation.
 
-    The choice depends only on the arguments. Each kind of statement in `_KINDS` that the file has is drawn equally
-    often, so that `while` is not rarer than assignments. A text gives no snippets if it is not Python, has nothing but
-    assignments and expressions, or is longer than `MOST_CHARACTERS`. The snippets' size is on average this share of the
-    text's.
+    The choice depends only on the arguments. Each kind of statement in `_KINDS` that the file has is equally likely to
+    begin a snippet, so that `while` is not rarer than assignments. A text gives no snippets if it is not Python, is
+    nested too deeply, has only assignments and expressions, or is longer than `MOST_CHARACTERS`. The snippets' total
+    size is on average `share` times the text's size.
     """
     if len(text) > MOST_CHARACTERS:
         return []
@@ -81,7 +81,7 @@ def snippets(text: str, share: float) -> list[str]:
         if not places[kind]:
             kinds.remove(kind)
         snippet = textwrap.dedent("\n".join(lines[first : chance.choice(ends)])) + "\n"
-        if _parsed(snippet) is None:  # it begins with `elif`, or contains only part of a string
+        if _parsed(snippet) is None:  # the snippet begins with `elif`, or contains only part of a string
             continue
         if chance.random() * len(snippet) > left:  # a random choice: short files, too, reach the share on average
             break
@@ -100,7 +100,7 @@ def _parsed(text: str) -> ast.Module | None:
 
 
 def _places(lines: list[str]) -> dict[type, list[Place]]:
-    """Return the places of possible snippets by kind of first statement; none if the syntax is wrong or too deep."""
+    """Return the places of possible snippets by kind of first statement; empty if the syntax is wrong or too deep."""
     places: dict[type, list[Place]] = {}
     tree = _parsed("\n".join(lines))
     level: list[ast.AST] = [] if tree is None else [tree]

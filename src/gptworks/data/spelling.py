@@ -22,8 +22,8 @@ class Spelling:
     """The bytes that each token spells, and the bytes to search for a phrase. Raises UserError if a token has more than
     65,536 bytes.
 
-    If tokens do not spell bytes of the text, as in a word tokenizer, each token spells its name between two marks; then
-    a phrase is found only where it consists of whole tokens.
+    If tokens do not spell bytes of the text, as in a word tokenizer, each token spells its name between two marks. Then
+    the search finds a phrase only where the phrase consists of whole tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -53,8 +53,8 @@ class Spelling:
 
     def of_phrase(self, phrase: str) -> bytes:
         """Return the bytes that tokens spell where a phrase occurs in text. The phrase is normalized like the text.
-        Raises UserError if it is empty (perhaps only after normalization) or too long, is not Unicode text, or has
-        words that the tokenizer does not know."""
+        Raises UserError if the phrase is empty (perhaps only after normalization) or too long, is not Unicode text, or
+        has words that the tokenizer does not know."""
         try:
             size = len(phrase.encode("utf-8"))
         except UnicodeEncodeError:

@@ -16,11 +16,11 @@ def split_documents(
 
     `validation.by` is "document" or "tail". With "document", the hash of a document's first piece decides. With "tail",
     the end of each document becomes a validation document, and the rest is a training document without a mark for its
-    end; the piece in which the tail begins is yielded as two.
+    end. The piece in which the tail begins is yielded as two pieces.
 
     Args:
-        opening: returns the first piece of the document inside which `pieces` begin. Called only with "document", and
-            only if the first of `pieces` does not begin a document. None: it begins one.
+        opening: returns the first piece of the document inside which `pieces` begin. `opening` is called only with
+            "document", and only if the first of `pieces` does not begin a document. None: `pieces` begin a document.
     """
     if validation.by == "tail":
         yield from _split_tails(pieces, validation.fraction)
@@ -48,7 +48,7 @@ def _split_tails(pieces: Iterable[Piece], fraction: float) -> Iterator[tuple[Spl
             in_tail = start_bytes > cut_bytes
         text = piece.text.encode("utf-8")
         cut = max(cut_bytes - start_bytes, 0)
-        while cut < len(text) and text[cut] & 0xC0 == 0x80:  # the cut is within a character: move it to the next one
+        while cut < len(text) and text[cut] & 0xC0 == 0x80:  # the cut is within a character: move the cut to its end
             cut += 1
         head, tail = text[:cut].decode("utf-8"), text[cut:].decode("utf-8")
         if head:

@@ -26,11 +26,11 @@ Advance = Callable[[int], None]
 
 Report = Callable[[str, int, int | None], None]
 """Function to call with the stage ("waiting", "cleaning", "sample", "tokenizer", "merging", "shards"), the bytes of
-text done, and the total if known. A text other than these stages is a line to print once, such as the library that
-encodes and the reason for it."""
+text done, and the total if known. Any other text in place of the stage is a line to print once, such as the encoding
+library and the reason for its choice."""
 
 Progress = Callable[[int, int], None]
-"""Function to call with the number of tokens done, and the number of all tokens."""
+"""Function to call with the number of tokens done, and the total number of tokens."""
 
 
 def adding_up(report: Report, stage: str, total_bytes: int | None) -> Advance:
@@ -53,7 +53,7 @@ def in_order(
     report: Advance = lambda n_bytes: None,
     least: int = 2,
 ) -> Iterator[tuple[Item, Result]]:
-    """Yield each item with the result of the work on it, in order. Start no processes for fewer than `least` items.
+    """Yield each item with its result, in order. Start no processes for fewer than `least` items.
     Raises RunError if a process died.
 
     Args:

@@ -111,7 +111,7 @@ def _branch(rows: list[Row], width: int, right: str) -> Iterator[Line]:
 
 
 def _fitted(rows: list[Row], width: int) -> Iterator[Line]:
-    """Yield each row as one line, or as two with the weights on the second if one line is too short."""
+    """Yield each row as one line, or, if one line is too short, as two lines, with the weights on the second line."""
     for operation, weights, shape in rows:
         if len(operation) + 1 + len(weights) <= width:
             yield f"{operation}{weights:>{width - len(operation)}}", shape

@@ -50,7 +50,7 @@ class Part:
     modules: tuple[str, ...] = ()
     """Names of the part's modules, within the block if the part is in blocks."""
     tensors_of: tuple[str, ...] = ()
-    """Other modules whose tensors the part uses: a tied head uses the token embedding's."""
+    """Other modules whose tensors the part uses. A tied head uses the tensor of the token embedding."""
     drawn: str = ""
     """Name of the part's operation in a drawing, next to `weights` and `shape`; if empty, only `more_rows` is drawn."""
     more_rows: tuple[Row, ...] = ()
@@ -67,7 +67,7 @@ class Part:
         return [*([(self.drawn, self.weights, self.shape)] if self.drawn else []), *self.more_rows]
 
     def in_layer(self, modules: Iterable[str], layer: int) -> list[str]:
-        """Return the full names of this part's `modules`; for a part in blocks, those in layer `layer`."""
+        """Return the full names of `modules` of this part; for a part in blocks, the names in layer `layer`."""
         return [f"blocks.{layer}.{name}" if self.in_block else name for name in modules]
 
 
@@ -96,8 +96,8 @@ _ACTIVATIONS = {
 
 
 def parts(c: ModelConfig, layer: int | None = 0) -> list[Part]:
-    """Return the parts of the model and of the block `layer`, in the order of the data flow; None: the parts that at
-    least one block has, described as in the first block."""
+    """Return the parts of the model and of the block `layer`, in the order of the data flow. If `layer` is None, return
+    the parts that at least one block has, described as in the first block."""
     return [*_input(c), *_attention(c, layer), *_mlp(c), *_output(c)]
 
 

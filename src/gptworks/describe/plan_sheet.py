@@ -22,7 +22,7 @@ class Tables:
 
     @property
     def note(self) -> str | None:
-        """A remark below the tables; a terminal prints it only for `repr`."""
+        """A remark below the tables, in `repr` and in a notebook; None without a remark. `__rich__` leaves it out."""
         return None
 
     def _tables(self) -> Iterable[Table]:
@@ -46,7 +46,7 @@ class PlanSheet(Tables, Plan):
     """Whether to also show more figures, the FLOPs by part, other precisions and layouts, and the memory of
     inference."""
     affordable: Affordable | None = None
-    """The training that a given time or budget suffices for; None if neither was given."""
+    """The training that a given time or budget allows; None if neither was given."""
 
     @property
     def note(self) -> str | None:

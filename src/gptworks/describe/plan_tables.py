@@ -44,9 +44,13 @@ def words(part: str) -> str:
 def tables(
     plan: Plan, details: bool = False, unmeasured: str = _UNMEASURED, affordable: Affordable | None = None
 ) -> Iterator[Table]:
-    """Yield tables of the plan's main figures, of its memory, of changes if the run does not fit, and of the traced and
-    measured memory of a step if there is any. With `details`, more figures, FLOPs by part, other precisions and
-    layouts, and the memory of inference. `unmeasured` is the advice to print if the machine's speed is unknown."""
+    """Yield tables of the plan's main figures, of affordable training if given, of the memory, of changes if the run
+    does not fit, and of the traced and measured memory of a step if known.
+
+    Args:
+        details: whether to add more figures, FLOPs by part, other precisions and layouts, and the memory of inference.
+        unmeasured: advice to print if the machine's speed is unknown.
+    """
     yield Table((plan.recipe.name, "plan"), "ll", _facts(plan, details, unmeasured))
     if affordable is not None:
         yield _affordable(plan, affordable)
@@ -154,8 +158,8 @@ def _checkpoints(plan: Plan) -> str:
 
 
 def _objective(plan: Plan) -> str:
-    """Return text on the rows, extra passes and extra weights of the objective that the figures count; empty if there
-    are none."""
+    """Return text that names the objective and the rows, passes and weights that the figures count because of it; empty
+    if there are none."""
     objective = plan.recipe.objective
     paired, answers = objective.rows_per_sample == 2, "text" not in objective.sources
     counted = {
@@ -190,7 +194,7 @@ def _device(plan: Plan) -> str:
 
 
 def _many_ranks(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) facts about the network and the parts of a step's time; none for one device."""
+    """Yield facts (label, text) about the network and the parts of a step's time; for one device, yield nothing."""
     device, layout = plan.device, plan.setting.layout
     if layout.world_size == 1:
         return
@@ -210,7 +214,7 @@ def _sent(plan: Plan) -> str:
 
 
 def memory_words(needed_bytes: int, device: Device, when: str = "") -> str:
-    """Return as text the bytes needed and their share of the device's memory; on a CPU, also the process's bytes."""
+    """Return text with the bytes needed, their share of the device's memory and, on a CPU, the process's own bytes."""
     share = needed_bytes / max(device.memory_bytes, 1)
     times = f"{share:.3g}" if share >= 1.01 else f"{max(share, 1.001):.4g}"  # never "1 times"
     fit = f"{share:.0%} of what there is" if share <= 1 else f"DOES NOT FIT: {times} times what there is"
@@ -280,7 +284,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _checks(plan: Plan) -> Table:
-    """Return a table that compares the predicted peak memory of a step with the traced and the measured one."""
+    """Return a table that compares the predicted peak memory of a step with the traced and the measured peak memory."""
     rows = [("predicted", plan.step_bytes)]
     rows += [] if plan.traced_bytes is None else [("traced", plan.traced_bytes)]
     if plan.measured is not None:

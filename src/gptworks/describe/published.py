@@ -1,4 +1,4 @@
-"""Compares the figures that documents print about models (`published.json`) with exact ones."""
+"""Compares the figures that documents print about models (`published.json`) with exact figures."""
 
 import json
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ class Figure:
     """A figure that a document prints about a model, and its exact value."""
 
     document: str
-    """Number of one of the five reference documents, such as 002, or a publication."""
+    """Source of the figure: the number of a reference document, such as 002, or the name of a publication."""
     quantity: str
     unit: str
     published: float | str
     """The printed figure in `unit`, without prefixes such as kilo or mega; text if the document prints a range."""
     exact: float | None
-    """The exact value in `unit`; None if it must be measured, with the command in `note`."""
+    """The exact value in `unit`; None if the value must be measured, for which `note` has the command."""
     note: str = ""
 
     @property
@@ -35,8 +35,11 @@ class Figure:
 
     @property
     def cells(self) -> tuple[str, str, str, str, str]:
-        """Cells of a table row: quantity, published figure, exact figure, error and note. The error is `exact` if there
-        is none, a factor if at most 0.5 or at least 2, otherwise a percentage; empty without two numbers."""
+        """Cells of a table row: quantity, published figure, exact figure, error and note.
+
+        The error is `exact` for equal figures. Otherwise it is a factor if published / exact is at most 0.5 or at least
+        2, else a percentage. It is empty if one of the figures is not a number.
+        """
         published = self.published if isinstance(self.published, str) else _text(self.published, self.unit)
         exact, error = "to measure" if self.exact is None else _text(self.exact, self.unit), ""
         if not isinstance(self.published, str) and self.exact:

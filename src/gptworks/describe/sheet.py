@@ -75,7 +75,8 @@ class Sheet:
 
     @property
     def totals(self) -> list[tuple[str, int, int]]:
-        """Rows (label, number per block, number in the model): all parameters; with experts, also the active ones."""
+        """Rows (label, number per block, number in the model) of all parameters and, with experts, of the parameters
+        active for a token."""
         count, per_layer = self.parameters, sum(group.per_layer for group in self.groups if group.in_block)
         idle = (count.total - count.active) // self.config.n_layers
         for_a_token = [("for a token", per_layer - idle, count.active)] if self.config.n_experts else []
@@ -173,7 +174,7 @@ class Sheet:
 
     @property
     def flops_table(self) -> Table:
-        """Table of the forward FLOPs of each part, with its share of all."""
+        """Table of the forward FLOPs of each part, with each part's share of all forward FLOPs."""
         total, parts = self.flops.per_token_dense, self.flops_by_part
         rows: list[tuple[html.Cell, ...]] = [
             (

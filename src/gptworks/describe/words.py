@@ -46,7 +46,7 @@ def turned(c: ModelConfig) -> str:
 
 
 def base(c: ModelConfig) -> str:
-    """Return the base of the rotary frequencies as text, and the base of windowed layers if they have another."""
+    """Return the base of the rotary frequencies as text, with the base of layers with a window if that is set."""
     own = c.window_rope_theta
     return f"θ = {c.rope_theta:,.10g}" + ("" if own is None else f", {own:,.10g} in windows")
 
@@ -92,7 +92,7 @@ def n_banded(c: ModelConfig) -> int:
 
 
 def stack(c: ModelConfig) -> str:
-    """Return the number of blocks as text, and how often they run if they repeat."""
+    """Return the number of blocks as text, with the number of runs if blocks repeat."""
     blocks = f"{c.n_layers:,} × block"
     if not c.repeats_layers:
         return blocks

@@ -85,6 +85,6 @@ def _flow(value: Any) -> str:
 
 
 def parsed(sections: Sections, out: Path) -> Recipe:
-    """Parse these sections as a recipe named after its file `out`."""
+    """Return the recipe with the settings of `sections`, named after its file `out`."""
     tree: dict[str, Any] = {name: {key: value for key, value, _ in rows} for name, rows in sections.items()}
     return parse_recipe({"name": name_for(out), **tree.pop("", {}), **tree}, str(out))

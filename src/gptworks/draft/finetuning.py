@@ -47,7 +47,7 @@ ROW_MULTIPLE, MOST_TIMES_LONGER = 64, 8
 """Rows are a multiple of 64 tokens, or as long as the context. Rows of joined examples are at most 8 times as long as
 rows of single examples."""
 EPOCHS = ((10_000, 1), (1_000, 2), (0, 3))
-"""Pairs of a minimum number of examples, and the number of epochs for that many examples."""
+"""Pairs (minimum number of examples, number of epochs)."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Tuning(Drafted):
 
 
 def base_run(base: str, report: Callable[[str], None]) -> Path:
-    """Return the run to start from. First import a Hugging Face folder, or a model on the hub, into a folder in runs/
-    whose name depends on the contents, so that the next call finds the imported run.
+    """Return the run to start from. If `base` is a Hugging Face folder or a model on the hub, import it into a folder
+    in runs/, whose name depends on the contents, so that the next call finds the imported run.
 
     Raises:
         UserError: `base` is neither a run nor a model, or cannot be imported.
@@ -158,7 +158,7 @@ class _Draft:
         """Whether examples become turns of one conversation."""
         self.batch, self.micro, self.epochs, self.steps = 1, 1, 1, 1
         self.adapted: Literal["full", "int8", "int4"] | None = None
-        """Format of the base model's weights under an adapter; None: all weights are trained."""
+        """Format of the base model's weights under an adapter; None if all weights are trained."""
 
     def fit_to(self, prepared: Prepared) -> None:
         """Choose the length of rows, the batch size and the epochs to suit the examples, and whether to join them."""
@@ -179,7 +179,7 @@ class _Draft:
         self.micro = self.batch
 
     def _join(self) -> None:
-        """Join examples in longer rows, with fewer rows in a batch, so that the tokens per step stay the same."""
+        """Choose longer rows of joined examples and fewer rows in a batch, with as many tokens per step as before."""
         self.joins = True
         times = 1
         while times < min(self.batch, MOST_TIMES_LONGER) and 2 * times * self.row <= self.base.context_length:
@@ -187,8 +187,9 @@ class _Draft:
         self.row, self.batch = times * self.row, self.batch // times
 
     def planned(self, prepared: Prepared, device: Device) -> Plan:
-        """Return the plan with the largest micro-batch that fits in memory, or with the smallest if none fits. To
-        make a micro-batch fit, halve the rows of joined examples and double the batch, as often as needed."""
+        """Return the plan with the largest micro-batch that fits in memory, or with the smallest micro-batch if none
+        fits. To make a micro-batch fit, halve the length of rows of joined examples and double the batch, as often as
+        needed."""
         while True:
             for micro in divisors(self.batch):
                 self.micro = micro
@@ -203,7 +204,8 @@ class _Draft:
             self.row, self.batch = self.row // 2, 2 * self.batch
 
     def recipe(self, prepared: Prepared | None = None) -> Recipe:
-        """Return the recipe with the settings chosen so far, and with the vocabulary's size if the data is prepared."""
+        """Return the recipe with the settings chosen so far, and with the size of the vocabulary if `prepared` is
+        given."""
         recipe = parsed(self.sections(), self.out)
         return recipe if prepared is None else with_vocab_size(recipe, prepared.manifest.vocab_size)
 

@@ -13,9 +13,11 @@ from gptworks.recipe import name_for, parse_recipe, read_recipe
 
 @dataclass(eq=False)
 class Like(Search):
-    """A search that keeps another recipe's model, and measures a step to choose the number of steps. Of the other
-    training settings, it changes only a warmup that is at least as long as the run, and a micro-batch that does not
-    fit in memory."""
+    """A search that keeps another recipe's model, and measures a step to choose the number of steps.
+
+    The training settings of the other recipe stay, with two exceptions. A warmup that is as long as the run or longer
+    is shortened, and a micro-batch that does not fit in memory is made smaller.
+    """
 
     like: str | Path = field(kw_only=True)
 

@@ -26,20 +26,20 @@ SHAPES = (
     (64, 2), (128, 2), (192, 3), (256, 4), (320, 5), (384, 6), (512, 8), (640, 10), (768, 12), (1024, 16), (1280, 20),
     (1536, 24), (2048, 24),
 )  # fmt: skip
-"""Pairs of model width and number of layers, each with up to three times the parameters of the pair before."""
+"""Pairs (model width, number of layers) that the search considers, from the smallest model to the largest."""
 
 FIRST_SHAPE = (256, 4)
 """The first shape to measure, unless text or memory suffices only for a smaller one."""
 
 TOKENS_PER_PARAMETER = 1.5
-"""The time must suffice for this many tokens per parameter. Runs of minutes do best with fewer than the 20 of Hoffmann
-et al. (2022); docs/decisions.md has the measurements."""
+"""Minimum number of tokens per parameter for which the time must suffice. Runs of minutes do best with fewer tokens
+than the 20 per parameter of Hoffmann et al. (2022); docs/decisions.md has the measurements."""
 
 TEXT_TOKENS_PER_PARAMETER = 0.7
 """The text, repeated for all epochs, must have at least this many tokens per parameter."""
 
 MANY_DOCUMENTS = 200
-"""With at least this many documents, the held-out fraction almost certainly contains one or more."""
+"""Minimum number of documents for holding out whole documents: with fewer, perhaps none would be held out."""
 
 BYTES_PER_VOCABULARY_TOKEN = 1024
 """Minimum bytes of text per token of the vocabulary, so that training sees each token often; a vocabulary of
@@ -49,7 +49,8 @@ VOCABULARIES = ((1280, 32_768), (768, 16_384), (384, 8192), (0, 4096))
 """Pairs of a width and the largest vocabulary for models of that width or more. The head's cost grows with both."""
 
 LEAST_VOCABULARY, N_BYTES = 512, 256
-"""Minimum size of a vocabulary, unless the text has too few pairs to merge; number of single-byte tokens in each."""
+"""Minimum size of a vocabulary, unless the text has too few pairs to merge; and number of single-byte tokens in each
+vocabulary."""
 STEP_TOKENS, LEAST_STEP_TOKENS, MANY_TOKENS = 4096, 1024, 2**23
 """Usual and minimum number of tokens per step; runs of more than MANY_TOKENS tokens have larger steps."""
 
@@ -64,10 +65,11 @@ GROWING = ((0.35, 0.25), (0.7, 0.5))
 """Stages of `train.shorter_contexts`: pairs of a share of the run, and the share of the context used until then."""
 
 WIDEST_UNTIED = 512
-"""Widest model that gets a head of its own, which learns faster at these widths; wider models were not compared."""
+"""Maximum width of a model with an untied head, which learns faster at these widths; wider models were not
+compared."""
 
 LEAST_STEPS = 200
-"""A run that would have fewer steps than this gets smaller steps instead."""
+"""Minimum number of steps to aim for. A run with fewer steps gets fewer tokens per step, so that it has more steps."""
 
 MOST_MEASURED = 4
 
@@ -115,12 +117,12 @@ class Search:
 
     texts: Texts
     minutes: float
-    """Time that the run may take."""
+    """Time that the run may take, in minutes."""
     out: Path
     """The recipe's file, which also names the recipe."""
     report: Callable[[str], None] = lambda _: None
     measure: Measure | None = None
-    """Measures training steps; None: `measure_speed`."""
+    """Function that measures training steps; None for `measure_speed`."""
 
     def __post_init__(self) -> None:
         self.device = choose_device()
@@ -132,7 +134,7 @@ class Search:
 
     def run(self) -> Draft:
         """Search, and return the recipe of the best shape. Raise a UserError if the text is too short for the smallest
-        vocabulary, or memory too small for the smallest model; a RunError if a measured step failed."""
+        vocabulary, or the memory is too small for the model to measure. Raise a RunError if a measured step failed."""
         shape = self._best(FIRST_SHAPE)
         step_tokens = self._step_tokens(self._candidate(shape))
         while shape not in self.measured and len(self.measured) < MOST_MEASURED:
@@ -155,7 +157,8 @@ class Search:
         return Draft(candidate.sections | {"model": model}, plan, self.texts)
 
     def _step_tokens(self, candidate: Drafted) -> int:
-        """Return tokens per step: a power of 2, growing with the square root of a run's tokens; fewer in short runs."""
+        """Return the tokens per step, a power of 2, which grows with the square root of the run's tokens and is smaller
+        in short runs."""
         tokens, size = self._tokens(candidate), STEP_TOKENS
         while tokens > MANY_TOKENS * (size / STEP_TOKENS) ** 2:
             size *= 2
@@ -229,8 +232,8 @@ class Search:
         return self.planned(sections, n_train_tokens)
 
     def planned(self, sections: Sections, n_train_tokens: int, vocab_size: int = 0) -> Drafted:
-        """Plan the recipe of these sections, in which a smaller micro-batch replaces one that does not fit in memory.
-        `vocab_size` is used if the tokenizer's settings do not state it."""
+        """Plan the recipe of these sections. If the plan does not fit in memory, replace the micro-batch by a smaller
+        one in `sections`. `vocab_size` is used if the model's settings do not state the vocabulary size."""
         plan = self._plan(sections, n_train_tokens, vocab_size)
         if not plan.fits and (most := plan.largest_micro_batch_size):
             micro = next(size for size in divisors(plan.train.batch_size) if size <= most)
@@ -272,7 +275,7 @@ class Search:
         return int(self.texts.n_bytes * (1 - self.fraction) / bytes_per_token)
 
     def length_reason(self, tokens: int, n_train_tokens: int, rate: float | None) -> str:
-        """Return the reason for a run's length: its text or its time allows no more."""
+        """Return the reason for the length of a run: the text or the time does not allow more."""
         if tokens > 0.95 * EPOCHS * n_train_tokens:
             return f"{EPOCHS} epochs; reading a text more often teaches little (Muennighoff et al., 2023)"
         return f"{self.minutes:g} minutes at {rate or 0:,.0f} tokens/s, as measured here"
@@ -293,7 +296,7 @@ class Search:
         ]
 
     def _decay(self, tokens: int, n_train_tokens: int) -> list[Row]:
-        """Return strong weight decay for a run that reads its text so often that it would memorize it; else nothing."""
+        """Return settings of strong weight decay if the run reads its text often enough to memorize it; else none."""
         if tokens < MANY_EPOCHS * n_train_tokens:
             return []
         why = f"as the text is read {tokens / n_train_tokens:.2g} times (Kim et al., 2025)"

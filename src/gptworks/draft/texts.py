@@ -1,4 +1,4 @@
-"""Look at the texts in a file or a folder: what each file gives or why it is skipped, and a sample of the text."""
+"""Look at the texts in a file or a folder: the text in each file, the reason for each skipped file, and a sample."""
 
 import random
 from collections import Counter
@@ -46,7 +46,7 @@ class Texts:
     path: Path
     """The file or folder that holds the texts."""
     items: tuple[Item, ...]
-    """Each file, read or skipped, and each inner folder that is not entered."""
+    """All files, read or skipped, and all inner folders that are not entered."""
     sources: list[dict[str, Any]] = field(default_factory=list)
     """Sources for a recipe's `data.sources`."""
 
@@ -72,7 +72,7 @@ class Texts:
 
     @property
     def largest_document_bytes(self) -> int:
-        """Bytes of text in the largest file that is one document; 0 if there is none."""
+        """Bytes of text in the largest file that is a single document; 0 if there is no such file."""
         return max((item.n_bytes for item in self.items if item.n_documents == 1), default=0)
 
     @property
@@ -115,7 +115,7 @@ class Texts:
         return table(self.items)
 
     def lines(self) -> list[str]:
-        """Return the table as lines of text, below a line that sums it up."""
+        """Return lines of text: the number of files that are read and their size, and the table of files by kind."""
         size = readable(self.n_bytes, "B")
         of = f"{self.read.total():,} of {self.n_files:,} files"
         return [f"reads       {of}: {size} of text", "", *lines(self.table())]
@@ -126,9 +126,9 @@ class Texts:
 
 
 def look_at(path: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> Texts:
-    """Return the texts found in a file, or in a folder and all folders inside it. One bad file never stops the search.
-    Raise a UserError if the path does not exist, or has no text or too little. `progress` is called with the numbers of
-    files done and of all files."""
+    """Return the texts found in a file, or in a folder and all folders inside it. A bad file does not stop the search.
+    Raise a UserError if the path does not exist, or has no text or too little text. `progress` is called with the
+    number of files done and the number of all files."""
     if not path.exists():
         raise UserError(f"{path}: no such file or folder{path_like(path)} Give a folder of texts, or one file.")
     source = {"type": "files", "path": str(path)}

@@ -22,10 +22,11 @@ def measure_calibration(
 ) -> tuple[dict[str, Measured], list[dict[str, Any]]]:
     """Compare the probability of the model's guess, its most probable token, with its accuracy (Guo et al., 2017).
 
-    `windows` are those of `evaluate_loss`. Return the expected calibration error and the accuracy of the guesses, with
-    intervals over windows; and `N_BINS` bins of equal width, each with the number of targets at which the guess had a
-    probability within (low, high], the mean probability, and the share of guesses that were right (None without
-    tokens). Raise a UserError if the text has no target to count.
+    Return the expected calibration error and the accuracy of the guesses, with intervals over windows; and `N_BINS`
+    bins of equal width. A bin has the number of targets at which the guess had a probability within (low, high], the
+    mean probability, and the share of guesses that were right. The last two are None in an empty bin.
+
+    `windows` are as for `evaluate_loss`. Raise a UserError if they have no target to count.
     """
     rows = []
     with eval_mode(model), torch.inference_mode():

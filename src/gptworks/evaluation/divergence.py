@@ -32,7 +32,7 @@ def measure_divergence(
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Divergence:
     """Return the losses of two models with the same vocabulary, and the divergence of their predictions. Both models
-    compute in their own dtypes, without dropout. `windows` are those of `evaluate_loss`; raise a UserError if they have
+    compute in their own dtypes, without dropout. `windows` are as for `evaluate_loss`; raise a UserError if they have
     no target to count. `progress` is called after each batch with the number of tokens compared so far."""
     sums = torch.zeros(4, dtype=torch.float64)  # the four sums of `_compare`
     n_tokens = 0

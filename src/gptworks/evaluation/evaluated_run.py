@@ -51,9 +51,10 @@ class EvaluatedRun:
         prepare: Callable[[Recipe], Prepared] = prepare,
         progress: Progress = lambda done, total: None,
     ) -> None:
-        """
-        Args: as for `gptworks.evaluate`. `precision` applies to losses and calibration. For tasks and
-            memorization, the engine scores and generates text in the model's dtype.
+        """Load a checkpoint of a run. The arguments are those of `gptworks.evaluate`.
+
+        `precision` applies to losses and calibration. For tasks and memorization, the engine scores and generates text
+        in the model's dtype.
 
         Raises:
             UserError: run, checkpoint or device is missing, files are damaged, or a quantized run's format is not
@@ -115,7 +116,7 @@ class EvaluatedRun:
         Raises:
             UserError: the stride is not between 1 and the context length, `stride` or `by_position` is given for a run
                 that learned only answers, `by_position` has no window as long as the context, `compressors` is given
-                for conversations or a tokenizer that does not restore the text, or for the reasons of `prepared`.
+                for conversations or a tokenizer that does not restore the text, or `prepared` raises an error.
         """
         context, round_trips = self.model.config.context_length, self.prepared.manifest.round_trips
         shards = TokenShards(self.prepared.folder, "validation")
@@ -181,7 +182,7 @@ class EvaluatedRun:
         return self._evaluation("calibration", measured, self.prepared.manifest.fingerprint, details={"bins": bins})
 
     def memorization(self) -> Evaluation:
-        """Measure how many generated n-grams occur in the training text; see `measure_memorization`."""
+        """Measure the share of generated n-grams that occur in the training text; see `measure_memorization`."""
         training, held_out = (TokenShards(self.prepared.folder, split) for split in SPLITS)
         measured = measure_memorization(
             self.engine, training, held_out, autocast=self.precision.autocast, progress=self._progress
@@ -189,8 +190,7 @@ class EvaluatedRun:
         return self._evaluation("memorization", measured, self.prepared.manifest.fingerprint)
 
     def of_these_weights(self, found: Evaluation) -> Evaluation:
-        """Return the evaluation `found`. If loading rounded the weights, add their format to its name, settings and
-        notes."""
+        """Return an evaluation; if loading rounded the weights, with their format in its name, settings and notes."""
         if self.rounded_to is None:
             return found
         note = f"weights rounded to {self.rounded_to} as they were loaded; the run's own are in fp32"

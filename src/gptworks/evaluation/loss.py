@@ -17,7 +17,7 @@ from gptworks.model.gpt import GPT, eval_mode
 from gptworks.model.loss import linear_cross_entropy, token_nats
 
 BATCH_TOKENS = 4096
-"""Limit on the tokens of a batch, which consists of windows of equal length; a longer window is a batch of its own."""
+"""Maximum number of tokens of a batch of windows; a longer window is a batch of its own."""
 
 LOGITS_AT_ONCE = 2**22
 """Limit on the elements of a logits matrix in measurements that need logits; a few such matrices exist at a time."""
@@ -30,10 +30,10 @@ class LossReport:
     """The loss over a set of targets, and the figures that follow from it."""
 
     total_nats: float
-    """Sum of −ln p(target) over the targets. If `unit` is not nats per token, sum of the losses of `n_tokens` pairs or
-    prompts."""
+    """Sum of −ln p(target) over the targets. If `unit` is not nats per token, this is the sum of the losses of
+    `n_tokens` pairs or prompts."""
     n_tokens: int
-    """Number of targets, 1 or more."""
+    """Number of targets, 1 or more. If `unit` is not nats per token, number of pairs or prompts."""
     text_bytes: int | None = None
     """UTF-8 bytes of the text that the targets cover; None if they are unknown."""
     unit: str = "nats per token"
@@ -83,14 +83,14 @@ def evaluate_loss(
         windows: pairs (inputs, targets), each int64 [T] or [B, T] with T ≤ context_length, as `evaluation_windows`
             makes them; targets of −100 are not counted. Rows that hold several texts have more tensors, as
             `gptworks.data.conversations.packing.evaluation_rows` makes them.
-        text_bytes: bytes of the original text. Give this only if each of its tokens is a target of the windows once;
-            with a sample of the windows, bits per byte would be too low.
-        workers: the processes that divide the work; None: this process does all of it.
+        text_bytes: bytes of the original text. Give this only if each token of the text is a target once; with a sample
+            of the windows, bits per byte would be too low.
+        workers: the processes that divide the work. Default: this process does all the work.
 
     Raises:
         UserError: the text has no target to count.
     """
-    nats, n_tokens = [torch.zeros((), device=model.device)], 0  # read at the end, so that the host need not wait
+    nats, n_tokens = [torch.zeros((), device=model.device)], 0  # read at the end, so that the host does not wait
     batches, on_cuda = batches_of(windows), model.device.type == "cuda"
     with eval_mode(model), torch.inference_mode():
         for batch in batches if workers is None else workers.split_batches(batches):
@@ -113,7 +113,7 @@ def each_nats(model: GPT, windows: Iterable[tuple[Tensor, Tensor]]) -> Iterator[
         with eval_mode(model), torch.inference_mode():
             features = model.features(inputs.to(model.device))
             nats = token_nats(features, model.head_weight, targets.to(model.device), model.config.logit_softcap)
-        yield nats.cpu().double(), targets  # not every device has float64
+        yield nats.cpu().double(), targets  # convert on the CPU, since not every device has float64
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,9 @@ def evaluate_by_position(
 def watched(
     windows: Iterable[tuple[Tensor, ...]], n_tokens: int, stride: int | None, progress: Callable[[int, int], None]
 ) -> Iterator[Any]:
-    """Yield the windows, which cover `n_tokens` tokens; after each, call `progress(targets done, all targets)`. The
-    last call reports all targets, also if the windows cover fewer. `stride` is the number of tokens between
-    the starts of windows; None: windows do not overlap."""
+    """Yield the windows of `n_tokens` tokens. After each window, call `progress(targets done, all targets)`. The last
+    call reports all targets as done, even if the windows cover fewer. `stride` is the number of tokens between the
+    starts of windows; None if windows do not overlap."""
     done, n_targets = 0, n_tokens - 1
     for window in windows:
         yield window

@@ -1,5 +1,5 @@
 """Figures of evaluations, each computed from sums of the items' statistics, and their 95% bootstrap intervals (Efron,
-1979) over items. sacrebleu computes BLEU and chrF, rouge-score ROUGE.
+1979) over items. sacrebleu computes BLEU and chrF; rouge-score computes ROUGE.
 """
 
 import importlib
@@ -126,8 +126,8 @@ def interval(statistics: Floats, figure: Figure) -> Interval:
 
 
 def paired_difference(first: Floats, second: Floats, figure: Figure) -> Interval:
-    """Return the figure of `second` minus the figure of `first`, with its interval. Both are [N, S] over the same
-    items, which are resampled together."""
+    """Return the figure of `second` minus the figure of `first`, with its interval. Both arrays are statistics [N, S]
+    of the same N items, which are resampled together."""
     assert first.shape == second.shape
     width = first.shape[1]
 

@@ -146,7 +146,7 @@ def table(evaluations: Iterable[Evaluation]) -> Table:
 
 
 def number(value: float) -> str:
-    """Format a value with four decimals; from 10 up with two, from 1,000 up with five significant digits."""
+    """Format a value: four decimals below 10, two decimals below 1,000, else five significant digits."""
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}" if abs(value) < 1000 else significant(value, 5)
 
 
@@ -163,7 +163,7 @@ def save_evaluations(run_dir: Path, evaluations: Sequence[Evaluation]) -> None:
 
 
 def read_evaluations(run_dir: Path) -> dict[str, Evaluation]:
-    """Return the evaluations saved in a run folder, by name; raise a UserError if a file there is none."""
+    """Return the evaluations saved in a run folder, by name; raise a UserError if a saved file is not an evaluation."""
     found = {}
     for path in sorted((run_dir / FOLDER).glob("*.json")):
         try:

@@ -31,7 +31,7 @@ def run_task(
 ) -> Evaluation:
     """Ask a model the items of a task, and score its answers.
 
-    An item gets fewer shots if not all of them fit in the context, or if too many other items equal the item. Notes in
+    An item gets fewer shots if not all shots fit in the context, or if too many other items equal the item. Notes in
     the result count such items.
 
     Args:

@@ -44,7 +44,7 @@ def encode_pair(
 
     Args:
         encode: encodes a text from its beginning.
-        encode_rest: encodes a text that continues another one, without tokens that begin a text.
+        encode_rest: encodes a text that continues another text, without tokens that begin a text.
 
     Raises:
         UserError: the continuation has no tokens.
@@ -52,7 +52,7 @@ def encode_pair(
     kept = context.rstrip()
     context, continuation = kept, context[len(kept) :] + continuation
     before, whole = encode(context), encode(context + continuation)
-    if not context and whole[: len(before)] != before:  # `encode` returns the separator for an empty text only
+    if not context and whole[: len(before)] != before:  # `encode` returns the separator only for an empty text
         whole = before + whole
     after = whole[len(before) :] or encode_rest(continuation)
     if not after:

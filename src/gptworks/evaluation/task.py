@@ -63,8 +63,8 @@ class Sampled(Section):
 
 
 class MultipleChoice(TaskFile):
-    """Multiple choice: score whether the right choice is the most probable: in total, per token and per byte. In a tie
-    of n, the right choice counts 1/n."""
+    """Multiple choice: score whether the right choice is the most probable choice, in total, per token and per byte. In
+    a tie of n choices, the right choice counts 1/n."""
 
     type: Literal["multiple_choice"]
     choices: str | tuple[str, ...] = Field(
@@ -143,8 +143,8 @@ class Task:
     def __init__(
         self, settings: AnyTask, items: Sequence[Item], shot_items: Sequence[Item] | None, origin: str
     ) -> None:
-        """Take shots (solved examples) from `shot_items`; None: from the task's other items. Raise a UserError if there
-        are fewer than `shots`."""
+        """Make a task whose shots (solved examples) come from `shot_items`, or, if None, from the task's other items.
+        Raise a UserError if there are fewer items for this than `shots`."""
         self.settings, self.items, self.origin = settings, list(items), origin
         self._own_shots = shot_items is None
         pool = list(items if shot_items is None else shot_items)
@@ -159,8 +159,9 @@ class Task:
         self._rendered: dict[tuple[int, str], tuple[Item, str | expressions.Fault]] = {}
 
     def shots_for(self, item: Item) -> list[Item]:
-        """Return the shots (solved examples) for an item: the first items of the shuffled pool that differ from it, so
-        that nearly all items have the same ones. There are fewer than `shots` if too many items of the pool equal it.
+        """Return the shots (solved examples) for an item: the first items of the shuffled pool that differ from the
+        item, so that nearly all items have the same shots. There are fewer than `shots` if too many items of the pool
+        equal the item.
         """
         return [self._pool[i] for i in self._shot_places(item)]
 
@@ -174,7 +175,8 @@ class Task:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of all that determines the questions. Results with equal fingerprints are comparable item by item."""
+        """A sha256 of everything that determines the questions. Results with equal fingerprints are comparable item by
+        item."""
         settings = self.settings.model_dump(mode="json", exclude={"name", "data", "shots_data"})
         n_read = self.settings.shots + 1 if self.settings.shots else 0
         for item in self.items_asked:
@@ -191,7 +193,7 @@ class Task:
         empty `prompt` stays empty.
 
         Args:
-            wanted: the field name or template; None: the value of the setting `key`.
+            wanted: the field name or template. Default: the value of the setting `key`.
 
         Raises:
             UserError: the item lacks the field, the field is null or a list that holds null, or the template is wrong
@@ -238,8 +240,8 @@ class Task:
         return f"{self.origin}: `{key}: {shortened(wanted)!r}`, item {self._number(item)}"
 
     def choices(self, item: Item) -> list[str]:
-        """Return the choices of a multiple-choice item; see `value`. Raise a UserError if there are fewer than two, or
-        one is empty."""
+        """Return the choices of a multiple-choice item; see `value`. Raise a UserError if there are fewer than two
+        choices, or a choice is empty."""
         assert isinstance(self.settings, MultipleChoice)
         wanted = self.settings.choices
         if isinstance(wanted, str):
@@ -256,7 +258,7 @@ class Task:
 
     def right_choice(self, item: Item) -> int:
         """Return the index of an item's right choice; see `choices`. Raise a UserError if the answer is neither a
-        choice nor the index of one."""
+        choice nor the index of a choice."""
         assert isinstance(self.settings, MultipleChoice)
         choices, answer = self.choices(item), self.value(item, "answer")
         if isinstance(answer, str) and answer in choices:
@@ -277,8 +279,8 @@ class Task:
         return self.texts(item, "answer" if isinstance(self.settings, ExactMatch) else "references")[0]
 
     def turns(self, item: Item, n_shots: int) -> list[tuple[str, str]]:
-        """Return pairs of prompt and answer: the last `n_shots` shots, or all if there are fewer, then the item with an
-        empty answer."""
+        """Return pairs of prompt and answer: the last `n_shots` shots (all shots if there are fewer), then the item
+        with an empty answer."""
         solved = [(self.text(one, "prompt"), self.answer(one)) for one in self.shots_for(item)]
         return [*solved[max(0, len(solved) - n_shots) :], (self.text(item, "prompt"), "")]
 
@@ -308,8 +310,8 @@ def _is_template(wanted: str) -> bool:
 
 
 def load_task(path: Path, *, shots: int | None = None, limit: int | None = None) -> Task:
-    """Load and check the task of a file; `shots` and `limit` override its settings of these names. Raise a UserError if
-    a file is missing or unreadable, a setting is unknown or wrong, or an item or the number of items does not fit the
+    """Load and check the task of a file; `shots` and `limit` override the file's settings. Raise a UserError if a file
+    is missing or unreadable, a setting is unknown or wrong, or an item or the number of items does not fit the
     settings."""
     try:
         tree = parse_yaml(read_given(path, MAX_BYTES), str(path))
@@ -331,7 +333,8 @@ def load_task(path: Path, *, shots: int | None = None, limit: int | None = None)
 
 
 def read_items(path: Path) -> list[Item]:
-    """Read the objects in a JSONL file; raise a UserError if there is none, or a line is not a JSON object."""
+    """Read the objects in a JSONL file; raise a UserError if the file is missing or empty, or a line is not a JSON
+    object."""
     try:
         items = [dict(item) for _, item in read_jsonl(path)]
     except FileNotFoundError:

@@ -41,7 +41,7 @@ class TextTokens:
         self.round_trips = tokenizer.decode(encoding.ids, skip_special_tokens=False) == text
         sizes = token_bytes(tokenizer)
         self.unseen_bytes = 0 if begin or sizes is None else sizes[encoding.ids[0]]
-        """Size of the first token, if it is not predicted."""
+        """Number of bytes of the first token if it is not predicted and its bytes are known, else 0."""
 
     def read(self, start: int, length: int) -> Int64s:
         return self.tokens[start : start + length]
@@ -79,17 +79,17 @@ def evaluate_text(
 ) -> TextEvaluation:
     """Compute loss, perplexity and bits per byte of a text; each of its tokens is predicted once.
 
-    The first token is predicted from the token that begins a document. If the tokenizer has none, the first token is
-    not predicted, and its bytes are not counted.
+    The first token is predicted from the token that begins a document. If the tokenizer has no such token, the first
+    token is not predicted, and its bytes are not counted.
 
     Args:
         stride: tokens from one window to the next; each token sees at least context − stride earlier tokens, if the
-            text has as many. None: half the context.
+            text has as many. Default: half the context.
         progress: called with the number of tokens done and the number of all tokens.
 
     Raises:
         UserError: the text is empty, the tokenizer cannot read it, or the stride is not between 1 and the context
-            length; or the text is a single token, and the tokenizer has none that begins a document.
+            length; or the text is a single token, and the tokenizer has no token that begins a document.
     """
     tokens, context = TextTokens(tokenizer, text), model.config.context_length
     nats = text_nats(model, tokens, stride=stride, progress=progress)

@@ -20,8 +20,8 @@ _SHORT_WRITE = re.compile(r"^\d+ requested and \d+ written$")
 @contextlib.contextmanager
 def naming_disk_errors(what: str, place: Path, advice: str, needed_bytes: int | None = None) -> Iterator[None]:
     """Within the context, turn disk errors of Python or a library into a RunError with the reason and `advice`. Other
-    errors pass. Disk errors are those of a full, failing or read-only disk, and OSErrors about `place`, which need not
-    exist, or a path above or below it. `needed_bytes` will be written; None: unknown."""
+    errors pass. Disk errors are errors of a full, failing or read-only disk, and OSErrors about `place` or a path above
+    or below it. `place` need not exist. `needed_bytes`: bytes that will be written; None: unknown."""
     try:
         yield
     except UserError:
@@ -34,7 +34,7 @@ def naming_disk_errors(what: str, place: Path, advice: str, needed_bytes: int | 
 
 
 def _is_of_the_disk(error: Exception) -> bool:
-    """Whether an error, or a library's message in it, says that the disk is full, fails or is read-only."""
+    """Return whether an error, or a library's message in it, says that the disk is full, fails or is read-only."""
     in_text = _NUMBER.search(str(error))
     number = error.errno if isinstance(error, OSError) and error.errno else int(in_text[1]) if in_text else None
     return number in DISK_FAILS or bool(_SHORT_WRITE.search(str(error)))
@@ -48,9 +48,8 @@ def _concerns(error: Exception, place: Path) -> bool:
 
 
 def why_not_written(error: Exception, place: Path, needed_bytes: int | None) -> str:
-    """Return why files could not be written, and which file if known; for a full, failing or read-only disk also its
-    mount point, its free bytes and, if known, the needed bytes. A library's message already contains the system's
-    reason."""
+    """Return the reason why files could not be written, with the file's name if known. For a full, failing or read-only
+    disk, add the disk's mount point, its free bytes and, if known, the needed bytes."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     file = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
     if not _is_of_the_disk(error):

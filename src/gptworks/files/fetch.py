@@ -55,8 +55,8 @@ _NETWORK = (OSError, http.client.HTTPException)
 
 
 def reach() -> Reach:
-    """Return the allowed origins of downloads, from the environment. Raises UserError if the environment variable REACH
-    has an unknown value."""
+    """Return the allowed origins of downloads, from the environment. Raises UserError if the environment variable
+    GPTWORKS_DOWNLOADS has an unknown value."""
     given = os.environ.get(REACH) or "public"
     if given not in get_args(Reach):
         raise UserError(f"{REACH}={given}: it must be one of {', '.join(get_args(Reach))}.")
@@ -105,7 +105,7 @@ def check_public(url: str) -> None:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is on the internet: not of this machine, its network or a special range."""
+    """Return whether an IP address is on the internet: not of this machine, its network or a special range."""
     found = ip_address(address.partition("%")[0])
     if isinstance(found, IPv6Address):
         inner = found.ipv4_mapped or found.sixtofour
@@ -157,8 +157,8 @@ def _plain(path: str) -> str:
 
 
 def _is_there(file: Path) -> bool:
-    """Return whether the file exists; if it is the user's own, let no other user read it. Raises UserError if it is not
-    a regular file."""
+    """Return whether the file exists. If the user owns the file, forbid all access by other users. Raises UserError if
+    it is not a regular file."""
     try:
         found = file.lstat()
     except FileNotFoundError:
@@ -232,7 +232,7 @@ def _save(response: http.client.HTTPResponse, partial: Path, have: int) -> None:
 
 @contextlib.contextmanager
 def _writing() -> Iterator[None]:
-    """Within the context, turn a disk's error into a RunError, to distinguish it from the network's."""
+    """Within the context, turn disk errors into RunErrors, to distinguish them from network errors."""
     try:
         yield
     except OSError as error:

@@ -27,7 +27,7 @@ FLUSHED = NO_SURPRISE | (os.O_RDONLY if BY_DESCRIPTOR else os.O_RDWR)
 PREFIX, _TOKEN_BYTES = ".writing-", 6
 """A temporary file's name has this prefix, the target's name, a dot, and this many random bytes in hex."""
 _MOST_NAME_BYTES = 200
-"""Longest target name in a temporary file's name; longer ones are hashed, as file systems allow 255 bytes in all."""
+"""Longest target name in a temporary file's name. Longer names are hashed, because file systems allow 255 bytes."""
 _BINARY = getattr(os, "O_BINARY", 0)
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | O_DIRECTORY
 """Flags to open a folder above a file, even if the folder is not readable."""
@@ -39,10 +39,11 @@ class Folder:
     """An open folder. Each `name` is a name in it, without separators; `os.curdir` is the folder itself."""
 
     def __init__(self, path: Path | str, *, within: "Folder | None" = None, lists: bool = True) -> None:
-        """
+        """Open a folder.
+
         Args:
             within: the open folder that contains the name `path`; the name must not be a link. None: follow links.
-            lists: whether to open it so that its names can be listed and flushed, if permissions allow that.
+            lists: whether the folder's names can be listed and flushed afterwards, if permissions allow this.
         """
         self._path = os.fspath(path) if within is None else within._at(os.fspath(path))
         self._descriptor: int | None = None

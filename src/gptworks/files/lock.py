@@ -11,9 +11,12 @@ from gptworks.files.read import check_kind, check_names
 
 
 def file_lock(path: Path, *, timeout: float = -1, mode: int = 0o644) -> FileLock:
-    """Return a lock between processes, not acquired yet. Acquiring it makes a missing file and may truncate an existing
-    one, so a UserError refuses a file that has contents and other names (hard links), or that is a link, folder, FIFO,
-    socket or device. `timeout`: seconds to wait for the lock, before `filelock.Timeout`; -1: no limit."""
+    """Return a lock between processes, not acquired yet. `timeout`: seconds to wait for the lock, before
+    `filelock.Timeout`; -1: no limit.
+
+    Acquiring the lock makes a missing file and may truncate an existing file. Raises UserError if the path is a file
+    that has contents and other names (hard links), or a link, folder, FIFO, socket or device.
+    """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = path.lstat()
         check_kind(path, found)
@@ -23,8 +26,8 @@ def file_lock(path: Path, *, timeout: float = -1, mode: int = 0o644) -> FileLock
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the `file_lock` of a path; False if unknown, as on Windows. Writes nothing, follows no
-    link."""
+    """Return whether a process holds the `file_lock` of a path; False if unknown, as on Windows. This function writes
+    nothing and follows no link."""
     try:
         import fcntl
 

@@ -1,11 +1,11 @@
-"""The local mirrors of remote folders: `fetched_path` makes one current, except for large files, which `fetch_missing`
-adds when they are first read.
+"""The local mirrors of remote folders. `fetched_path` makes a mirror current, except for large files. `fetch_missing`
+adds a large file when it is first read.
 
-    .sessions/00000001  (in the store) the process that trains or last trained there; each takes the next number
+    .sessions/00000001  (in the store) a process that trains or trained there; each process takes the next number
     .session.json       (in the mirror) the session of this machine's last training
-    .remote.json        (in the mirror) which version of each object the local file has
+    .remote.json        (in the mirror) the version of each object that the mirror holds
 
-A folder below `checkpoints` counts only if it has its manifest.json: writers upload that last.
+A folder below `checkpoints` counts only if it has its manifest.json, because writers upload this file last.
 """
 
 import json
@@ -59,8 +59,8 @@ def fetched_path(path: str | PathLike[str]) -> Path:
 
 
 def fetched_data(url: str) -> Path:
-    """Return the local copy of a file or a folder of data in an object store, fetched completely, except hidden files;
-    files that have not changed there are not fetched again. Raises UserError if nothing is there, the URL cannot be
+    """Return the local copy of a file or a folder of data in an object store. First fetch all files except hidden ones,
+    and except files that have not changed since the last fetch. Raises UserError if nothing is there, the URL cannot be
     used, or the store refuses access; RunError if the store or disk fails."""
     path = mirror_of(url)
     remote = Remote(url)
@@ -84,17 +84,17 @@ def _locked(path: Path) -> FileLock:
 
 
 def keep(mirror: Path) -> None:
-    """Never fetch the mirror again in this process, because it trains there."""
+    """Never fetch the mirror again in this process, because this process trains there."""
     _fetched_at[mirror] = inf
 
 
 def refresh(mirror: Path, session: dict[str, Any] | None = None) -> bool:
     """Make a mirror current, except for tensors of checkpoints, and return True.
 
-    Return False, and change nothing, if a process trains there or if this machine was the last to train there, since
-    its mirror may have files that the store lacks. If another machine has trained there since, a mirror with such files
-    is renamed, with a warning. `session` is the last one before this process's own; None: read it from the store.
-    Errors: see `fetched_path`.
+    Return False, and change nothing, if a process trains there or if this machine was the last to train there, because
+    the mirror may have files that the store lacks. If another machine has trained there since, a mirror with such files
+    is renamed, with a warning. `session` is the remote folder's last session before this process's own session; None:
+    read it from the store. Errors: see `fetched_path`.
     """
     url = url_of(mirror)
     assert url is not None
@@ -133,7 +133,8 @@ def refresh(mirror: Path, session: dict[str, Any] | None = None) -> bool:
 
 
 def is_last_here(mirror: Path, session: dict[str, Any]) -> bool:
-    """Whether `session`, the newest of a remote folder, or the last session that wrote there, was on this machine."""
+    """Return whether this machine ran `session`, a remote folder's newest session, or the last session that wrote to
+    the folder."""
     own = _json(mirror / OWN_SESSION) or {}
     tokens = {own.get("token"), own.get("claims"), written_by(own)} - {None}
     return not tokens.isdisjoint((session.get("token"), written_by(session)))
@@ -159,8 +160,8 @@ def last_session(remote: Remote, entries: dict[str, Entry]) -> dict[str, Any] | 
 
 
 def _fetch(remote: Remote, entries: dict[str, Entry], mirror: Path, is_wanted: Callable[[str], bool]) -> None:
-    """Fetch the wanted files that the mirror lacks or has in another version; delete those that the store lacks,
-    except hidden ones."""
+    """Fetch the wanted files that the mirror lacks or has in another version. Delete the mirror's files that the store
+    lacks, except hidden files."""
     wanted = {name: entry for name, entry in entries.items() if is_wanted(name)}
     make_folder(mirror)
     check_links(mirror)
@@ -195,8 +196,8 @@ def _is_hidden(name: str) -> bool:
 
 
 def _is_small(name: str, entries: dict[str, Entry]) -> bool:
-    """Whether a run's file is fetched at once. Not fetched are hidden files, tensors of checkpoints, and incomplete
-    checkpoints."""
+    """Return whether `refresh` fetches a run's file. Hidden files, tensors of checkpoints, and incomplete checkpoints
+    are not fetched."""
     if _is_hidden(name):
         return False
     if not name.startswith(f"{CHECKPOINTS}/"):
@@ -218,7 +219,8 @@ def _download(remote: Remote, name: str, n_bytes: int, path: Path, mirror: Path)
 
 
 def fetch_missing(path: Path, n_bytes: int, sha256: str) -> None:
-    """Fetch a mirror's missing file of this size and checksum; no effect on other paths, or if the store has none.
+    """Fetch a mirror's missing file of this size and checksum; no effect if the path is in no mirror, the file exists,
+    or the store has no such file.
     Raises UserError if the store sends other bytes several times; RunError if the store fails, or the disk is full."""
     mirror = None if path.exists() else mirror_around(path)
     if mirror is None:
@@ -243,9 +245,8 @@ def fetch_missing(path: Path, n_bytes: int, sha256: str) -> None:
 
 
 def send(paths: Iterable[Path]) -> None:
-    """Upload files that a command has written to a mirror. Other paths are ignored, and so are mirrors in which a
-    process trains, because that process uploads them. Raises UserError or RunError if the store refuses access, or
-    fails."""
+    """Upload files that a command has written to a mirror. Ignore other paths, and mirrors in which a process trains,
+    because the training process uploads them. Raises UserError if the store refuses access; RunError if it fails."""
     for path in paths:
         mirror = mirror_around(path)
         if mirror is not None and not is_locked(mirror / ".lock"):
@@ -260,7 +261,7 @@ class LocalCopy:
     path: Path
     n_bytes: int
     kept_because: str
-    """Why the copy must not be removed; empty: the store has everything."""
+    """Reason to keep the copy; empty: the copy may be removed, because the store has everything."""
 
 
 def local_copies() -> list[LocalCopy]:
@@ -284,8 +285,8 @@ def local_copies() -> list[LocalCopy]:
 
 
 def remove_copy(url: str) -> LocalCopy:
-    """Delete the local copy of a folder or file in a store, and return its description. Raises UserError if there is
-    none, a process trains there, or the store may lack files of it."""
+    """Delete the local copy of a folder or file in a store, and return its description. Raises UserError if there is no
+    copy, a process trains there, or the store may lack files of the copy."""
     path = mirror_of(url)
     with _locked(path):
         copy = next((each for each in local_copies() if each.path == path), None)

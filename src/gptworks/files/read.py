@@ -233,7 +233,8 @@ def check_names(path: Path, found: os.stat_result) -> None:
 
 
 def check_kind(path: Path, found: os.stat_result, max_bytes: int | None = None) -> None:
-    """Raise a UserError if `found`, a file's status, is not that of a regular file of at most `max_bytes`."""
+    """Raise a UserError unless `found`, a file's status, describes a regular file of at most `max_bytes`; None: any
+    size."""
     if stat.S_ISLNK(found.st_mode):
         raise UserError(f"{path} is a link, and links are not written through: put a file there, or delete the link.")
     if not stat.S_ISREG(found.st_mode):
@@ -253,7 +254,8 @@ def _open_anywhere(path: Path) -> int:
 
 
 def _check_name(path: Path) -> None:
-    """Raise a UserError for a name that no file can have: JSON may contain one, and system calls raise other errors."""
+    """Raise a UserError for a name that no file can have. JSON may contain such a name, for which system calls raise
+    other errors."""
     try:
         if b"\0" not in os.fsencode(path):
             return
@@ -264,8 +266,8 @@ def _check_name(path: Path) -> None:
 
 @contextlib.contextmanager
 def _inside(path: Path, inside: Path) -> Iterator[tuple[Folder, str]]:
-    """Yield the open folder that holds the file or folder at `path`, and its name there, which is not a link. Each
-    folder on the way from `inside` is opened from the one above, so that no link leads out."""
+    """Yield the open folder that holds the file or folder at `path`, and the last name, which is not a link. Each
+    folder on the way from `inside` is opened from the folder above it, so that no link leads out."""
     _check_name(path)
     root, names = Path(os.path.realpath(inside)), Path(os.path.normpath(path.relative_to(inside)))
     try:
@@ -295,8 +297,8 @@ def _inside(path: Path, inside: Path) -> Iterator[tuple[Folder, str]]:
 
 
 def _walk(root: Path, names: Path) -> tuple[Folder, os.stat_result | Path]:
-    """Open each folder on the way to the last name. Return the open folder of that name and the name's status; or, at
-    the first link, a closed folder and the names with that link resolved."""
+    """Open each folder on the way to the last name. Return the open folder that holds the last name, and the name's
+    status. At the first link, return a closed folder instead, and the names with this link resolved."""
     held, parts = Folder(root, lists=False), names.parts or (os.curdir,)
     try:
         for n, name in enumerate(parts):

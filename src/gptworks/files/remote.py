@@ -29,7 +29,7 @@ _MOST_PARTS, _MOST_OBJECTS = 16, 100_000
 _MOST_FOLDER_BYTES = 255
 BLOCK_BYTES = 1 << 25
 _THREADS = 4
-"""Blocks of a file that are downloaded at the same time."""
+"""Number of blocks of a file that are downloaded at the same time."""
 _TRIES, _FIRST_WAIT_SECONDS = 6, 0.5
 _FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError)
 """Errors that another try does not change."""
@@ -51,7 +51,7 @@ def cache_root() -> Path:
 
 def mirror_of(url: str | os.PathLike[str]) -> Path:
     """Return the local folder that mirrors a URL: `<cache>/remote/<the URL up to the last slash, quoted>/<last name>`.
-    Raises UserError if the URL has no name below the bucket, a name with other characters than allowed, or is too
+    Raises UserError if the URL has no name below the bucket, has a name with other characters than allowed, or is too
     long."""
     found = STORE_URL.fullmatch(str(url))
     parts = found[2].rstrip("/").split("/") if found else []
@@ -88,16 +88,16 @@ def shown(path: Path) -> str:
 
 
 def _is_name(part: str) -> bool:
-    """Whether a part of an object's name may become a file's name: printable, not only dots and spaces, without
+    """Return whether a part of an object's name may become a file's name: printable, not only dots and spaces, without
     backslash, at most 200 bytes."""
     return part.isprintable() and part.strip(". ") != "" and "\\" not in part and len(part.encode()) <= 200
 
 
 class Remote:
-    """A folder in an object store. Failed calls are repeated, with growing random waits, except `upload`."""
+    """A folder in an object store. All calls except `upload` are repeated if they fail, after growing random waits."""
 
     def __init__(self, url: str) -> None:
-        """Raises UserError if the package for the scheme is not installed."""
+        """Open the store of a URL. Raises UserError if the package for the scheme is not installed."""
         scheme = url.partition(":")[0]
         self.url, (self._package, extra) = url.rstrip("/"), PACKAGES[scheme]
         if find_spec(self._package) is None:
@@ -111,8 +111,9 @@ class Remote:
         """Return the result of `work`, tried again after errors that may pass. `what` names the object in messages.
 
         Raises:
-            FileNotFoundError, FileExistsError: the object does not exist, or must not exist and does.
-            UserError: the store refuses the access, or the object does not have the checksum that it stores.
+            FileNotFoundError: the object does not exist.
+            FileExistsError: the object must not exist, but exists.
+            UserError: the store refuses the access, or the object's bytes do not have the checksum that it stores.
             RunError: the store fails at every try.
         """
         for n in range(tries):
@@ -139,9 +140,13 @@ class Remote:
         return f"{self._base}/{name}" if name else self._base
 
     def entries(self) -> dict[str, Entry]:
-        """Return the objects below the folder by relative name, or the one at the URL itself as "". Raises UserError if
-        an object has no size, a name that cannot be a file's (such as `..`), too many levels, or other objects below
-        it; there are too many objects; or the store refuses the access; RunError if the store fails."""
+        """Return the objects below the folder by relative name. An object at the URL itself has the name "".
+
+        Raises:
+            UserError: the store refuses the access, or there are too many objects. Also if an object has no size, other
+                objects below it, too many levels in its name, or a name that no file can have, such as `..`.
+            RunError: the store fails.
+        """
         found = self._call("", lambda: self._store.find(self._base, detail=True))
         if len(found) > _MOST_OBJECTS:
             raise UserError(f"{self.url} has {len(found):,} objects; a folder may have {_MOST_OBJECTS:,}.")
@@ -204,8 +209,8 @@ class Remote:
             list(pool.map(block, range(0, n_bytes, BLOCK_BYTES)))
 
     def put(self, name: str, data: bytes, *, new: bool = False) -> None:
-        """Write an object; errors: see `_call`. With `new`, raise a FileExistsError if it exists (`If-None-Match: *` on
-        S3 and Azure, `ifGenerationMatch=0` on Google)."""
+        """Write an object; errors: see `_call`. With `new`, raise a FileExistsError if the object exists
+        (`If-None-Match: *` on S3 and Azure, `ifGenerationMatch=0` on Google)."""
         mode = {"mode": "create"} if new else {}
         self._call(name, lambda: self._store.pipe_file(self._at(name), data, **mode))
 

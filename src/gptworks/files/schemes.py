@@ -11,5 +11,5 @@ STORE_URL = re.compile(rf"({'|'.join(PACKAGES)}):/{{1,2}}([^/].*)", re.DOTALL)  
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is the URL of a folder or file in an object store."""
+    """Return whether a path is the URL of a folder or file in an object store."""
     return STORE_URL.fullmatch(str(path)) is not None

@@ -23,7 +23,7 @@ def sealed_json(tree: dict[str, Any]) -> str:
 
 
 def unsealed_json(data: bytes) -> dict[str, Any]:
-    """Return the mapping of a `sealed_json` text. Raises ValueError if it is none, or a byte of it has changed."""
+    """Return the mapping of a `sealed_json` text. Raises ValueError if `data` is not such a text, or was changed."""
     try:
         tree = json.loads(data)
         if not isinstance(tree, dict) or "sha256" not in tree:
@@ -47,7 +47,7 @@ def write_sums(folder: Path) -> None:
 
 def check_sums(folder: Path, max_bytes: int) -> None:
     """Compare a folder's files with its `sums.json`, if it exists. Files not named there are not checked. Raises
-    UserError if one is missing, changed, not regular or above `max_bytes`, or `sums.json` is damaged."""
+    UserError if a named file is missing, changed, not regular or above `max_bytes`, or `sums.json` is damaged."""
     path = folder / SUMS_FILE
     try:
         sums = unsealed_json(read_regular(path, 1 << 20, inside=folder)).get("files")

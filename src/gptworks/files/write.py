@@ -43,7 +43,7 @@ _one_writes = threading.Lock()
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk; no effect without permission to open it, or for a folder
+    """Flush a file, or the names in a folder, to the disk; no effect without permission to open `path`, or for a folder
     on Windows."""
     with contextlib.suppress(PermissionError):
         descriptor = os.open(path, FLUSHED)
@@ -84,7 +84,7 @@ def link_or_copy(file: Path, to: Path) -> None:
 @contextlib.contextmanager
 def replacing(path: Path, *, inside: Path | None = None, private: bool = False) -> Iterator[BinaryIO]:
     """Yield a file to write to, which replaces `path` at the end: readers see the old or the new file, never a part. If
-    writing fails, the old file stays. The new file has the old file's mode or, without an old file, the umask's.
+    writing fails, the old file stays. The new file has the old file's mode or, without an old file, the umask's mode.
 
     Args:
         inside: a folder above `path` that no link may lead out of; None: the user named the path.
@@ -149,8 +149,8 @@ def write_whole(
 @contextlib.contextmanager
 def new_folder(out: Path, needed_bytes: int | None = None, *, inside: Path | None = None) -> Iterator[Path]:
     """Yield a private folder to fill, which is flushed and renamed to `out` at the end: `out` is complete or missing.
-    Before, `out` does not exist, or is an empty folder; see `check_free`. `inside` and errors: see `replacing`.
-    `needed_bytes` will be written; None: unknown."""
+    At the start, `out` must be missing or an empty folder; see `check_free`. `needed_bytes`: bytes that will be
+    written; None: unknown. `inside` and errors: see `replacing`."""
     place = out.absolute()
     advice = "No part of it is kept. Make room or permission there, or give another place, and try again."
     with naming_disk_errors(f"{out} could not be written", out, advice, needed_bytes):
@@ -176,15 +176,15 @@ def new_folder(out: Path, needed_bytes: int | None = None, *, inside: Path | Non
 
 def open_new(path: Path, *, inside: Path | None = None, private: bool = False) -> BufferedRandom:
     """Open a new file to write to; `inside` and `private` as in `replacing`. Raises UserError if a link leads out of
-    `inside`; OSError if the file cannot be made, and FileExistsError if the path exists, be it as a link."""
+    `inside`; FileExistsError if the path exists, even as a link; another OSError if the file cannot be made."""
     with held(path.parent, inside) as folder, named(path):
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_SURPRISE
         return os.fdopen(folder.open(path.name, flags, 0o600 if private else 0o666), "w+b")
 
 
 def open_to_append(path: Path, *, inside: Path | None = None) -> BufferedRandom:
-    """Open a regular file to append to, made if it is missing; it can also be read and truncated. With `inside`, a
-    folder that no link may lead out of, `path` itself must not be a link; None: the user named the file.
+    """Open a regular file to append to, made if it is missing; it can also be read and truncated. `inside`: a folder
+    that no link may lead out of; None: the user named the file. With `inside`, `path` itself must not be a link.
 
     Raises:
         UserError: the path is a folder, FIFO, socket or device; with `inside`, also if it is a link or has other names.
@@ -235,8 +235,8 @@ def write_at(descriptor: int, data: bytes | memoryview, at: int) -> None:
 
 @contextlib.contextmanager
 def making(path: Path, *, inside: Path | None = None, private: bool = False) -> Iterator[BinaryIO]:
-    """Yield a new file to write to, which is flushed at the end, or removed if writing fails. Arguments and errors are
-    those of `replacing`, and a UserError if the path exists."""
+    """Yield a new file to write to, which is flushed at the end, or removed if writing fails. Arguments and errors: see
+    `replacing`; also raises UserError if the path exists."""
     with naming_disk_errors(f"{path} could not be written", path, _ADVICE), held(path.parent, inside) as folder:
         try:
             opened = open_new(path, inside=inside, private=private)
@@ -257,8 +257,8 @@ def making(path: Path, *, inside: Path | None = None, private: bool = False) -> 
 
 
 def copy_file(file: Path, to: Path, max_bytes: int | None = None, *, inside: Path | None = None) -> None:
-    """Copy the bytes of a regular file to a new one, whose mode is the umask's. `max_bytes` and `inside` are for
-    `file`. Errors: see `open_regular` and `making`; also a RunError if the file is larger than the free space."""
+    """Copy the bytes of a regular file to a new file with the umask's mode. `max_bytes` and `inside` apply to `file`.
+    Errors: see `open_regular` and `making`; also raises RunError if the file is larger than the free space."""
     with open_regular(file, inside=inside, max_bytes=max_bytes) as source, making(to) as target:
         n_bytes, free_bytes = os.fstat(source.fileno()).st_size, shutil.disk_usage(to.parent).free
         if n_bytes > free_bytes:  # also if the file is sparse and takes little space now
@@ -269,7 +269,7 @@ def copy_file(file: Path, to: Path, max_bytes: int | None = None, *, inside: Pat
 
 
 def copy_folder(folder: Path, to: Path, *, inside: Path) -> None:
-    """Copy the files of a folder, but not the folders in it, to a new folder; see `copy_file`. OSError if `to`
+    """Copy the files of a folder, but not the folders in it, to a new folder; see `copy_file`. Raises OSError if `to`
     exists."""
     check_inside(folder, inside)
     to.mkdir()
@@ -279,7 +279,7 @@ def copy_folder(folder: Path, to: Path, *, inside: Path) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the temporary files that killed writers of `path` left next to it; those of live writers stay."""
+    """Remove the temporary files that killed writers of `path` left next to it. Live writers' files stay."""
     with contextlib.suppress(OSError), held(path.parent) as folder:
         remove_leftovers_of(path.name, folder)
 

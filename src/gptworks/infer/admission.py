@@ -23,7 +23,7 @@ from gptworks.tokenizer import encodings, prompt_ids, vocabulary_size
 
 
 class Admission:
-    """Makes an engine's requests, and refuses those that the engine cannot serve. Thread-safe."""
+    """Makes an engine's requests, and refuses requests that the engine cannot serve. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, room: Room) -> None:
         """Raises a UserError if the tokenizer or the room's drafter does not fit the room's model."""
@@ -38,7 +38,7 @@ class Admission:
         self._tokenizer, self._room, self._special = tokenizer, room, special_tokens(tokenizer)
         stated = stated_of(tokenizer)
         self.defaults = SamplingSettings.of(**stated_sampling({} if stated is None else stated.generation)[0])
-        """Settings for requests that give none: the model's own (`stated_sampling`), else those of choices.SAMPLING."""
+        """Settings for requests without settings: `SAMPLING`, with the values that the model states instead."""
         self._constraints: Constraints | None = None
         self._constraints_lock = threading.Lock()
 
@@ -62,11 +62,11 @@ class Admission:
             prompt_logprobs: report the log-probabilities of the prompt's tokens, and of this many most likely tokens at
                 each position, in `Request.prompt_logprobs`. None: report nothing.
             score_from: index of the first prompt token to report; earlier tokens may be reused from the cache.
-            generates: False: score the prompt only; see `Request`.
+            generates: whether to continue the prompt; False: only score it.
             listener: called with each piece, or with the error that ends the request, in the thread of `Engine.step`.
 
         Raises:
-            UserError: an argument is invalid, or for the reasons of `Engine.pieces`.
+            UserError: an argument is invalid; see also `Engine.pieces`.
             QueueFull: the grammars in use have reached their memory limit.
         """
         settings = SamplingSettings.of(settings or self.defaults, **changes)
@@ -151,7 +151,7 @@ class Admission:
             return self._constraints
 
     def check_ids(self, what: str, ids: Iterable[int]) -> None:
-        """Raise a UserError about `what` if it has an id that is not in the vocabulary."""
+        """Raise a UserError that names `what` if one of the ids is not in the vocabulary."""
         for token in ids:
             if not 0 <= token < self.n_ids:
                 raise UserError(

@@ -3,9 +3,9 @@
 Input: one JSON object per line, with `prompt`, a text; optionally `id`, a string or whole number (default: the line
 number, from 1), and `settings`, which override the call's settings (`{"max_tokens": 20}`). Other keys are ignored.
 
-Output: one line per prompt, written when it finishes, with `id`, `prompt_tokens` and `completions`, each of which has
-`text`, `finish_reason` and `tokens` (their number). A prompt that fails gets `id` and `error` only; the next call
-replaces this line.
+Output: one line per prompt, written when the prompt's texts are finished, with `id`, `prompt_tokens` and `completions`.
+Each completion has `text`, `finish_reason` and `tokens`, the number of its tokens. A prompt that fails gets a line with
+only `id` and `error`, which the next call replaces.
 """
 
 import itertools
@@ -38,7 +38,7 @@ class BatchReport:
     total: int
     """Number of prompts in the input."""
     skipped: int = 0
-    """Number of prompts that the output of earlier calls has already. Those that ended in an error are tried again."""
+    """Number of prompts that earlier calls have completed. Prompts that ended in an error are tried again."""
     done: int = 0
     failed: int = 0
     """Number of prompts that ended in an error in this call."""
@@ -61,7 +61,7 @@ def run_many(
 
     Args:
         next_jobs: called with a number before each step; returns at most that many new jobs.
-        submit: submits a job's request to the engine. A UserError that it raises ends only this job.
+        submit: submits a job's request to the engine. A UserError ends only this job.
         most: maximum number of requests in the engine at a time; choose enough that no slot is idle.
     """
     running: dict[J, Request] = {}
@@ -93,13 +93,13 @@ def generate_file(
     ends: Sequence[int] = (),
     report: Callable[[BatchReport], None] = lambda _: None,
 ) -> BatchReport:
-    """Continue each prompt in `source` that `target` lacks, or has as an error; append its line when it finishes.
+    """Continue each prompt of `source` that has no completions in `target` yet; append a line for each finished prompt.
 
     Args:
         source, target: the input and output files, in the formats that this module's docstring describes.
         settings, n_samples, overflow: as in `Engine.complete`, for all prompts.
         encode: turns a line's text into a prompt for the engine; default: the text itself.
-        ends: token ids that end a text as well, unless the settings of its line have `ignore_eos`.
+        ends: further token ids that end a text, unless the settings of its line have `ignore_eos`.
         report: called with the progress after each prompt.
 
     Raises:
@@ -181,9 +181,9 @@ def _task(line: str, number: int, place: str, settings: SamplingSettings) -> _Ta
 
 
 def _finished(target: Path, ids: set[str | int]) -> set[str | int]:
-    """Return the ids of the prompts that an output file has completed.
+    """Return the ids of the prompts that have completions in an output file.
 
-    Removes from the file an incomplete last line, and the errors of prompts in `ids`, which are tried again.
+    Remove from the file an incomplete last line, and the error lines of prompts in `ids`, which are tried again.
     """
     if not target.exists():
         return set()

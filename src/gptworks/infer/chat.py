@@ -25,7 +25,7 @@ MOST_FILE_BYTES = 1 << 24
 class ChatSession:
     """A chat with a base model, without turns: the model continues the whole transcript as plain text.
 
-    When the transcript outgrows the context, its oldest tokens are removed until it fills half the context.
+    When the transcript outgrows the context, its oldest tokens are removed until half the context is full.
     """
 
     system = ""
@@ -48,13 +48,14 @@ class ChatSession:
         self.pace = Pace()
         """Decoding speed of the last answer, over the part that the caller has read."""
         self.finish_reason: FinishReason | None = None
-        """The finish reason of the last answer; None if the caller has not read the answer to its end."""
+        """Finish reason of the last answer; None if the caller has not read the answer to its end."""
         self._before: tuple[int, list[int], int] | None = None
 
     def send(self, text: str) -> Iterator[str]:
-        """Append text to the transcript and yield the model's continuation in parts; each part read is also appended.
+        """Append a text to the transcript, and yield the model's continuation in parts.
 
-        An empty text lets the model continue the transcript. If the caller stops early, the parts read so far stay.
+        Each part that the caller reads is appended too, and stays if the caller stops early. An empty text lets the
+        model continue the transcript.
 
         Raises:
             UserError: the first text has no tokens, or the tokenizer cannot encode the text.
@@ -70,8 +71,8 @@ class ChatSession:
 
     @property
     def forgotten(self) -> str:
-        """Size of the oldest part of the conversation, which the model no longer reads: text such as "40 tokens", or "4
-        messages" in a `TurnSession`. Empty if the model reads everything."""
+        """Size of the oldest part of the conversation, which the model no longer reads, such as "40 tokens". A
+        `TurnSession` counts messages: "4 messages". Empty if the model reads everything."""
         return counted(self.n_forgotten, self._unit) if self.n_forgotten else ""
 
     @property
@@ -116,7 +117,7 @@ class ChatSession:
         """Append the conversation to a .jsonl file, as a record with `messages`; return the number of messages.
 
         Raises:
-            UserError: the conversation is empty; or the file is not a .jsonl file, or cannot be written.
+            UserError: the conversation is empty, the path does not end in .jsonl, or the file cannot be written.
         """
         if not self.said:
             raise UserError("there is nothing to save yet.")
@@ -136,8 +137,9 @@ class ChatSession:
         """Continue the last conversation of a .jsonl file, in any known format; return its number of messages.
 
         Raises:
-            UserError: the file is missing, too large, broken or not a .jsonl file; its turns do not alternate, or do
-                not end with an answer; or it has a system message for a base model. The session is unchanged.
+            UserError: the file is missing, larger than `MOST_FILE_BYTES`, broken or not a .jsonl file; the turns do
+                not alternate, or do not end with an answer; or there is a system message for a base model. The session
+                then stays unchanged.
         """
         _check_name(path)
         try:
@@ -181,7 +183,7 @@ class ChatSession:
         return None if self.settings.seed is None else self.settings.seed + self.n_turns
 
     def _answer(self, text: str, before: tuple[int, list[int], int], pieces: Iterator[Piece]) -> Iterator[str]:
-        """Add a turn that `take_back` can undo; yield the text of its answer, read from `pieces`."""
+        """Add a turn that `take_back` can undo; yield the text of the turn's answer, read from `pieces`."""
         answer: Message = {"role": "assistant", "content": ""}
         self.said += [{"role": "user", "content": text}, answer]
         self._before, self.pace, self.finish_reason = before, Pace(), None
@@ -213,7 +215,7 @@ class ChatSession:
 class TurnSession(ChatSession):
     """A chat in turns of user and assistant, rendered by the run's chat template.
 
-    When the conversation outgrows the context, the model no longer reads its oldest turns; see `fit_conversation`.
+    When the conversation outgrows the context, the model no longer reads the oldest turns; see `fit_conversation`.
     """
 
     _unit = "message"
@@ -239,7 +241,8 @@ class TurnSession(ChatSession):
         self.system = text
 
     def send(self, text: str) -> Iterator[str]:
-        """Add the user's turn and yield the assistant's answer in parts; each part read is added to the conversation.
+        """Add the user's turn, and yield the assistant's answer in parts. Each part that the caller reads is added to
+        the conversation.
 
         Raises:
             UserError: the template refuses the turns, or the system message and this turn together exceed the context.

@@ -1,8 +1,9 @@
 """Constrain text to a JSON schema or a regular expression: llguidance finds the tokens that may come next.
 
 The extra `constrain` installs llguidance, which can neither limit the time and memory of a compilation nor stop it.
-Each grammar is therefore first compiled in a process with limits (`gptworks.confined`), which dies if it exceeds them.
-A grammar within the limits is compiled again in this process, and kept for later requests while there is room.
+Each grammar is therefore first compiled in a child process with limits (`gptworks.confined`), which dies if it exceeds
+a limit. A grammar within the limits is compiled again in the engine's process, and kept for later requests while there
+is room.
 """
 
 import hashlib
@@ -137,7 +138,7 @@ class Constraints:
         raise _unfollowable(settings, refusal)
 
     def find(self, settings: SamplingSettings, source: str | None = None) -> Grammar | None:
-        """Return the settings' grammar if it is compiled already, else None; raises a UserError if it was refused."""
+        """Return the settings' grammar if it is compiled already, else None. Raises a UserError if it was refused."""
         key = _key(self._source(settings) if source is None else source)
         with self._lock:
             grammar, refusal = self._live.get(key), self._refusals.get(key)
@@ -181,7 +182,7 @@ class Constraints:
 
 
 def _setup(tokenizer: Tokenizer, n_tokens: int) -> dict[str, Any]:
-    """Return the tokenizer in the form that `read_tokenizer` takes; add an end-of-text token if it has none.
+    """Return the tokenizer in the form that `read_tokenizer` takes, with an added end-of-text token if it has none.
 
     Raises:
         UserError: a token's text depends on its neighbors in this tokenizer.

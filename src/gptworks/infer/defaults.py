@@ -1,4 +1,4 @@
-"""Default sampling settings of a model: those that its generation_config.json states, else those of SAMPLING.
+"""Default sampling settings of a model, from its generation_config.json, or else from `SAMPLING`.
 
 The commands, the server, the studio and Python use these values wherever a request gives none. As in transformers,
 `do_sample: false` means greedy. Imported models, and runs tuned from them, keep the values of the imported files; the
@@ -17,8 +17,11 @@ from gptworks.special_tokens import GENERATION_CONFIG, STATED_SAMPLING
 
 
 def stated_sampling(generation: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the valid sampling settings in the contents of a generation_config.json, by name; and notes for the user
-    on settings that differ from SAMPLING, and on invalid settings that are left out."""
+    """Return the valid sampling settings of a generation_config.json, by name, and notes for the user.
+
+    The notes list settings that differ from `SAMPLING`, and invalid settings, which are left out. `generation`: the
+    contents of the file.
+    """
     stated: dict[str, Any] = {}
     notes = []
     for name in STATED_SAMPLING:
@@ -44,7 +47,7 @@ def stated_sampling(generation: Mapping[str, Any]) -> tuple[dict[str, Any], tupl
 def sampling_of(tokenizer_folder: Path) -> Sampling:
     """Return the default sampling settings of the run with this tokenizer folder.
 
-    These are SAMPLING if the folder has no generation_config.json, or one that cannot be read. Loading the run reports
+    Return `SAMPLING` if the folder has no generation_config.json, or the file cannot be read. Loading the run reports
     an unreadable file.
     """
     file = tokenizer_folder / GENERATION_CONFIG

@@ -93,8 +93,10 @@ def draw_tokens(draws: list[Draw], requests: OpenRequests) -> None:
 
 
 def _end_step(draw: Draw, requests: OpenRequests) -> None:
-    """Commit a draw's accepted draft tokens to the cache. Then end the text if it is finished or its context is full,
-    or restart it if its window slides or if LongRoPE now needs its long factors."""
+    """Record a draw's accepted draft tokens as cached. Then end the text if it is finished or its context is full.
+
+    A text with a sliding window restarts instead of ending. A text also restarts if LongRoPE now needs long factors.
+    """
     request, job, one, room = draw.request, draw.job, draw.sample, requests.room
     if draw.work is not None and draw.draft:
         n_accepted = draw.n_drawn - 1
@@ -115,8 +117,8 @@ def _end_step(draw: Draw, requests: OpenRequests) -> None:
 
 
 def _sample(draws: list[Draw], requests: OpenRequests) -> list[tuple[int, TokenLogprob | None]]:
-    """Return a token for each draw, with its processed log-probabilities if wanted. A request that fails here, for
-    example because a logit is NaN, gets no tokens."""
+    """Return a token for each draw, with its processed log-probabilities if the settings ask for them. A request that
+    fails here, for example because a logit is NaN, gets no tokens."""
     masks = [_allowed(draw, requests) for draw in draws]
     live = [(draw, mask) for draw, mask in zip(draws, masks, strict=True) if not draw.request.done]
     if not live:

@@ -15,7 +15,7 @@ For one text at a time: `generate`, `stream`, `complete`, `chat`, `pieces` and `
 
 When a prompt and its continuation fill the context, the text ends (`overflow="error"`), or its window restarts
 (`overflow="slide"`): the last half of the context is computed again, from position 0. Positions therefore stay within
-those that the model was trained with, and each token is computed about twice.
+the model's context, and each token is computed about twice.
 
 A request's tokens do not depend on other requests, except for rounding in some backends (`Backend.invariant`).
 """
@@ -53,7 +53,7 @@ from gptworks.units import counted
 
 
 class EngineFailed(RunError):
-    """The engine has failed: all its requests have ended with this error, and it accepts no more."""
+    """The engine has failed: all its requests have ended with this error, and it accepts no new requests."""
 
     def __init__(self, error: BaseException) -> None:
         """`error` is the error that ended the engine."""
@@ -111,7 +111,7 @@ class Engine:
         return "".join(self.stream(prompt, settings, **arguments))
 
     def stream(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Iterator[str]:
-        """Yield the text that continues the prompt in parts, as it is generated. Arguments and errors: see `pieces`."""
+        """Yield the continuation of the prompt in parts, as it is generated. Arguments and errors: see `pieces`."""
         return (piece.text for piece in self.pieces(prompt, settings, **arguments) if piece.text)
 
     def complete(
@@ -165,14 +165,14 @@ class Engine:
 
         Args:
             prompt: text, or token ids. Empty text starts a new document, if the tokenizer has a token for that.
-            settings: sampling settings; default: `Engine.defaults`, which the model may state.
+            settings: sampling settings; default: `Engine.defaults`.
             n_samples: number of continuations of the prompt, which is computed once. With a seed, the random numbers of
                 sample i do not depend on n_samples.
             overflow: error: a prompt longer than the context is refused, and a sample that fills the context ends with
                 finish reason "context". slide: a sample that fills the context continues from its last
                 `restart_tokens` tokens (half the context), which are computed again. A prompt longer than the context
                 is cut to its last `restart_tokens` tokens.
-            changes: settings by name that replace those of `settings`, such as temperature=0.8.
+            changes: settings by name, such as temperature=0.8, which replace values in `settings`.
 
         Raises:
             UserError: a setting is unknown or impossible, or the prompt has no tokens or exceeds the context.
@@ -183,8 +183,8 @@ class Engine:
         return self._run(self.admission.request(prompt, settings, n_samples=n_samples, overflow=overflow, **changes))
 
     def score(self, prompt: Prompt, *, top: int = 0) -> list[TokenLogprob | None]:
-        """Return each token's log-probability, in nats, and the `top` most likely tokens; None for the first token.
-        Errors: see `pieces`."""
+        """Return the log-probability, in nats, of each token of a prompt, and of the `top` most likely tokens at its
+        position; None for the first token. Errors: see `pieces`."""
         request = self.admission.request(prompt, prompt_logprobs=top, generates=False)
         for _ in self._run(request):
             pass
@@ -196,7 +196,7 @@ class Engine:
         return self.admission.encode_prompt(prompt)
 
     def finish(self, requests: Sequence[Request]) -> list[list[Completion]]:
-        """Take steps until these submitted requests are done; return the completions of each.
+        """Take steps until these submitted requests are done; return each request's completions.
 
         Raises:
             Exception: the error that ended a request, such as a RunError because a logit is NaN.
@@ -282,7 +282,7 @@ class Engine:
             return bool(self._requests or self._inbox)
 
     def fail(self, error: BaseException) -> None:
-        """End the engine: every request, running or waiting, ends with an EngineFailed, and no more are accepted."""
+        """End the engine: every request, running or waiting, ends with an EngineFailed. New requests are refused."""
         with self._inbox_lock:
             self.failure = self.failure or EngineFailed(error)
             waiting = [request for submitted, request in self._inbox if submitted]
@@ -293,7 +293,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _failing(self, on_failure: Callable[[BaseException], None]) -> Iterator[None]:
-        """If this context raises an error, end all requests with the error, so that none is left without an answer.
+        """If this context raises an error, end all requests with the error, so that each request gets an answer.
 
         After an `Exception`, cached keys and values are discarded, and later requests may succeed. A MemoryError, or an
         error that is not an `Exception`, such as a panic in a Rust library, also ends the engine. A KeyboardInterrupt
@@ -334,7 +334,7 @@ class Engine:
         draw_tokens(draws + ready, requests)
 
     def _receive(self) -> None:
-        """Empty the inbox: open the submitted requests, and end those to cancel."""
+        """Empty the inbox: open the submitted requests, and end the cancelled requests."""
         while True:
             with self._inbox_lock:  # take one request at a time: if it fails, the rest stay in the inbox
                 if not self._inbox:
@@ -420,7 +420,7 @@ def load(
     report: Report = lambda _: None,
     **options: Any,
 ) -> Engine:
-    """Load the tokenizer of a run folder and the model of a checkpoint in it; return an engine for them.
+    """Load a run's tokenizer and the model of one of its checkpoints; return an engine with this model.
 
     Args:
         checkpoint: best, last, or a step number.

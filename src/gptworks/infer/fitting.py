@@ -18,7 +18,7 @@ class Fitted(NamedTuple):
     """A conversation as a prompt."""
 
     ids: list[int]
-    """Token ids, ending with those that precede an answer; no more than fit in the context."""
+    """Token ids of the prompt; no more than fit in the context."""
     n_dropped: int
     """Number of oldest messages left out, system messages not counted."""
 
@@ -34,22 +34,22 @@ def fit_conversation(
     most_bytes: int | None = None,
     task: Task | None = None,
 ) -> Fitted:
-    """Return a conversation as a prompt that leaves room for an answer; if it is too long, omit its oldest turns.
+    """Return a conversation as a prompt that leaves room for an answer, without the oldest turns if necessary.
 
     System messages stay, and so does the newest question. A question is dropped together with its answer. The prompt
     depends only on the arguments, so it is the same whether a session keeps the messages or a client sends them again.
 
     Args:
         context: the model's context in tokens.
-        answer_tokens: tokens to reserve for the answer, at most half the context. The newest question may leave fewer.
-            None: omit no turn, and reserve none.
+        answer_tokens: number of tokens to reserve for the answer. At most half the context is reserved, and less if the
+            newest question is long. None: reserve no tokens, and omit no turn.
         add_generation_prompt, continues: see `ChatTemplate.encode`.
-        most_bytes: messages with more bytes of text count as too long and are not encoded. None: no limit.
+        most_bytes: maximum bytes of the messages' text; more text is too long and is not encoded. None: no limit.
         task: allows another thread to abandon the rendering.
 
     Raises:
-        ContextExceeded: the system messages and the newest question together, or without `answer_tokens` all messages,
-            exceed the context.
+        ContextExceeded: the system messages and the newest question together exceed the context or `most_bytes`. If
+            `answer_tokens` is None, the same holds for all messages.
         UserError: the template refuses these turns.
         Abandoned: the task was abandoned.
     """

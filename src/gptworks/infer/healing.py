@@ -1,9 +1,10 @@
 """Token healing: draw the end of a prompt again, so that it does not matter where the prompt was cut.
 
-A tokenizer may spell `def ` with a separate token for the space, but in training texts the space belongs to the token
-of the name that follows, so the model rarely saw the prompt's last token. Healing therefore removes this token, or
-several if it begins inside a character. The first tokens drawn must spell the removed text again; the last of them may
-continue beyond it (Lundberg, 2023: "The art of prompt design: prompt boundaries and token healing").
+A tokenizer may spell the prompt `def ` with a separate token for the space. In training texts, the space usually
+belongs to the token of the following name, so the model rarely saw the prompt's last token there. Healing therefore
+removes the last token, or several tokens if the last token begins inside a character. The first tokens drawn must spell
+the removed text again, and may continue beyond its end (Lundberg, 2023: "The art of prompt design: prompt boundaries
+and token healing").
 """
 
 from collections.abc import Sequence
@@ -28,11 +29,11 @@ class Spellings:
         self._fewest_left = max(1, len(special_tokens(tokenizer).before))
 
     def split(self, ids: list[int]) -> tuple[list[int], bytes]:
-        """Return a prompt without its last tokens, and their text, to be drawn again.
+        """Return a prompt without its last tokens, and the text of the removed tokens, which is drawn again.
 
-        Removes the fewest last tokens that begin with a whole character. Removes none if no token would be left, if
-        one of them is an added token, if no token of the vocabulary continues their text, or if tokens do not spell
-        text by themselves.
+        Remove the fewest last tokens that begin with a whole character. Remove no token if no other would be left, if a
+        token to remove is an added token, if no token of the vocabulary continues the text, or if the tokenizer's
+        tokens do not spell text by themselves.
         """
         for n in range(1, min(MOST_REMOVED, len(ids) - self._fewest_left) + 1 if self._of else 1):
             kept, text = ids[:-n], self.text(ids[-n:])
@@ -58,7 +59,7 @@ class Healing:
     def __init__(self, spellings: Spellings, text: bytes) -> None:
         self._spellings, self._left = spellings, text
         self.n_characters = len(text.decode())
-        """Number of characters that the prompt has already, so that they are not shown again."""
+        """Number of characters at the beginning of the generated text that the prompt has already."""
 
     def allowed(self) -> Tensor | None:
         """Return a mask of the tokens that may come next, bool [V]; None: all."""

@@ -38,7 +38,11 @@ class PromptScores:
     """Collects the log-probabilities of a prompt's tokens while its logits are computed."""
 
     def __init__(self, prompt_ids: list[int], first: int, n_top: int | None) -> None:
-        """Score tokens from index `first` (≥ 1) on, and list the `n_top` most likely; n_top=None: score nothing."""
+        """
+        Args:
+            first: index of the first token to score, ≥ 1.
+            n_top: number of most likely tokens to report at each position; None: score nothing.
+        """
         self._prompt_ids, self._n_top = prompt_ids, n_top or 0
         self.score_from = None if n_top is None else first - 1
         self.logprobs: list[TokenLogprob | None] | None = None

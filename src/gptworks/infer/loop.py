@@ -47,7 +47,7 @@ class EngineLoop:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._wake, self._ending = threading.Event(), False
-        self._accepting = threading.Lock()  # held to queue a request or to set `_ending`, after which none is queued
+        self._accepting = threading.Lock()  # held to queue a request or to set `_ending`
         self._streams: set[Stream] = set()
         self._to_wake: deque[Stream] = deque()
         self._left: deque[Stream] = deque()  # streams to cancel: their readers have left
@@ -59,13 +59,13 @@ class EngineLoop:
         return self
 
     def close(self, *, drain: bool = True) -> None:
-        """Accept no more requests, finish or end the current ones, and wait until the engine's thread has stopped.
+        """Accept no more requests, finish or end the current requests, and wait until the engine's thread has stopped.
 
         Args:
-            drain: let requests finish, unless their reader has left or the thread was never started; False: end them
-                with an EngineStopped. If this call blocks an asyncio loop, readers in that loop cannot read meanwhile.
-                A stream there ends with a SlowReader if it gets more new pieces than `Engine.context` per unfinished
-                text.
+            drain: True: let requests finish, unless their reader has left or the thread was never started. False: end
+                all requests with an EngineStopped. If this call blocks an asyncio loop, readers in this loop cannot
+                read meanwhile. Their streams end with a SlowReader after more new pieces than `Engine.context` per
+                unfinished text.
         """
         self.check()
         with self._accepting:
@@ -106,7 +106,7 @@ class EngineLoop:
         Args:
             max_unread: maximum number of unread pieces; with more, the stream is cancelled (SlowReader).
             patience: wake the reader when this many pieces are unread or a text ends. Waking takes as much CPU time as
-                a step; raise this if only complete texts matter.
+                a step; use a larger number if only complete texts matter.
 
         Raises:
             EngineStopped: the loop is closed.
@@ -116,8 +116,12 @@ class EngineLoop:
         return Stream(self, max_unread, patience)
 
     def enqueue(self, request: Request) -> None:
-        """Queue a request, as `Engine.enqueue`, and wake the engine's thread. Raises EngineStopped if the loop is
-        closed. Thread-safe."""
+        """Queue a request with `Engine.enqueue`, and wake the engine's thread. Thread-safe.
+
+        Raises:
+            EngineStopped: the loop is closed.
+            QueueFull, EngineFailed: see `Engine.enqueue`.
+        """
         with self._accepting:
             self._check_accepting()
             self.engine.enqueue(request)
@@ -145,7 +149,7 @@ class EngineLoop:
         while True:
             while self._left:
                 self._left.popleft().cancel()
-            is_last = self._ending  # read before the step, which then receives every accepted request
+            is_last = self._ending  # read before the step, so that the last step receives every accepted request
             try:
                 busy = self.engine.step(on_failure=_log_failure)
             except EngineFailed:
@@ -188,7 +192,7 @@ def _wake_all(streams: list["Stream"]) -> None:
 
 
 class Stream:
-    """One reader's requests and their pieces. Leaving the iteration early cancels the requests, like `cancel`."""
+    """One reader's requests and their pieces. Leaving the iteration over `batches` early cancels all the requests."""
 
     def __init__(self, loop: EngineLoop, max_unread: int | None = None, patience: int = 1) -> None:
         self._loop, self._max_unread, self._patience = loop, max_unread, patience
@@ -202,8 +206,10 @@ class Stream:
         loop._streams.add(self)
 
     def submit(self, prompt: Prompt, settings: SamplingSettings | None = None, **arguments: Any) -> Request:
-        """Submit a request: arguments and errors of `Engine.submit`, and EngineStopped if the loop is closed. Any
-        thread may call this, but only one at a time."""
+        """Submit a request and return it. Any thread may call this, but only one thread at a time.
+
+        For the arguments and errors, see `Engine.submit`. Raises EngineStopped if the loop is closed.
+        """
         listener = partial(self.hand, len(self.requests))
         request = self._loop.engine.admission.request(prompt, settings, listener=listener, **arguments)
         self._loop.enqueue(request)
@@ -230,7 +236,7 @@ class Stream:
             self._loop._to_wake.append(self)
 
     def bound(self, n_pieces: int) -> None:
-        """Cancel the stream if more pieces than those now unread plus `n_pieces` per unfinished text become unread."""
+        """Limit the unread pieces to their current number plus `n_pieces` per unfinished text."""
         most = len(self._unread) + n_pieces * max(1, self._n_unfinished)
         self._max_unread = most if self._max_unread is None else min(most, self._max_unread)
 
@@ -238,7 +244,7 @@ class Stream:
         """Cancel the unfinished requests; may be called repeatedly. Thread-safe.
 
         Args:
-            error: a reader that expects more pieces gets this error after the unread ones; default: a StreamCancelled.
+            error: a reader that expects more pieces gets this error after the unread pieces. Default: StreamCancelled.
         """
         if not self.cancelled:
             self.cancelled = True
@@ -259,7 +265,8 @@ class Stream:
     def batches(self) -> "_Reading":
         """Return an asynchronous iterator of batches, each with the new pieces, until all requests have ended.
 
-        The iterator raises the error that ends a request, after the pieces that came before it, and cancels the others.
+        If a request ends with an error, the iterator yields the earlier pieces, cancels the other requests and raises
+        the error.
         """
         return _Reading(self, self._batches())
 

@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 LONGEST_REPEAT = 64
 """Maximum number of repeated tokens that are counted, so that a long prompt is searched in little time."""
 _LARGEST = 1e30
-"""Maximum DRY penalty: a logit stays finite, so that a text whose tokens are all penalized has a next token."""
+"""Maximum DRY penalty. It keeps every logit finite, so that even a text whose tokens are all penalized continues."""
 
 
 class Repeats:
     """Finds tokens that would continue a repetition of earlier text, prompt included.
 
     This is the DRY penalty, "Don't Repeat Yourself" (p-e-w, 2024: text-generation-webui, pull request 5677; llama.cpp's
-    --dry-multiplier), without sequence breakers. Each token of the text takes time in proportion to the text's length.
+    --dry-multiplier), without sequence breakers. `push` takes time in proportion to the text's length.
     """
 
     def __init__(self, text: Sequence[int]) -> None:
-        """`text` is the tokens of the prompt."""
+        """text: the tokens of the prompt."""
         self._tokens = np.array(text, np.int64)
         self._lengths = np.zeros(len(text), np.int64)
-        """For each token: length of the longest run of tokens that ends with it and also ends the text, at most
-        LONGEST_REPEAT."""
+        """For each token: length of the longest sequence that ends with this token and equals the end of the text, at
+        most LONGEST_REPEAT."""
         self._n = max(0, len(text) - LONGEST_REPEAT)
         for token in text[self._n :]:
             self.push(token)
@@ -69,7 +69,7 @@ def adjust(logits: Tensor, samplers: Sequence["Sampler"], allowed: Sequence[Tens
     device = logits.device
 
     def places(parts: Callable[["Sampler"], Any]) -> Iterator[list[Tensor]]:
-        """Yield the row numbers, token ids and amounts of all texts as three tensors; nothing if there are none."""
+        """Yield the row numbers, token ids and amounts of all texts as three tensors, or nothing if no text has any."""
         found = [(row, *part) for row, sampler in enumerate(samplers) if (part := parts(sampler)) and len(part[0])]
         if found:
             rows = np.repeat([row for row, _, _ in found], [len(ids) for _, ids, _ in found])

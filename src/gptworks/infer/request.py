@@ -31,7 +31,7 @@ class Completion:
     text: str
     """The generated text, cut before a stop string."""
     token_ids: list[int]
-    """All generated tokens, including those of a stop string, but not a token that ends texts, such as end-of-text."""
+    """All generated tokens, including the tokens of a stop string. A final end-of-text or stop token is left out."""
     finish_reason: FinishReason
     prompt_tokens: int
     logprobs: list[TokenLogprob] | None = None
@@ -56,7 +56,7 @@ class Completion:
 
 @dataclass
 class Statistics:
-    """An engine's counts since it was made or warmed up; `running`, `waiting` and both numbers of slots are current."""
+    """An engine's counts since its creation or warm-up, and the current `running`, `waiting`, `slots`, `slots_used`."""
 
     running: int = 0
     """Number of texts that have a slot."""
@@ -79,7 +79,7 @@ class Statistics:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted share of the draft tokens; None without draft tokens."""
+        """Accepted share of the draft tokens, from 0 to 1; None without draft tokens."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else None
 
 
@@ -88,11 +88,10 @@ Listener = Callable[[Piece | Exception], None]
 
 
 class Request:
-    """A submitted request: `take` returns its new pieces, unless a listener gets them.
+    """A request to continue a prompt, or only to score it. `take` returns new pieces, unless a listener gets them.
 
-    Each of its samples is a continuation of the prompt. A request without samples only scores the prompt, and gets one
-    piece when this is done. Such a prompt may be one token longer than the context, since its last token is not
-    computed.
+    Each sample is a continuation of the prompt. A request without samples scores the prompt and then gets one piece.
+    Its prompt may be one token longer than the context, since the prompt's last token is not computed.
     """
 
     def __init__(
@@ -109,8 +108,8 @@ class Request:
         self.error: Exception | None = None
         """The error that ended the request, if any."""
         self.prompt_logprobs = scores.logprobs
-        """Log-probability of each prompt token (None before `score_from`), complete when the first piece comes; None
-        if the request does not ask for them."""
+        """Log-probability of each prompt token; None for tokens before `score_from`. The list is complete when the
+        first piece comes. The attribute is None if the request does not ask for log-probabilities."""
         self.n_reused_tokens = 0
         """Number of prompt tokens reused from a slot instead of computed (prefix reuse)."""
         self.admitted_at: float | None = None
@@ -129,20 +128,20 @@ class Request:
 
     @property
     def reads_logits(self) -> bool:
-        """Whether the host reads the request's logits, for log-probabilities, and not only its tokens."""
+        """Whether the host reads the request's logits, to compute log-probabilities."""
         settings = [sample.settings for sample in self.samples]
         wanted = [one for s in settings for one in (s.logprobs, s.processed_logprobs)]
         return self.prompt_logprobs is not None or any(one is not None for one in wanted)
 
     def take(self) -> list[Piece]:
-        """Return the pieces since the last call."""
+        """Return the pieces that came since the last call."""
         pieces = []
         while self._pieces:
             pieces.append(self._pieces.popleft())
         return pieces
 
     def completions(self, pieces: Iterable[Piece] | None = None) -> list[Completion]:
-        """Return a completion for each sample. pieces: all pieces of the request; None: those that `take` returns."""
+        """Return a completion for each sample. pieces: all pieces of the request; default: the result of `take`."""
         made: list[list[Piece]] = [[] for _ in self.samples]
         for piece in self.take() if pieces is None else pieces:
             made[piece.sample].append(piece)
@@ -153,7 +152,8 @@ class Request:
         (self._pieces.append if self._listener is None else self._listener)(piece)
 
     def fail(self, error: Exception) -> None:
-        """For the engine: end the request with an error, and give it to the listener, whose own errors are logged."""
+        """For the engine: end the request with an error, and pass the error to the listener. Log an error that the
+        listener raises."""
         self.error = error
         if self._listener is not None:
             try:
@@ -230,26 +230,29 @@ class OpenRequests:
 
     @property
     def n_to_come(self) -> int:
-        """Number of texts without a job, because their prompt is not computed yet. Thread-safe."""
+        """Number of texts that have no job yet because their prompt is not computed. Thread-safe."""
         return sum(request.n_to_come for request in tuple(self._open))
 
     def most_tokens(self, job: Job) -> int:
-        """Return the maximum number of tokens that a job's text may reach in its slot."""
+        """Return the maximum length, in tokens, of a job's text in its slot."""
         sample: Sample | None = job.sample
         n_left = 0 if sample is None else sample.settings.max_tokens - sample.sampler.n_generated
         return min(self.room.context, len(job.tokens) + n_left)
 
     def rotary_length(self, job: Job) -> int:
-        """Return the length that rotary scaling uses. LongRoPE: the original context if the text fits, else the full
-        context. Dynamic: the maximum length that the text may reach, for which all its cached keys are rotated."""
+        """Return the text length, in tokens, that rotary scaling uses for a job.
+
+        With LongRoPE, this is the original context if the text fits into it, otherwise the full context. With dynamic
+        scaling, this is the text's maximum length, so that all its cached keys are rotated with the same frequencies.
+        """
         turns_at = self.room.turns_at
         if turns_at is None:
             return self.most_tokens(job)
         return turns_at if len(job.tokens) <= turns_at else self.room.model.config.context_length
 
     def make_room(self) -> None:
-        """Allocate slots for all jobs, up to the room's maximum, if jobs were added since the last call; a running job
-        never needs more room."""
+        """Allocate slots for all jobs, up to the room's maximum. Do nothing if no jobs were added since the last call,
+        because a running job never needs more room."""
         if not self._has_new_jobs:
             return
         jobs = [*self.room.scheduler.running, *self.room.scheduler.waiting]
@@ -257,8 +260,8 @@ class OpenRequests:
         self._has_new_jobs = False
 
     def admit(self) -> list[Draw]:
-        """Assign free slots to waiting jobs, and copy the prefixes that they reuse; return a `Draw` for each job whose
-        logits are already known."""
+        """Assign free slots to waiting jobs, and copy the prefixes that these jobs reuse. Return a `Draw` for each of
+        these jobs whose logits are already known."""
         admitted, copies = self.room.scheduler.admit()
         for copy in copies:
             assert self.room.backend is not None
@@ -276,7 +279,7 @@ class OpenRequests:
     def open(self, request: Request) -> None:
         """Add a submitted request and queue its first job, which computes the prompt."""
         is_first = not self._open
-        self._open.append(request)  # before the rest, so that an error there ends this request too
+        self._open.append(request)  # first, so that an error below ends this request too
         self.statistics.requests += 1
         if is_first:
             self.room.release_stale()
@@ -300,7 +303,7 @@ class OpenRequests:
         job.request.jobs.remove(job)
 
     def deliver(self, request: Request, piece: Piece) -> None:
-        """Hand a piece to the request's reader; an error of its listener ends the request."""
+        """Pass a piece to a request. If the request's listener raises an error, the request ends with a RunError."""
         try:
             request.deliver(piece)
         except Exception as error:

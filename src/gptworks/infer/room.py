@@ -33,7 +33,7 @@ class Room:
         backend: BackendName = "auto",
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate nothing yet: slots are allocated when the first text needs one.
+        """Allocate nothing yet. The slots are allocated when the first text needs a slot.
 
         Args:
             n_slots: maximum number of texts generated together. None: as many as requested, up to 32.
@@ -74,7 +74,7 @@ class Room:
         return choose_backend(self.model, 1, self.context if on_cpu else 1, name=self._backend_name)
 
     def window(self, ids: list[int]) -> list[int]:
-        """Return the prompt tokens to compute: all, or only the last `restart_tokens` if they exceed the context."""
+        """Return the prompt tokens to compute: all, or the last `restart_tokens` if the prompt exceeds the context."""
         return list(ids if len(ids) <= self.context else ids[-self.restart_tokens :])
 
     def release(self) -> None:
@@ -88,19 +88,21 @@ class Room:
             self.release()
 
     def forget(self) -> None:
-        """After a failed step, discard the caches, and also the backend if it failed to grow."""
+        """Discard the caches after a failed step, and also the backend if it failed to grow."""
         self.scheduler.forget()
         if self.backend is None:
             self.release()
 
     def fit(self, n_texts: int, longest_tokens: int) -> None:
-        """Grow, if necessary, to slots for `n_texts` texts of up to `longest_tokens` tokens, or to the `n_slots` and
-        `slot_tokens` that the room was given instead."""
+        """Grow, if necessary, to slots for `n_texts` texts of up to `longest_tokens` tokens.
+
+        If the room was made with `n_slots` or `slot_tokens`, these numbers replace the arguments.
+        """
         n_slots, capacity = slots_for(n_texts, longest_tokens, self.model.device.type == "cpu")
         self._grow(self._n_slots or n_slots, min(self._slot_tokens or capacity, self.context))
 
     def fill(self, *, promised_bytes: int = 0) -> int:
-        """Allocate all slots at full length; arguments, result and errors: see `Engine.warm_up`."""
+        """Allocate all slots at full length. For the argument, the result and errors, see `Engine.warm_up`."""
         n_slots = self.most_texts
         self._grow(1, 1)
         assert self.backend is not None

@@ -6,8 +6,8 @@ Texts join and leave between steps. A step computes one token of each text in ge
 up to `prefill_tokens` tokens of prompts, so that a long prompt does not delay the other texts. Prompts are cut at
 multiples of `prefill_tokens`, whatever else the step computes.
 
-A slot keeps its tokens when its text ends, and a new text with the same beginning starts from them (prefix reuse). The
-scheduler's record of a slot lists only tokens that the slot really has: `plan` removes tokens that a `Work` will
+A slot keeps its tokens when its text ends, and a new text with the same beginning reuses these tokens (prefix reuse).
+The scheduler's record of a slot lists only tokens that the slot really has: `plan` removes tokens that a `Work` will
 overwrite, and `commit` adds computed tokens. Texts may therefore be admitted, and slots copied, at any time.
 """
 
@@ -20,8 +20,8 @@ from typing import Any, Literal
 from gptworks.planning.setting import PREFILL_TOKENS
 
 Reuse = Literal["exact", "all", "off"]
-"""The cached prefixes that a new text reuses. exact: those that would have the same bits if computed again. all: every
-common prefix; if the backend is not invariant, numbers may differ in their last digits. off: none."""
+"""The cached prefixes that a new text reuses. exact: prefixes that would have the same bits if computed again. all:
+all common prefixes; if the backend is not invariant, results may then differ in their last digits. off: no prefixes."""
 
 
 class QueueFull(RuntimeError):
@@ -35,7 +35,8 @@ class Job:
     tokens: list[int]
     """The tokens of the text; the engine appends generated tokens."""
     score_from: int | None = None
-    """Index of the first token whose logits are needed; earlier tokens may be reused. None: the last token's index."""
+    """Index of the first token whose logits are needed; earlier tokens may be reused. None: only the last token's
+    logits are needed."""
     knows_logits: bool = False
     """Whether the engine already has the logits after `tokens`. If so, even the last token may be reused."""
     draft: list[int] = field(default_factory=list)
@@ -46,7 +47,7 @@ class Job:
     n_computed: int = 0
     """Number of tokens whose keys and values are in the slot."""
     n_reused: int = 0
-    """Number of the job's tokens that were reused when it was admitted."""
+    """Number of the job's tokens that were reused from the cache when the job was admitted."""
     request: Any = None
     sample: Any = None
     """For the engine: the sample of `request` that the job computes; None: the job only scores the prompt."""
@@ -85,7 +86,7 @@ class _Slot:
     n_whole: int = 0  # number of first tokens that were computed in complete prefill chunks
     end: int = 0  # number of first tokens computed as a prompt; an equal prompt would give the same bits
     job: Job | None = None
-    used: int = 0  # time of the slot's last assignment or release
+    used: int = 0  # time of the slot's last assignment or release, as a count of such events
 
     def truncate(self, n_tokens: int) -> None:
         """Forget all but the first `n_tokens`."""
@@ -145,7 +146,7 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------------- a step
 
     def admit(self) -> tuple[list[Job], list[Copy]]:
-        """Assign free slots to waiting jobs; return these jobs and the slot copies to make for them, both in order."""
+        """Assign free slots to waiting jobs; return these jobs, and the slot copies to make for them, in order."""
         admitted, copies = [], []
         while self.waiting and self.n_slots_used < self.n_slots:
             admitted.append(self.waiting.popleft())
@@ -153,7 +154,7 @@ class Scheduler:
         return admitted, copies
 
     def plan(self) -> list[Work]:
-        """Return the next step's `Work` items; forget cached tokens that they overwrite.
+        """Return the next step's `Work` items; forget the cached tokens that these items overwrite.
 
         Call `commit` for each item after it is computed.
         """
@@ -173,7 +174,7 @@ class Scheduler:
         return plan
 
     def commit(self, work: Work, n_kept: int | None = None) -> None:
-        """Record that `work` is computed; its first `n_kept` tokens (default: all) belong to the text."""
+        """Record that `work` is computed; keep its first `n_kept` tokens (default: all) as part of the text."""
         job, slot = work.job, self._slots[work.slot]
         if job.slot != work.slot:  # the job has ended
             return

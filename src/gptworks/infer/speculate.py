@@ -32,11 +32,12 @@ class Drafter:
         self._backend: Backend | None = None
 
     def draft(self, texts: Sequence[Job]) -> list[list[int]]:
-        """Return up to `n_wanted` draft tokens to follow each job's text, whose last token is not computed yet."""
+        """Return draft tokens that continue each job's text, at most the job's `n_wanted`. The text's last token is not
+        computed yet."""
         raise NotImplementedError
 
     def check(self, n_ids: int, model: GPT) -> None:
-        """Raise a UserError if the drafter does not fit the tokenizer's number of ids or the model; called once."""
+        """Raise a UserError if the drafter does not fit the model, or a tokenizer with `n_ids` ids. Called once."""
         self._n_ids = n_ids
 
     def reset(self, backend: Backend) -> None:
@@ -76,7 +77,10 @@ class PromptLookup(Drafter):
 
 
 def _drawn(logits: Tensor, texts: Sequence[Job], ahead: int) -> list[int]:
-    """Draw a token from each row of logits [n, V], with the random number that will check draft token `ahead`."""
+    """Draw a token from each row of logits [n, V], with the random number that will check the token.
+
+    ahead: number of draft tokens before this token.
+    """
     settings = [text.sample.settings for text in texts]
     shares = [1.0 if text.sample.settings.greedy else text.sample.sampler.share(ahead) for text in texts]
     return pick(logits, settings, shares)
@@ -159,9 +163,11 @@ class DraftModel(Drafter):
 
 
 class HeadsDraft(Drafter):
-    """Drafts with the model's own heads for tokens beyond the next (model.n_future_tokens; Gloeckle et al., 2024). Each
-    head draws a token from the features that the text's last token was drawn from. No other model is run. The number of
-    heads also limits the number of draft tokens."""
+    """Drafts with the model's own heads for tokens beyond the next (model.n_future_tokens; Gloeckle et al., 2024).
+
+    Each head draws a token from the features that the text's last token was drawn from. No other model is run. The
+    number of heads also limits the number of draft tokens.
+    """
 
     def check(self, n_ids: int, model: GPT) -> None:
         if model.config.n_future_tokens < 2:
@@ -193,8 +199,8 @@ class HeadsDraft(Drafter):
         return drafts
 
     def _features(self, text: Job) -> Tensor | None:
-        """Return the features [C] that a text's last token was drawn from; None if its slot lacks them, as after a
-        copy."""
+        """Return the features [C] that a text's last token was drawn from; None if the slot lacks these
+        features, for example after a copy."""
         assert self._backend is not None and self._backend.features is not None
         first, rows = self._backend.features.get(_slot_of(text), (0, ()))
         row = len(text.tokens) - 2 - first

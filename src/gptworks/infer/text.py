@@ -22,7 +22,7 @@ DECODER_CONTEXT_TOKENS = 16
 
 @dataclass(frozen=True)
 class Piece:
-    """A sample's next token with the text that it makes final, or the sample's end. Only a sample's last piece has a
+    """A sample's next token with the text that is now final, or the sample's end. Only a sample's last piece has a
     `finish_reason`."""
 
     sample: int
@@ -30,7 +30,7 @@ class Piece:
     text: str
     """New text that is final; empty while the last tokens may be part of a character or of a stop string."""
     token_id: int | None
-    """The generated token; None if the piece ends the sample without one (end-of-text, a full context)."""
+    """The generated token; None if the piece ends the sample without a token (end-of-text, a full context)."""
     finish_reason: FinishReason | None = None
     logprob: TokenLogprob | None = None
     """The token's log-probability, if `logprobs` is set."""
@@ -64,7 +64,7 @@ class Pace:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second after the first token; None with fewer than two tokens."""
+        """Tokens per second after the first token; None with fewer than two tokens, or if no time was measured."""
         return (self.n_tokens - 1) / self.decode_seconds if self.n_tokens > 1 and self.decode_seconds > 0 else None
 
 

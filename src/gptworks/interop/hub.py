@@ -42,10 +42,10 @@ class Fetched:
 
 
 def find_model(place: str, report: Report = lambda _: None) -> Fetched:
-    """Return the folder `place`, or, if it does not exist, fetch the model `ORG/NAME[@revision]` from the hub.
+    """Return a model's folder: `place` if it is a folder, else the fetched model `ORG/NAME[@revision]` of the hub.
 
-    Only settings, tokenizer, chat template and safetensors are fetched, weights last, so that an unsupported model is
-    refused before its weights are fetched.
+    Only settings, tokenizer, chat template and safetensors are fetched. Weights come last, so that an unsupported model
+    is refused before its weights are fetched.
 
     Raises:
         UserError: the folder or model does not exist, or is gated or unsupported; the message suggests a fix.
@@ -105,7 +105,7 @@ def _needed(name: str, folder: Path) -> list[str]:
 
 
 def _check_files(name: str, needed: list[str], there: dict[str, int]) -> None:
-    """Raise UserError if a needed file is missing or not safetensors; explain how to convert pickled weights."""
+    """Raise UserError if a needed file is missing or not safetensors. The message explains how to convert pickles."""
     absent = [file for file in needed if file not in there or not file.endswith(".safetensors")]
     if not absent:
         return
@@ -131,8 +131,8 @@ def _check_room(n_bytes: int, cache: Path, where: str) -> None:
 
 
 def check_push(name: str) -> None:
-    """Check, before an export begins, that its push has a valid name and a token. The hub is not asked, so the push can
-    still fail, for example if the token does not permit it.
+    """Check, before an export begins, that its upload has a valid name and a token. The hub is not asked, so the upload
+    can still fail, for example if the token has no write access.
 
     Raises:
         UserError: `name` is not ORG/NAME, or no token is set.
@@ -150,7 +150,7 @@ def check_push(name: str) -> None:
 
 
 def push_folder(folder: Path, name: str, report: Report = lambda _: None) -> str:
-    """Upload a folder to the model `name` in one commit that replaces its weights. A new model is created private.
+    """Upload a folder to the model `name` in one commit that replaces the model's weights. A new model is private.
 
     Returns:
         The commit's URL.

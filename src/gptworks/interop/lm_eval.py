@@ -3,13 +3,13 @@
     gptworks evaluate runs/mine --harness lambada_openai                                       # or a task's YAML file
     python -m gptworks.interop.lm_eval --model gptworks --model_args run=runs/mine --tasks …   # the harness's command
 
-Texts are encoded and truncated as in the harness's `hf` model, so scores equal those of the exported folder. One
+Texts are encoded and truncated as in the harness's `hf` model, so a run gets the scores of its exported folder. One
 difference remains: `hf` gives probability to rows of the embedding without a token, and the engine does not. A text
 without a context, such as a sentence of BLiMP, follows the begin-of-text token, or the end-of-text token if the
 tokenizer has no begin-of-text token. All tokens of the text count.
 
-The harness takes the first of tied choices, so a model that scores all choices equally gets 100% if the right one
-always comes first. A multiple choice with `acc` therefore also gets `acc, ties shared`, in which the right one of n
+The harness takes the first of tied choices. A model that scores all choices equally therefore gets 100% if the right
+choice always comes first. So a multiple choice with `acc` also gets `acc, ties shared`, in which the right one of n
 tied choices counts 1/n.
 """
 
@@ -68,7 +68,7 @@ class GptworksLM(TemplateLM):  # type: ignore[misc]
         self.engine = run if isinstance(run, Engine) else load(run, checkpoint, device=device, **options)
         self.max_gen_toks = int(max_gen_toks)
         self._tokenizer = unpack_tokenizer(pack_tokenizer(self.engine.tokenizer))
-        self._tokenizer.encode_special_tokens = False  # read a token's name as that token, as transformers does
+        self._tokenizer.encode_special_tokens = False  # a token's name in a text becomes the token, as in transformers
         self._special = special_tokens(self._tokenizer)
         self._begin = [] if self._special.separator else document_frame(self._tokenizer)[0]
 
@@ -181,11 +181,11 @@ def run_harness(
 
     Args:
         tasks: names of the harness's tasks, or YAML files of tasks.
-        limit: evaluate only this many items of each task, from the first; None: all.
+        limit: evaluate only the first `limit` items of each task; None: all items.
 
     Raises:
-        UserError: the harness does not have one of the tasks, its file is missing, or the run cannot answer it: for
-            example, `chat` is set and the run has no chat template.
+        UserError: the harness does not have one of the tasks, a task's file is missing, or the run cannot answer a
+            task, for example because `chat` is set and the run has no chat template.
         RunError: the model's scores are not numbers.
     """
     files = {task: Path(task) for task in tasks if Path(task).suffix in (".yaml", ".yml")}
@@ -212,7 +212,7 @@ def _name_in(path: Path) -> str:
     except FileNotFoundError:
         raise UserError(f"--harness {path}: no such file.") from None
     settings = {key.value: value for key, value in (node.value if isinstance(node, yaml.MappingNode) else [])}
-    named = settings.get("group", settings.get("task"))  # in a group's file, `task` lists its tasks
+    named = settings.get("group", settings.get("task"))  # in a group's file, `task` lists the tasks
     return str(named.value) if isinstance(named, yaml.ScalarNode) else path.stem
 
 
@@ -250,7 +250,7 @@ def _result(
 
 def _shares(samples: Sequence[dict[str, Any]]) -> list[float]:
     """Return the accuracy of each item of a multiple choice, with ties shared. Return an empty list if the items are
-    not multiple choices or do not name the right choice, as in tasks with a separate context for each choice."""
+    not multiple choices, or do not name the right choice."""
     shares = []
     for one in samples:
         scores, right = [score for score, *_ in one["filtered_resps"]], one["target"]
@@ -271,8 +271,8 @@ def _tasks_of(group: str, found: dict[str, Any]) -> list[str]:
 
 
 def _of_group(name: str, tasks: Sequence[Evaluation], found: dict[str, Any]) -> Evaluation:
-    """Return the result of a group, with the metrics that the harness aggregates. Each is the mean over all items or
-    the mean of the tasks' means, whichever equals the harness's value. If neither mean equals it, the value has no
+    """Return the result of a group, with the metrics that the harness aggregates. Each value is the mean over all items
+    or the mean of the tasks' means, whichever equals the harness's value. If neither mean equals it, the value has no
     interval."""
     metrics, figures = {}, found["groups"][name]
     for label in tasks[0].metrics:
@@ -291,7 +291,7 @@ def _of_group(name: str, tasks: Sequence[Evaluation], found: dict[str, Any]) -> 
 
 
 def _pooled(tasks: Sequence[Evaluation], label: str, by_task: bool) -> Floats:
-    """Return the statistics [N, 2] of the items of all tasks. by_task: each task weighs the same, whatever its size."""
+    """Return the statistics [N, 2] of the items of all tasks. `by_task`: each task weighs the same."""
     of_tasks = [one.metrics[label].statistics for one in tasks]
     return np.concatenate([one / max(1, len(one)) if by_task else one for one in of_tasks])
 

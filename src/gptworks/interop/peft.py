@@ -1,12 +1,12 @@
-"""Adapters in PEFT's file format: `export_adapter` writes a run's adapter, `import_adapter` makes a run from one.
+"""Adapters in PEFT's file format: `export_adapter` writes a run's adapter, `import_adapter` makes a run of an adapter.
 
     adapter_config.json           rank, alpha and the names of the adapted modules in transformers
     adapter_model.safetensors     base_model.model.<module>.lora_A.weight [r, I], lora_B.weight [O, r]
 
 r: rank; I: inputs; O: outputs.
 
-If transformers joins several of our matrices into one (query, key and value of a GPT-2), their adapters become one
-adapter, without loss: its rank is the sum of their ranks, its A is stacked, and its B is block-diagonal.
+transformers may join several of our matrices into one, such as query, key and value of a GPT-2. Their adapters are then
+joined too, without loss: the joined adapter's rank is the sum of all ranks, A is stacked, and B is block-diagonal.
 """
 
 import json
@@ -64,7 +64,7 @@ class AdapterExport:
     modules: int
     parameters: int
     logit_difference: float | None
-    """Largest difference between the run's logits and those in PEFT; None if they were not compared."""
+    """Largest difference between the run's logits and PEFT's; None without a comparison."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class AdapterImport:
     adapter: LoRAConfig
     parameters: int
     logit_difference: float | None
-    """Largest difference between the run's logits and those in PEFT; None if they were not compared."""
+    """Largest difference between the run's logits and PEFT's; None without a comparison."""
 
 
 def export_adapter(
@@ -90,11 +90,12 @@ def export_adapter(
     """Write a run's adapter as a folder that PEFT loads with a Hugging Face model.
 
     Args:
-        base: the base model's Hugging Face folder, or its name on the hub. None: also write the base to `out/base`.
+        base: the base model's Hugging Face folder, or the model's name on the hub. None: also write the base to
+            `out/base`.
         verify: compare base and adapter in PEFT with our model; not possible with a name on the hub.
 
     Raises:
-        UserError: the run has no adapter, or one that PEFT's format cannot represent; the adapter was trained on a
+        UserError: the run has no adapter; PEFT's format cannot represent the adapter; the adapter was trained on a
             quantized base, and `base` is given; transformers lacks the model's architecture; `out` is not empty; or
             `verify` is true, and PEFT is not installed or `base` is not a local folder.
         RunError: PEFT's logits differ from the run's, or the disk is full or fails. No partial folder is left.
@@ -158,7 +159,7 @@ def to_peft(family: Family, config: ModelConfig, adapter: LoRAConfig, tensors: M
 
 
 def _places(family: Family, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Place, list[str]]]:
-    """Yield the `Place` in transformers of each weight, and our names of the modules that it holds. Raises a UserError
+    """Yield the `Place` in transformers of each weight, and our names of the modules in that place. Raises a UserError
     if an adapter belongs to experts that transformers stores as one tensor, not as modules."""
     names = [name for name in tensors if name.endswith(".weight")]
     for place in tensor_places(family.places, config, names):
@@ -175,7 +176,7 @@ def _joined(parts: list[Pair | None], place: Place, config: ModelConfig, tensors
     """Return the adapter, A and B, of a matrix in transformers that joins one or more of ours.
 
     Args:
-        parts: the adapter of each of our matrices; None: it has none.
+        parts: the adapter of each of our matrices, or None for a matrix without an adapter.
     """
     there = [pair for pair in parts if pair is not None]
     rank, at = sum(len(a) for a, _ in there), 0
@@ -191,7 +192,7 @@ def _joined(parts: list[Pair | None], place: Place, config: ModelConfig, tensors
 
 
 def _upright(x: Tensor, place: Place) -> Tensor:
-    """Transpose `x` if transformers stores the matrix of this place as [I, O]: PEFT's B is always [O, r]."""
+    """Return `x`, transposed if transformers stores the matrix of this place as [I, O]. PEFT's B is always [O, r]."""
     return x.T if place.layout.transposed else x
 
 
@@ -220,7 +221,7 @@ def _write(folder: Path, pairs: dict[str, Pair], adapter: LoRAConfig, base: str,
 
 
 def _verify(folder: Path, base: Path, loaded: LoadedRun, tokenizer: Tokenizer) -> float:
-    """Compare our model with base and adapter in PEFT; return the largest difference between their logits."""
+    """Compare our model with base and adapter in PEFT; return the largest difference between the logits."""
     with quiet():
         theirs = require("peft").PeftModel.from_pretrained(load_theirs(base), folder, local_files_only=True).eval()
         sequences = sequences_for(loaded.model, tokenizer, loaded.recipe.train.sample_prompts)
@@ -245,8 +246,8 @@ def import_adapter(
         verify: compare the run with base and adapter in PEFT, if PEFT is installed.
 
     Raises:
-        UserError: the folder has no LoRA adapter, or one that does more than LoRA or does not fit the base; or
-            `run_dir` is not empty.
+        UserError: the folder has no LoRA adapter; the adapter does more than LoRA, or does not fit the base; `verify`
+            is true, and PEFT cannot load the adapter; or `run_dir` is not empty.
         RunError: the logits differ from PEFT's, or the disk is full or fails. No partial folder is left.
     """
     folder, run_dir, base = Path(folder), Path(run_dir), Path(base)
@@ -272,7 +273,7 @@ def import_adapter(
 
 
 def _load_base(base: Path, aside: Path, report: Report) -> tuple[LoadedRun, Family]:
-    """Load the base, and choose its architecture in transformers. A base that is not a run is imported to `aside`."""
+    """Return the base as a run, and its architecture in transformers. A Hugging Face folder is imported to `aside`."""
     if (base / "recipe.yaml").exists():
         loaded = load_run(base, full=True, report=report)
         return loaded, choose_family(loaded.model.config, load_tokenizer(loaded.tokenizer_folder))[0]
@@ -297,8 +298,9 @@ def from_peft(
 ) -> tuple[LoRAConfig, dict[str, Tensor]]:
     """Convert PEFT's settings and tensors (by name, without PEFT's prefix) to our adapter.
 
-    Every adapter gets the largest rank, padded with zeros, and the first module's scale; its B absorbs the ratio of
-    the scales. A module of an adapted kind that has no adapter in PEFT gets an adapter of zeros.
+    Each module's adapter is padded with zeros to the largest rank. All adapters get the first module's scale, and each
+    B is multiplied by its own scale divided by this scale. If only some modules of a kind have an adapter in PEFT, the
+    others get an adapter of zeros.
 
     Args:
         weights: our weights of the base, by name.
@@ -374,7 +376,7 @@ def _check_shapes(module: str, a: Tensor, b: Tensor, rank: int, shape: torch.Siz
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Read the adapter's tensors, by their names without PEFT's prefix."""
+    """Return the adapter's tensors by name, without PEFT's prefix."""
     path = folder / TENSORS_FILE
     if not path.exists():
         raise UserError(f"{folder} has no {TENSORS_FILE}: gptworks reads only safetensors.")

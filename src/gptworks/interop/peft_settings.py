@@ -51,8 +51,8 @@ REFUSED: Mapping[str, str] = {
 """Settings of features beyond plain LoRA → the reason why gptworks refuses them, unless they are empty or false."""
 
 INITS = frozenset({"gaussian", "orthogonal", "eva", "pissa", "olora"})
-"""Accepted values of `init_lora_weights` besides true and false. Each leaves the base unchanged, or moves a part of it
-(see `part_of_base`) into the adapter."""
+"""Accepted values of `init_lora_weights` other than true and false. Each leaves the base unchanged, or moves a part of
+the base (see `part_of_base`) into the adapter."""
 
 MERGE = "Merge it in PEFT (`merge_and_unload`), and import the merged model"
 _CONVERT = (
@@ -63,7 +63,7 @@ _FIXES: Mapping[str, str] = {
     **dict.fromkeys(("loftq_config", "corda_config", "lora_ga_config"), _CONVERT),
     **dict.fromkeys(("alora_invocation_tokens", "arrow_config"), "It cannot be merged: train a plain LoRA adapter"),
 }
-"""Advice for those refused settings to which `MERGE` does not apply. PEFT converts adapters whose initialization
+"""Refused settings to which `MERGE` does not apply → other advice. PEFT can convert adapters whose initialization
 changes the base; adapters with the last two settings cannot be merged."""
 _QUANTIFIERS = 8
 _SECONDS = 0.1
@@ -72,7 +72,8 @@ _PATTERN_CHARACTERS = 2000
 
 
 def _check_pattern(pattern: str) -> str:
-    """Return an untrusted regular expression; refuse one that may take very long to match or does not compile."""
+    """Return an untrusted regular expression unchanged. Raises a ValueError if it may take very long to match, or does
+    not compile."""
     repeated_group = re.search(r"\)[*+{]", pattern)
     if repeated_group or len(re.findall(r"(?<!\\)[*+{]", pattern)) > _QUANTIFIERS or len(pattern) > _PATTERN_CHARACTERS:
         raise ValueError(f"the pattern {_short(pattern)} may take very long to match: name the modules in a list")
@@ -88,11 +89,11 @@ _Whole = Annotated[int, Field(strict=True, gt=0)]
 _Number = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 _Pattern = Annotated[str, AfterValidator(_check_pattern)]
 _Names = _Pattern | list[_Pattern] | None
-"""A regular expression for module names, or a list of names or of their last parts."""
+"""A regular expression for module names, or a list of module names or of the last parts of names."""
 
 
 class LoraSettings(BaseModel):
-    """The settings in `adapter_config.json` that determine what an adapter's tensors mean."""
+    """The settings in `adapter_config.json` that determine the meaning of an adapter's tensors."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -111,7 +112,7 @@ class LoraSettings(BaseModel):
     layers_pattern: _Names = None
 
     def targets(self, module: str) -> bool:
-        """Return whether the settings select a module of a kind that PEFT can adapt."""
+        """Return whether the settings select a module. The module must be of a kind that PEFT can adapt."""
         if self.exclude_modules and _named(self.exclude_modules, module):
             return False
         names = self.target_modules
@@ -146,8 +147,8 @@ class LoraSettings(BaseModel):
     def part_of_base(self, module: str, weight: Tensor, transposed: bool) -> Tensor | None:
         """Return the part of a base matrix that the initialization moved into the adapter; None if it moved nothing.
 
-        PiSSA (Meng et al., 2024) initializes with the largest singular components of W, OLoRA (Büyükakyüz, 2024) with
-        the first columns of its QR decomposition.
+        PiSSA (Meng et al., 2024) initializes with the largest singular components of the matrix. OLoRA (Büyükakyüz,
+        2024) initializes with the first columns of Q and rows of R in the matrix's QR decomposition.
 
         Args:
             weight: the base's matrix in transformers' layout, fp32.

@@ -30,7 +30,7 @@ CHATS: tuple[list[dict[str, Any]], ...] = (
         {"role": "user", "content": "\n"},
     ],
 )
-"""Conversations whose texts or token ids are compared, unless a template refuses them."""
+"""Conversations on which exported chat templates are compared with the run's, except those that a template refuses."""
 
 
 def leave_out_heads(model: GPT) -> list[str]:
@@ -45,8 +45,8 @@ def nearest_architectures(config: ModelConfig, obstacles: Mapping[str, list[str]
     """Return a text that names the architectures that lack the fewest of a model's settings, and these settings.
 
     Args:
-        obstacles: architecture name → the settings that it lacks. If several lack the same settings, the text names
-            only the first.
+        obstacles: architecture name → the settings that it lacks. If several architectures lack the same settings,
+            the text names only the first.
     """
     fewest = min(map(len, obstacles.values()))
     nearest: dict[str, str] = {}

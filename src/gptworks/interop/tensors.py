@@ -1,6 +1,6 @@
 """Convert tensors between gptworks (ours) and other programs' files (theirs), whose tensors may join several of ours.
 
-Shapes: C width, D head width, H heads, G key/value heads, E experts, F inner width of an expert.
+Shapes: C width, D head width, H heads, G key/value heads, E experts, F inner width of an MLP or expert.
 """
 
 import itertools
@@ -39,7 +39,8 @@ def _rows(x: Tensor, n: int) -> Tensor:
 
 PLAIN = Layout(lambda parts, _: parts[0], lambda whole, _: [whole])
 LESS_ONE = Layout(lambda parts, _: parts[0] - 1, lambda whole, _: [whole + 1])
-"""Gemma's norms multiply by 1 + w, and ours by w. `split` adds 1 in fp32, as transformers does: no bit differs."""
+"""The weight w of Gemma's norms, which multiply by 1 + w; ours multiply by the weight itself. `split` adds 1 in fp32,
+exactly as transformers does."""
 TRANSPOSED = Layout(lambda parts, _: _swapped(parts[0]), lambda whole, _: [_swapped(whole)], transposed=True)
 """A matrix as in GPT-2's files, [in, out]."""
 TRANSPOSED_THIRDS = Layout(
@@ -69,7 +70,7 @@ STACKED_HALVES = Layout(
 
 
 def interleaved(x: Tensor, n_heads: int) -> Tensor:
-    """Reorder the rows of each head in `x` [n_heads·D, ...] so that rows i and i + D/2 become neighbours."""
+    """Reorder the rows of each head in `x` [n_heads·D, ...] so that rows i and i + D/2 become 2i and 2i + 1."""
     return x.reshape(n_heads, 2, -1, *x.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
@@ -91,7 +92,7 @@ KEY_IN_PAIRS = Layout(
 
 @dataclass(frozen=True)
 class Place:
-    """The name of the other program's module or tensor, and the names of ours in it.
+    """The name of a module or tensor of the other program, and the names of our modules or tensors that it contains.
 
     `{layer}` and `{expert}` in names are placeholders.
     """
@@ -140,8 +141,8 @@ def each_tensor(
 def our_tensors(
     rules: Collection[Place], config: ModelConfig, read: Callable[[str, torch.Size], Tensor]
 ) -> dict[str, Tensor]:
-    """Convert the other program's tensors to ours, in fp32, by our names: the inverse of `each_tensor`. `read`: returns
-    the other program's tensor of this name, for which our model makes this shape."""
+    """Convert the other program's tensors to ours, in fp32, by our names: the inverse of `each_tensor`. `read(name,
+    shape)` returns the other program's tensor of a name; `shape` is the shape that our model expects."""
     expected, ours = expected_tensors(config), dict[str, Tensor]()
     for place in tensor_places(rules, config, expected):
         shape = place.layout.join([expected[name] for name in place.ours], config).shape

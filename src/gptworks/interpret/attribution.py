@@ -1,10 +1,10 @@
-"""Direct logit attribution (Elhage et al., 2021): what each part of a model adds to a token's logit.
+"""Direct logit attribution (Elhage et al., 2021): the contribution of each part of a model to a token's logit.
 
 The residual stream is the sum of the embedding and the outputs of all attention heads and MLPs. The language-model head
-reads it through the final norm, which is linear if its divisor is fixed. With the divisor of this position, the logit
-is the sum of the parts' contributions. Norms after attention and the MLP are treated the same way. A skip connection
-adds an earlier output again, times its scalar. Activations and the heads' updates have the model's dtype; norms, sums
-and products with the head's matrix are computed in float64.
+reads the stream through the final norm, which is linear if its divisor is fixed. With the divisor of this position, the
+logit is the sum of the parts' contributions. Norms after attention and the MLP are treated the same way. A skip
+connection adds the output of an earlier block again, times a learned scalar. Activations and the heads' updates have
+the model's dtype; norms, sums and products with the head's matrix are computed in float64.
 """
 
 from collections.abc import Callable, Iterator
@@ -82,7 +82,7 @@ Place = tuple[int | None, int | None]
 
 
 def _parts(model: GPT, recording: Recording, row: int) -> Iterator[tuple[Kind, Place, Tensor]]:
-    """Yield the terms whose sum is the residual stream at a position, float64 [C] each, with kind, layer and head."""
+    """Yield the terms whose sum is the residual stream at a position: kind, (layer, head) and value, float64 [C]."""
     position, config = recording.rows[row], model.config
     two = recording.ids[: position + 1][-2:]  # the token, and the one before it
     ids = torch.as_tensor(two, device=model.device)[None]
@@ -129,7 +129,7 @@ def _heads(out: nn.Module, mixed: Tensor, n_heads: int) -> tuple[Tensor, Tensor]
 
 
 def _linear(norm: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the norm as a linear map: without bias, and with a fixed divisor, which the norm computes for x [C]."""
+    """Return the norm as a linear map, without bias; its fixed divisor is the one that the norm computes for x [C]."""
     assert isinstance(norm, Norm)
     weight, eps, centred = _wide(norm.weight), norm.eps, norm.centers
     wide = _wide(x)

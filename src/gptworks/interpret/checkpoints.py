@@ -9,7 +9,7 @@ MOST_CHECKPOINTS = 32
 
 
 def chosen_steps(run_dir: Path, most: int = MOST_CHECKPOINTS) -> list[int]:
-    """Return the steps of a run's checkpoints, or of `most` of them, evenly chosen from first to last; ascending."""
+    """Return the steps of a run's checkpoints, ascending: all, or `most` steps evenly chosen from first to last."""
     steps = sorted({checkpoint.step for checkpoint in all_checkpoints(run_dir)})
     if len(steps) <= most:
         return steps
@@ -17,7 +17,7 @@ def chosen_steps(run_dir: Path, most: int = MOST_CHECKPOINTS) -> list[int]:
 
 
 def learned_at(steps: Sequence[int], probabilities: Sequence[float], threshold: float = 0.5) -> int | None:
-    """Return the first step from which on every probability is at least `threshold`; None if the last is below it."""
+    """Return the first step from which on every probability is at least `threshold`; None if the last one is lower."""
     learned = None
     for step, probability in sorted(zip(steps, probabilities, strict=True), reverse=True):
         if not probability >= threshold:  # also true of NaN, for a token that is not predicted

@@ -1,4 +1,4 @@
-"""The logit lens (nostalgebraist, 2020): what the model would predict if a block were its last.
+"""The logit lens (nostalgebraist, 2020): the model's prediction if a block were the last one.
 
 The residual stream after each block goes through the model's own final norm and head. After the last block, this is
 the model's own prediction.
@@ -21,9 +21,9 @@ class Guess:
     top: tuple[tuple[int, float], ...]
     """The most probable tokens with their probabilities, highest first."""
     probability: float
-    """Probability of the given token."""
+    """Probability of the token given to `logit_lens`."""
     rank: int
-    """Rank of the given token by probability; 1 is the highest."""
+    """Rank of the same token by probability; 1 is the highest."""
 
 
 def logit_lens(model: GPT, recording: Recording, tokens: Sequence[int], n_top: int = 5) -> list[list[Guess]]:

@@ -35,7 +35,7 @@ class Recording:
     rows: tuple[int, ...]
     """The recorded positions of the text."""
     residual: Tensor
-    """The residual stream before the first block, and after each: [L + 1, R, C]."""
+    """The residual stream before the first block and after each block, [L + 1, R, C]."""
     weights: Tensor
     """Attention weights of each recorded position over the text, [L, H, R, S], in float32 at least."""
     mixed: Tensor
@@ -57,8 +57,8 @@ def record(model: GPT, ids: Int64s, rows: Sequence[int], check: Check = never) -
     """Run a model on a text [S] without dropout, and record the activations at the positions `rows`.
 
     Raises:
-        UserError: the text has ids outside the vocabulary, blocks are repeated, or the recording would exceed
-            MOST_NUMBERS.
+        UserError: the text has ids outside the vocabulary, the model runs blocks several times, or the recording would
+            exceed MOST_NUMBERS.
         ValueError: the text is longer than the context.
     """
     config, length = model.config, len(ids)

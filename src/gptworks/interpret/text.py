@@ -45,8 +45,8 @@ class TokenizedText:
 
     @classmethod
     def of_text(cls, tokenizer: Tokenizer, text: str) -> Self:
-        """Tokenize a text as `evaluate_text` does, with the token that begins a document first if there is one. Raises
-        a UserError if the text is empty or has too many tokens, or the tokenizer cannot read it."""
+        """Tokenize a text as `evaluate_text` does, after the token that begins a document, if the tokenizer has one.
+        Raises a UserError if the text is empty or has too many tokens, or the tokenizer cannot read it."""
         tokens = TextTokens(tokenizer, text)
         _check_length(tokens.n_tokens)
         n_before = len(document_frame(tokenizer)[0])
@@ -128,7 +128,7 @@ class Segment:
     """Range (first, end) of the first model's tokens."""
     other_tokens: tuple[int, int]
     nats: float | None
-    """The first model's loss, summed over the range; None if a token with text in the range is not predicted."""
+    """The first model's loss in nats, summed over `tokens`; None if a token that has text is not predicted."""
     other_nats: float | None
 
 
@@ -151,7 +151,7 @@ def segments(text: TokenizedText, nats: Costs, other: TokenizedText, other_nats:
 
 
 def _last_at(text: TokenizedText) -> dict[int, int]:
-    """Map the end of each token's text, in characters, to the token; map the end of all text to the last token."""
+    """Map the end of each token's text, in characters, to the token's index, and the end of all text to the last."""
     ends = itertools.accumulate(map(len, text.pieces))
     found = {end: i for i, (end, piece) in enumerate(zip(ends, text.pieces, strict=True)) if piece}
     return found | {max(found, default=0): text.n_tokens - 1}

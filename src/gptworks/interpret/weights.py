@@ -82,8 +82,8 @@ class StoredWeights:
 
 
 def _cuts(n_rows: int, n_columns: int = 1) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of rows and columns that cut a matrix along its longer side, never inside an int4 group; or a
-    vector."""
+    """Yield slices of rows and columns that cut a matrix along its longer side, never inside an int4 group. A vector is
+    cut like a matrix with one column."""
     if n_rows >= n_columns:
         step = max(1, AT_ONCE // n_columns)
         for first in range(0, n_rows, step):
@@ -95,8 +95,8 @@ def _cuts(n_rows: int, n_columns: int = 1) -> Iterator[tuple[slice, slice]]:
 
 
 def count_tensors(recipe: Recipe) -> ParameterCount:
-    """Count the parameters of a run's model. Raises a UserError if the model has too many tensors to be shown, or its
-    vocabulary is not known."""
+    """Return the parameter count of a run's model. Raises a UserError if the model has too many tensors to be shown, or
+    its vocabulary is not known."""
     count = count_parameters(recipe.model)
     n_tensors = sum(group.repeats * len(group.tensors) for group in count.groups.values())
     if n_tensors > MOST_TENSORS:
@@ -108,8 +108,8 @@ def count_tensors(recipe: Recipe) -> ParameterCount:
 
 
 def stored_weights(checkpoint: Checkpoint, recipe: Recipe, names: Sequence[str]) -> list[StoredWeights]:
-    """Return the tensors `names` of a run's model in one of its checkpoints. Raises a UserError if the model has no
-    such tensor; the file is missing or damaged, or does not match the recipe."""
+    """Return the tensors `names` of a run's model in one of its checkpoints. Raises a UserError if the model lacks a
+    tensor, or if the file is missing or damaged, or does not match the recipe."""
     shapes, path = count_tensors(recipe).shapes, checkpoint.folder / "model.safetensors"
     for name in names:
         if name not in shapes:
@@ -232,7 +232,7 @@ class Spectrum:
 
     @property
     def effective_rank(self) -> float:
-        """exp(entropy of the values divided by their sum) (Roy & Vetterli, 2007); 0 for a zero matrix."""
+        """Exponential of the entropy of the values, scaled to sum 1 (Roy & Vetterli, 2007); 0 for a zero matrix."""
         if not self.values[0]:
             return 0.0
         shares = self.values[self.values > 0] / self.values.sum()

@@ -1,4 +1,4 @@
-"""The referee of a campaign of experiments: it decides which changes to a recipe are gains, at any stopping time."""
+"""Judge a campaign of experiments: decide which changes to a recipe are gains. A campaign may stop at any time."""
 
 from gptworks.judge.campaign import Campaign
 

@@ -1,4 +1,4 @@
-"""The answers of the judge's tools. They contain no seed, no sealed text and no infinite number."""
+"""The answers of the judge's tools. No answer contains a seed, sealed text or an infinite number."""
 
 import math
 from dataclasses import dataclass
@@ -27,15 +27,15 @@ class TryAnswer:
     """Whether another call with the same change can train more pairs."""
     pairs: int
     gain: float
-    """How much lower the loss is with the change, on average."""
+    """Mean decrease of the loss with the change."""
     low: float | None
     high: float | None
-    """Confidence sequence of 95%, valid after every pair; None: unbounded."""
+    """`low` to `high` is the 95% confidence sequence of the gain, valid after every pair. An infinite bound is None."""
     log_e: float
     """Natural logarithm of the e-value, the evidence for a gain."""
     needed_log_e: float
     place: str
-    """This field and those below are the ones of `Tried`."""
+    """Where the losses are compared, in words. This field and the fields below are copied from `Tried`."""
     step_time: float | None
     parameters: int | None
     champion: int
@@ -65,7 +65,7 @@ class Status:
     """The state of a campaign."""
 
     running: str
-    """The try or comparison that trains now, as text; empty if none does."""
+    """The try or comparison that trains now, as text; empty if nothing trains."""
     tries: int
     accepted: int
     champion: int
@@ -78,7 +78,7 @@ class Status:
     next_needed_log_e: float
     """Natural logarithm of the e-value that the next new change needs."""
     last: TryAnswer | None
-    """The try that the call was about, else the newest."""
+    """The try of this call, else the newest try; None if there is no try."""
     last_error: str
     finished: bool
     final: str
@@ -99,7 +99,7 @@ def status(campaign: Campaign, about: Tried | None = None, last_error: str = "")
 
 @dataclass(frozen=True)
 class Start:
-    """The rules, and the settings that may be changed."""
+    """The rules of a campaign, and the settings that may be changed."""
 
     rules: str
     champion_changes: list[str]
@@ -136,7 +136,7 @@ class Planned:
     parameters_before: int
     parameters: int
     work: float
-    """FLOPs of a token with the change, divided by those without it."""
+    """FLOPs of a token with the change, divided by the FLOPs without it."""
     pair_seconds: float
     """Estimated time of a pair of runs."""
     affordable_pairs: int
@@ -200,7 +200,7 @@ def compared(campaign: Campaign, first: Tried, second: Tried) -> Compared:
 
 @dataclass(frozen=True)
 class League:
-    """All tries, accepted ones first, then by mean gain."""
+    """All tries: first the accepted tries, then the others, both by descending mean gain."""
 
     rows: list[TryAnswer]
 

@@ -29,10 +29,10 @@ from gptworks.runs.trials import Report
 from gptworks.runs.try_run import LEAST_STEPS, RUN_SECONDS
 
 USUAL_RUNS = 80
-"""Runs are shortened so that about this many fit in the budget."""
+"""Number of runs that should fit in the budget. Runs are shortened for this."""
 
 FINAL_PAIRS = 5
-"""Number of fresh seeds of the final comparison. Time for it is set aside."""
+"""Number of pairs of runs in the final comparison, each with a fresh seed. Time for these runs is set aside."""
 
 LEDGER, BASE, SECRET, KEY, COUNT, TRIES = "ledger.jsonl", "base.yaml", "secret", "key", "entries", "tries"
 TEXTS, SEALED = "texts", "sealed.jsonl"
@@ -44,7 +44,7 @@ def begin(
     recipe: str | Path, folder: Path, *, budget_seconds: float, error: float, control: Control, worth: float,
     steps: int | None, overrides: Sequence[str], report: Report,
 ) -> None:  # fmt: skip
-    """Write the folder of a new campaign, or nothing if that fails; see `Campaign.create`."""
+    """Write the folder of a new campaign; if this fails, remove the folder. See `Campaign.create`."""
     started = time.monotonic()
     for name, value, fits, rule in (
         ("budget", budget_seconds, 0 < budget_seconds < 1e8, "a number of seconds above 0, at most 3 years"),
@@ -88,16 +88,16 @@ def begin(
         sums = {one.relative_to(folder).as_posix(): sha256_file(one, inside=folder) for one in files}
         ledger = Ledger(folder / LEDGER, key, secret / COUNT)
         ledger.append("created", rules=asdict(rules), files=sums, seconds=time.monotonic() - started)
-        write_whole(secret / KEY, key, private=True, new=True)  # last: now the campaign is complete
+        write_whole(secret / KEY, key, private=True, new=True)  # last: a folder with a key is complete
         undo.pop_all()
 
 
 def seal(recipe: Recipe, folder: Path, secret: Path, key: bytes) -> dict[str, Any]:
-    """Write one part of the text of a recipe's sources to `texts/` in `folder`, and the sealed part to `secret`. Return
-    the settings of the source that replaces the recipe's sources.
+    """Divide the text of a recipe's sources: write a sealed part to `secret`, and the rest to `texts/` in `folder`.
+    Return the settings of the source that replaces the recipe's sources.
 
     The sealed share is `data.validation.fraction`. With 20 documents or more, whole documents are sealed, chosen by a
-    keyed hash of their text. With fewer, the end of each document is sealed.
+    keyed hash of their text. With fewer documents, the end of each document is sealed.
 
     Raises:
         UserError: the recipe does not train on text of its own sources, or there is too little text.

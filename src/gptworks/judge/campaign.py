@@ -1,4 +1,4 @@
-"""A campaign: tries of one change after another to a recipe, judged with one bound on all errors, in a fixed time.
+"""A campaign: changes to a recipe, tried one after another in a fixed time and judged with one bound on all errors.
 
 Its folder holds `ledger.jsonl`, `base.yaml` and a `champion-NNN.yaml` for each accepted change, `texts/` (the text of
 all tries) and its tokens in `data/`, `tries/NNN/` (folders of `gptworks try`), `final/`, the page `judge.html`, and
@@ -37,7 +37,7 @@ from gptworks.runs.try_results import TRY_FILE, Try, read_try
 from gptworks.runs.try_run import RUN_SECONDS, Rules, plan_try, run_try
 
 USUAL_PAIRS = 12
-"""Default of the number of pairs after which a try that is not decided stops."""
+"""Default number of pairs after which an undecided try stops."""
 
 Changes = Mapping[str, Any] | None
 
@@ -81,11 +81,11 @@ class Campaign:
         Args:
             budget_seconds: machine time for all tries and the final comparison.
             error: bound on errors of the whole campaign.
-            control: family: `error` bounds the probability of any false gain. discoveries: it bounds the expected share
-                of false gains among the accepted.
+            control: the quantity that `error` bounds. `family`: the probability of any false gain. `discoveries`: the
+                expected share of false gains among the accepted gains.
             worth: the minimum worthwhile gain, in the unit of the loss.
-            steps: steps of each run. None: the recipe's, or fewer so that about 80 runs fit in the budget.
-            overrides: settings that replace the recipe's.
+            steps: steps of each run. Default: the recipe's number, or fewer so that about 80 runs fit in the budget.
+            overrides: changes `key.path=value` to the recipe, made before the campaign begins.
 
         Raises:
             UserError: the recipe has no text of its own, a value is out of its range, the budget is too short, or the
@@ -100,7 +100,7 @@ class Campaign:
         return made
 
     def close(self) -> None:
-        """Stop a running training, which saves a checkpoint, and let other processes use the folder."""
+        """Stop the current training, if any, with a checkpoint, and let other processes use the folder."""
         self._stop.set()
         with self._training:
             self._lock.release()
@@ -109,8 +109,8 @@ class Campaign:
         return Ledger(self.folder / LEDGER, self._key, self.folder / SECRET / COUNT)
 
     def verify(self) -> int:
-        """Raise a UserError if the ledger, a recipe, a text, or a try's folder or pair was changed, added or removed.
-        Return the number of entries."""
+        """Return the number of entries of the ledger. Raise a UserError if the ledger, a recipe, a text, a folder of a
+        try or a pair of runs was changed, added or removed."""
         ledger = self._read_ledger()
         if not ledger.entries or ledger.entries != self._ledger.entries:
             raise UserError(f"{ledger.path} is not what this judge has written: restore it from a copy.")
@@ -131,7 +131,8 @@ class Campaign:
         return len(ledger.entries)
 
     def _note_lost_pair(self) -> None:
-        """Enter the newest entry's pair as lost, if `try.json` could not be written after that entry."""
+        """Enter a pair as lost if it is the newest entry and `try.json` lacks it, because the file could not be
+        written."""
         for newest in self._ledger.entries[-1:]:
             if newest["kind"] == "pair" and is_lost(self._folder(newest["tried"]), newest["signature"], self._key):
                 self._ledger.append("lost", **{name: newest[name] for name in ("tried", "pair", "signature")})
@@ -143,8 +144,8 @@ class Campaign:
     def _enter_pairs(self, number: int, so_far: Try) -> None:
         """Enter a try's new pairs into the ledger, each with the time since the last entry.
 
-        Runs that a killed judge left running may have trained for longer. The time of their training then counts, less
-        the time that was already entered when the try was stopped.
+        Runs that a killed judge left running may have trained for longer than that time. Then their training time
+        counts, without the time that was entered when the try was stopped.
         """
         counted = 0.0
         for entry in self._ledger.of_kind("pair", "ended", "stopped"):
@@ -165,7 +166,7 @@ class Campaign:
 
     @property
     def records(self) -> Records:
-        """The rules and all tries so far. A try that is not training and has no end in the ledger is `abandoned`;
+        """The rules and all tries so far. A try is `abandoned` if it is not training and the ledger has no end of it;
         its pairs count."""
         found = read_records(self._ledger)
         for one in found.tries:
@@ -195,7 +196,7 @@ class Campaign:
         return max(0.0, found.rules.budget_seconds - found.used_seconds - FINAL_PAIRS * self.pair_seconds(found))
 
     def next_level(self, found: Records) -> float:
-        """Return the level of the next try, see `evidence.level`."""
+        """Return the level that the next new change gets; see `evidence.level`."""
         rules = found.rules
         return level(rules.error, rules.control, len(found.tries) + 1, len(found.accepted))
 
@@ -236,7 +237,7 @@ class Campaign:
 
         Args:
             changes, patch: values by path, or YAML that is merged into the recipe.
-            of_try: number of a try whose change is part of this one.
+            of_try: number of a try whose change is also made, before this change.
 
         Raises:
             UserError: see `plan`; or `pairs` is out of its range, there is no try `of_try`, the campaign is finished, a
@@ -336,12 +337,14 @@ class Campaign:
         return self.tried(number)
 
     def finish(self) -> dict[str, Any]:
-        """Compare the champion with the base recipe, over fresh seeds and on the sealed text; end the campaign.
+        """Compare the champion with the base recipe, over fresh seeds and on the sealed text, and end the campaign.
 
-        Returns the final facts; `line` has them in words. A campaign without a champion ends without opening the text.
+        Return the facts of the comparison; `line` states them in words. Without an accepted change, nothing is
+        compared, and the text stays sealed.
 
         Raises:
-            UserError: a try is running. RunError: a run failed or was stopped; call again to continue.
+            UserError: a try is running.
+            RunError: a run failed or was stopped; another call continues the comparison.
         """
         with self._alone():
             found = self.records
@@ -371,7 +374,7 @@ class Campaign:
             return final
 
     def busy(self) -> UserError:
-        """Return the error that says what is running."""
+        """Return a UserError that names the running try or comparison."""
         number, pairs = self.running or (-1, 0)
         what = "a try" if number < 0 else f"try {number}" if number else "the final comparison"
         return UserError(f"{what} is running, with {pairs} pairs so far: one training at a time, wait for its end.")

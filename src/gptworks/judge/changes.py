@@ -1,5 +1,5 @@
-"""The changes that an agent may try: settings of the model and of training that decide neither data, evaluation, seeds,
-paths nor the length of runs. Nothing that an agent gives names a file or runs code."""
+"""The changes that an agent may try: settings of the model and of training, except settings that decide data,
+evaluation, seeds, paths or the length of runs. No value from an agent can name a file or run code."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -22,14 +22,14 @@ MOST_VALUE_CHARACTERS = 1_000
 MOST_PATCH_CHARACTERS = 20_000
 
 MOST_WORK = 8.0
-"""Maximum FLOPs of a token with a change, and with the accepted changes, as a multiple of the base recipe's. Without a
-limit, one pair of runs or its evaluations could use up a campaign's time."""
+"""Maximum FLOPs of a token in a changed recipe, which includes the accepted changes, divided by the FLOPs in the base
+recipe. Without a limit, one pair of runs or its evaluations could use up a campaign's time."""
 
 _LENGTH = ("train.max_steps", "train.epochs", "train.max_minutes")
 _ENDLESS = ("train.max_rollbacks",)
 """Settings with which a run may take unlimited time."""
 _SPEED = ("train.micro_batch_size", "train.activation_checkpointing")
-"""Settings that an agent may change although they do not affect learning, because they decide the time of a step."""
+"""Settings that an agent may change because they decide the time of a step, although they do not affect learning."""
 
 
 def allowed_settings(recipe: Recipe) -> dict[str, Any]:
@@ -52,8 +52,8 @@ def overrides_from(changes: Mapping[str, Any] | None, patch: str | None) -> list
         patch: YAML that is merged into the recipe, such as `model: {n_layers: 6}`; in place of `changes`.
 
     Raises:
-        UserError: neither or both are given, one is too large, a key is not the path of a setting, or the patch is not
-            a mapping of `model` and `train`.
+        UserError: neither `changes` nor `patch` is given, or both; there are too many changes; a key or a value is too
+            long; a key is not the path of a setting; or the patch is not a mapping of `model` and `train`.
     """
     if bool(changes) == bool(patch):
         raise UserError(
@@ -87,8 +87,8 @@ def overrides_from(changes: Mapping[str, Any] | None, patch: str | None) -> list
 
 
 def check_allowed(recipe: Recipe, overrides: list[str]) -> None:
-    """Raise a UserError if an override's setting is not allowed (the message has the rule) or does not exist (the
-    message has the nearest allowed setting)."""
+    """Raise a UserError if the setting of an override is not allowed or does not exist. The message states the rule or
+    suggests an allowed setting."""
     allowed = allowed_settings(recipe)
     paths = {one.path for one in settings(recipe)}
     for override in overrides:
@@ -105,13 +105,13 @@ def check_allowed(recipe: Recipe, overrides: list[str]) -> None:
 
 
 def work_of_token(recipe: Recipe) -> float:
-    """Return the forward FLOPs of a token. Training and evaluating a token both take a multiple of it."""
+    """Return the forward FLOPs of a token. The work of training or evaluation is a multiple of these FLOPs."""
     return forward_flops(recipe.model, recipe.row_length).per_token_causal
 
 
 def check_work(base: Recipe, changed: Recipe) -> None:
-    """Raise a UserError if a token takes more than MOST_WORK times the base recipe's FLOPs with a change, or memory
-    does not suffice. Both recipes must have a vocabulary size."""
+    """Raise a UserError if the changed recipe takes more than MOST_WORK times the base recipe's FLOPs of a token, or
+    needs too much memory. Both recipes must have a vocabulary size."""
     ratio = work_of_token(changed) / work_of_token(base)
     if ratio > MOST_WORK:
         raise UserError(
@@ -129,8 +129,8 @@ def key_of(override: str) -> str:
 def together(earlier: Iterable[str], later: Iterable[str]) -> list[str]:
     """Return overrides that apply `earlier` and then `later`.
 
-    A later override replaces earlier ones of the same setting and of settings inside it. In the result, a setting comes
-    before the settings inside it.
+    A later override replaces earlier overrides of the same setting and of settings inside it. In the result, a setting
+    comes before the settings inside it.
     """
     later = list(later)
     replaced = tuple(f"{key_of(one)}." for one in later)

@@ -30,8 +30,9 @@ MOST_SEALED_CHARACTERS = 1 << 20
 def final_gains(
     folder: Path, found: Records, rules: Rules, report: Report, after_pair: Callable[[Try], None]
 ) -> tuple[list[float], str]:
-    """Train the missing pairs. Return each pair's gain on the sealed text, and where it is measured: at equal tokens or
-    in equal time. Raise a RunError if a run failed or was stopped; a later call continues."""
+    """Train the missing pairs of the final comparison. Return each pair's gain on the sealed text, and words for where
+    the gains are measured: at equal tokens or in equal time. Raise a RunError if a run failed or was stopped; another
+    call continues the comparison."""
     base, place = folder / BASE, folder / FINAL
     begun = plan_try(
         base, found.champion_changes, place, NO_LIMIT_MINUTES, found.rules.worth, found.rules.steps,
@@ -68,7 +69,7 @@ def sealed_loss(run_dir: Path, secret: Path) -> float:
 
 
 def final_facts(gains: list[float], place: str, found: Records) -> dict[str, Any]:
-    """Return the facts of the final comparison; `line` has them in words.
+    """Return the facts of the final comparison; `line` states them in words.
 
     `low` to `high` is the 95% Student's t interval of the mean gain; None without gains.
     """

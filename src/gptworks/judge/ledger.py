@@ -1,11 +1,11 @@
 """The ledger of a campaign: JSON lines that cannot be edited, reordered or cut unnoticed.
 
 Each entry has the sha256 of the line before it (a hash chain) and an HMAC-SHA256 with the campaign's key. The last line
-is the head: it has the number of entries, the sha256 of the last one, and an HMAC. Each append replaces the whole file
-at once, so a crash leaves the old ledger or the new one. A second file holds the number of entries, so an old copy of
-the ledger is noticed. Whoever can read the key can forge entries.
+is the head, which has the number of entries, the sha256 of the last entry, and an HMAC. Each append replaces the whole
+file at once, so a crash leaves the old ledger or the new ledger. A second file holds the number of entries, so an old
+copy of the ledger is noticed. Whoever can read the key can forge entries.
 
-An entry of each pair of runs has the pair's signature, and is written before `try.json` has the pair.
+The entry of a pair of runs has the pair's signature. It is written before `try.json` has the pair.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ _FIRST = "0" * 64
 
 Entry = dict[str, Any]
 Entered = dict[int, dict[str, float]]
-"""For each pair of a try, by number: its signatures, each with the seconds of training. A third run gives a pair
-another signature. A lost pair has an empty signature: the seconds of its runs count, but `try.json` lacks the pair."""
+"""Number of a pair → signature → seconds of training. A pair gets another signature when a third run is added to it.
+The signature of a lost pair is empty: the seconds of its runs count, but `try.json` lacks the pair."""
 
 
 class Ledger:
-    """The entries of a ledger, checked when it is read."""
+    """The entries of a ledger, which are checked when the file is read."""
 
     def __init__(self, path: Path, key: bytes, count: Path) -> None:
         """Read the ledger; a missing file is an empty ledger. The file `count` has the number of entries. Raise a
@@ -44,7 +44,7 @@ class Ledger:
             self._check_number()
 
     def append(self, kind: str, **facts: Any) -> None:
-        """Add an entry; the file is on the disk when this returns."""
+        """Add an entry. The file is on the disk when the method returns."""
         previous = _sha256(self._lines[-1]) if self._lines else _FIRST
         entry = {"number": len(self.entries) + 1, "kind": kind, "time": round(time.time(), 3), **facts}
         line = self._signed({**entry, "previous": previous})
@@ -86,7 +86,8 @@ class Ledger:
         raise self._changed(len(lines) + 1, "the head is missing, so entries may have been cut off")
 
     def _check_number(self) -> None:
-        """Refuse fewer entries than the second file counts. After a crash, the file may count one entry too few."""
+        """Raise a UserError if the ledger has fewer entries than the file `count` says. After a crash, this number may
+        be too small by one."""
         try:
             wrote = int(read_regular(self._count, 20, inside=self._count.parent))
         except (FileNotFoundError, ValueError):
@@ -107,7 +108,7 @@ def _sha256(line: str) -> str:
 
 
 def keyed(key: bytes, text: str) -> bytes:
-    """Return the HMAC-SHA256 of a text: only the holder of the key can compute it."""
+    """Return the HMAC-SHA256 of a text, which only the holder of the key can compute."""
     return hmac.new(key, text.encode("utf-8"), hashlib.sha256).digest()
 
 
@@ -139,7 +140,7 @@ def new_pairs(so_far: Try, entered: Mapping[int, Mapping[str, float]], key: byte
 
 
 def check_pairs(folder: Path, entered: Entered, key: bytes) -> None:
-    """Raise a UserError if a pair in a try's `try.json` was changed, added or removed since the ledger has it."""
+    """Raise a UserError if the pairs in a try's `try.json` are not those that were entered into the ledger."""
     found = {pair.number: signature(pair, key) for pair in _pairs_in(folder)}
     there = {number for number, signatures in entered.items() if any(signatures)}
     changed = {number for number, one in found.items() if one not in entered.get(number, ())}

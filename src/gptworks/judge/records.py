@@ -24,7 +24,8 @@ class CampaignRules:
     """Machine time for everything: tries, failed tries and the final comparison."""
     error: float
     control: Control
-    """family: `error` bounds the probability of any false gain. discoveries: the expected share of false gains."""
+    """The quantity that `error` bounds. `family`: the probability of any false gain. `discoveries`: the expected share
+    of false gains."""
     worth: float
     """The minimum worthwhile gain, in the unit of the loss."""
     steps: int
@@ -46,7 +47,7 @@ class Tried:
     champion: int
     """Number of the try that made the champion to which the change is applied; 0: the base recipe."""
     identity: str
-    """A hash of the changed recipe and of the champion: the same change again continues the same try."""
+    """A hash of the changed recipe and the champion. A later change with the same hash continues this try."""
     level: float
     least_deviation: float = 0.0
     """Result of `evidence.spread_floor` when the last pairs were trained."""
@@ -108,8 +109,8 @@ def shown_e(log_e: float) -> str:
 def facts_of(found: Try) -> dict[str, Any]:
     """Return the results of a try as facts for the ledger.
 
-    The facts are those of the last arm, which compares runs in equal time if step times differ. Only step times decide
-    on the arm, so the gains are independent of that choice.
+    The facts are those of the last arm, which compares runs in equal time if step times differ. Only step times choose
+    the arm, so the choice does not depend on the gains.
     """
     arm = found.arms[-1]
     pairs = [pair for pair in found.pairs if arm in pair.loss]

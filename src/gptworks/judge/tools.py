@@ -1,7 +1,7 @@
 """Serve a campaign to an agent as tools of the Model Context Protocol, over standard input and output.
 
-What comes from the client is untrusted: sizes are bounded, a change may set allowed settings only, one training runs at
-a time, and no answer has a seed, a sealed text or the key.
+Input from the client is untrusted. Sizes are bounded, a change may set only allowed settings, and one training runs at
+a time. No answer contains a seed, sealed text or the key.
 """
 
 import os
@@ -63,15 +63,15 @@ Answer = TypeVar("Answer")
 
 
 class Judge:
-    """The tools' state: the campaign, once it is open, and its last training, in a thread of its own."""
+    """State of the tools: the campaign, once it is open, and its last training, which runs in its own thread."""
 
     def __init__(self, campaign: Campaign | None = None) -> None:
         self.opened = campaign
         self.job: Future[Tried | None] | None = None
 
     async def campaign(self) -> Campaign:
-        """Return the campaign once it is open. Clients wait only briefly for a server to start, but longer for an
-        answer."""
+        """Wait until the campaign is open, and return it. Tools wait here, because clients wait longer for an answer
+        than for the start of a server."""
         while self.opened is None:
             await anyio.sleep(0.05)
         return self.opened
@@ -85,14 +85,14 @@ class Judge:
 
     async def wait(self, seconds: float) -> None:
         """Wait at most `seconds` for the end of the training, if any."""
-        job = self.job  # another may begin when this one has ended
+        job = self.job  # another job may begin as soon as this job has ended
         with anyio.move_on_after(seconds):
             while job is not None and not job.done():
                 await anyio.sleep(0.05)
 
     async def train(self, work: Callable[[Campaign], Tried | None], wait_seconds: float) -> answers.Status:
-        """Start a training and wait at most `wait_seconds` for its end; return the status, with the try if it ended.
-        Raise a ToolError if another training is running, or this one failed."""
+        """Start a training, wait at most `wait_seconds` for its end, and return the status, with the try if it ended.
+        Raise a ToolError if another training is running, or this training failed during the wait."""
         campaign = await self.campaign()
         if self.job is not None and not self.job.done():
             raise ToolError(str(campaign.busy()))
@@ -105,7 +105,8 @@ class Judge:
 
 
 def _work(job: "Future[Tried | None]", work: Callable[[], Tried | None]) -> None:
-    """Do a job, and log an error that is a bug."""
+    """Run `work` and store its result or error in the job. Log errors other than UserError and RunError, which are
+    bugs."""
     try:
         job.set_result(work())
     except BaseException as error:
@@ -116,7 +117,8 @@ def _work(job: "Future[Tried | None]", work: Callable[[], Tried | None]) -> None
 
 @contextmanager
 def _answered() -> Iterator[None]:
-    """Turn a UserError or RunError in the `with` block into an answer; the agent does not see other errors' text."""
+    """Turn a UserError or RunError in the `with` block into a ToolError, whose text the agent sees. The agent does not
+    see the text of other errors."""
     try:
         yield
     except (UserError, RunError) as error:
@@ -145,9 +147,9 @@ def server_of(judge: Judge) -> MCPServer:
     async def try_(
         changes: Changes = None, patch: Patch = None, pairs: Pairs = USUAL_PAIRS, wait_seconds: Wait = 45
     ) -> answers.Status:
-        """Find out whether a change improves the champion: train pairs of runs with and without it until it is judged.
+        """Train pairs of runs with and without a change, until it is judged whether the change improves the champion.
 
-        Returns the status with the try. If `running` is not empty, training goes on: call `status` with wait_seconds.
+        Returns the status with the try. If `running` is not empty, training continues: call `status` with wait_seconds.
         """
         return await judge.train(lambda one: one.try_change(changes, patch, pairs=pairs), wait_seconds)
 
@@ -169,7 +171,7 @@ def server_of(judge: Judge) -> MCPServer:
 
     @server.tool()
     async def compare(first: Number, second: Number) -> answers.Compared:
-        """Show two tries next to each other. Only a try against the champion judges which is better."""
+        """Show two tries next to each other. The difference between them is not tested."""
         return await judge.ask(lambda one: answers.compared(one, one.tried(first), one.tried(second)))
 
     @server.tool()
@@ -212,7 +214,7 @@ class _Lines:
 
 
 def _innermost(errors: BaseExceptionGroup) -> BaseException:
-    """Return the first error of nested groups, a UserError or RunError if there is one."""
+    """Return the first UserError or RunError of nested groups, or the first error if there is no such error."""
     ours, _ = errors.split((UserError, RunError))
     error: BaseException = ours or errors
     while isinstance(error, BaseExceptionGroup):
@@ -221,15 +223,16 @@ def _innermost(errors: BaseExceptionGroup) -> BaseException:
 
 
 def serve(open_campaign: Callable[[], Campaign]) -> None:
-    """Serve a campaign to the client at standard input and output until it leaves; then stop any training.
-    `open_campaign` is called in a thread, since a new campaign takes longer than a client waits for a server."""
+    """Serve a campaign to the client at standard input and output until the client leaves, then stop any training.
+    `open_campaign` is called in a thread, since opening a new campaign takes longer than a client waits for a
+    server."""
     requests = os.fdopen(os.dup(0), "rb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # processes that train must not read requests
     os.close(nothing)
 
     def leave(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # stopping has begun
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignore further signals: stopping has begun
         raise SystemExit(0)
 
     signal.signal(signal.SIGTERM, leave)

@@ -1,5 +1,5 @@
-"""Compile this folder's C++ to a library: for this machine's processor, the one in GPTWORKS_NATIVE_MARCH, or each
-instruction level of a wheel."""
+"""Compile this folder's C++ to a library: for this machine's processor, for the processor that GPTWORKS_NATIVE_MARCH
+names, or for each instruction level of a wheel."""
 
 import hashlib
 import os
@@ -27,12 +27,12 @@ ATTEMPTS: tuple[tuple[str, ...], ...] = (
 )  # fmt: skip
 """Sets of options to try, in order: older ARM compilers need -mcpu instead of -march; Apple's compiler lacks OpenMP.
 
-With GCC's OpenMP the kernels share torch's threads. Without it, and always with clang, they start their own threads
-(threads.cpp): clang's OpenMP next to torch's would crash the process on a Mac.
+With GCC's OpenMP, the kernels share torch's threads. Without OpenMP, and always with clang, the kernels start their own
+threads (threads.cpp), because clang's OpenMP next to torch's would crash the process on a Mac.
 """
 
 MARCH = "GPTWORKS_NATIVE_MARCH"
-"""Environment variable that names the processor to build for, such as haswell; unset: this machine's."""
+"""Environment variable that names the processor to build for, such as haswell. Unset: this machine's processor."""
 
 _OLDER_NAMES = {"znver4": ("cooperlake",), "sapphirerapids": ("cooperlake",)}
 """Older processors to build for if the compiler does not know a processor. The kernels use the same instructions."""
@@ -65,7 +65,7 @@ LEVELS = {
         Level("neon", ("-march=armv8-a",), frozenset({"asimd"})),
     ),
 }
-"""Instruction levels by `platform.machine()`, the best first. x86 has none below AVX2, since torch is faster there."""
+"""Instruction levels by `platform.machine()`, the best first. x86 has no level below AVX2, where torch is faster."""
 
 
 class Unavailable(Exception):
@@ -73,7 +73,7 @@ class Unavailable(Exception):
 
 
 def find_compiler() -> str | None:
-    """Return the path of the first of g++, clang++ and c++ that is on PATH; None if none of them is."""
+    """Return the path of the first of g++, clang++ and c++ that is on PATH; None without a compiler."""
     return next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
 
 
@@ -128,8 +128,8 @@ def build(
         libraries: options that name libraries to link.
 
     Raises:
-        Unavailable: no attempt succeeds. OSError: other users may write to the temporary folder, or the compiler cannot
-            be run.
+        Unavailable: no attempt succeeds.
+        OSError: other users may write to the temporary folder, or the compiler cannot be run.
     """
     failed = ""
     with (

@@ -1,7 +1,7 @@
 """The folders that keep compiled libraries.
 
 Loading a library runs its code. So a library is loaded only if its checksum matches, and only from a folder that
-belongs to this user and that nobody else may write to. The first usable one of these folders keeps the library:
+belongs to this user and that nobody else may write to. The first usable folder of this list keeps the library:
 
 - the user's cache folder,
 - this user's folder in $XDG_RUNTIME_DIR or in the folder for temporary files, until the machine restarts,
@@ -73,8 +73,8 @@ def cache_folder() -> Path | None:
 
 
 def folders() -> Iterator[Path]:
-    """Yield the folders to try, in the order of this module's docstring. Systems without user ids have none that a
-    user's processes share until a reboot."""
+    """Yield the folders to try, in the order of this module's docstring. On a system without user ids, these are only
+    the cache folder and the temporary folder of this process."""
     if (folder := cache_folder()) is not None:
         yield folder
     if hasattr(os, "geteuid"):
@@ -119,7 +119,7 @@ def make_private(folder: Path) -> Path:
 
 
 def _is_own_group(number: int) -> bool:
-    """Whether only this user is in a group. Many systems give each user such a group, with the user's name."""
+    """Whether a group has this user's name and no other member. Many systems give each user such a group."""
     import grp
     import pwd
 
@@ -169,13 +169,13 @@ def _keep(folder: Path, key: str, content: bytes) -> Path:
 
 
 MOST_KEPT, UNUSED_DAYS = 12, 60
-"""Largest number of libraries kept in a folder, and days after which an unused one is removed."""
+"""Maximum number of libraries kept in a folder, and days after which an unused library is removed."""
 
 
 def _prune(folder: Path) -> None:
     """Remove libraries unused for UNUSED_DAYS or beyond the MOST_KEPT last used, and killed processes' temporary files.
 
-    Keep files used in the last hour, because another process may be about to use one.
+    Keep files used in the last hour, because another process may be about to use them.
     """
     now = time.time()
 

@@ -12,7 +12,7 @@ from gptworks.kernels import entries
 from gptworks.kernels.library import Library
 
 NUMBERS = {getattr(torch, name): number for number, name in enumerate(entries.KINDS)}
-"""The number that stands for each dtype in calls of the C++."""
+"""Number of each dtype in calls of the C++."""
 
 _REST = tuple((0,) * (entries.MOST_DIMENSIONS - n) for n in range(entries.MOST_DIMENSIONS + 1))
 _INT64, _BYTES = NUMBERS[torch.int64], ctypes.sizeof(entries.Tensor)
@@ -29,8 +29,9 @@ def call(library: Library, name: str, tensors: Sequence[Given], *numbers: float,
         model: the model structure, if the entry has one.
 
     Raises:
-        ValueError, IndexError, RunError, RuntimeError: see `entries.call`. Also ValueError: a tensor is not on the CPU
-            or has a dtype that the C++ does not know, or sequences differ in length.
+        ValueError: a tensor is not on the CPU or has a dtype that the C++ does not know, sequences differ in length, or
+            for a reason given in `entries.call`.
+        IndexError, RunError, RuntimeError: see `entries.call`.
     """
     words: list[int] = []
     places: list[int | None] = []

@@ -197,7 +197,7 @@ def dropout(x: Tensor, probability: float) -> Tensor:
 
 
 def _keep(shape: torch.Size, probability: float) -> Tensor:
-    """Return random booleans, false with this probability. Four share 64 random bits: faster than `bernoulli_`."""
+    """Return random booleans, false with this probability. Faster than `bernoulli_`: four share 64 random bits."""
     n = shape.numel()
     bits = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
     return bits.view(torch.int16)[:n].view(shape) >= round(probability * 2**16) - 2**15

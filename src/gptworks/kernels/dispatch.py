@@ -1,6 +1,6 @@
-"""Kernel dispatch: functions that compute an operation by its first usable kernel.
+"""Kernel dispatch: functions that compute an operation with its first usable kernel.
 
-`TABLE` lists each operation's kernels, and `chosen` returns the first usable one. The C++ is used if it is available
+`TABLE` lists each operation's kernels, and `chosen` returns the first usable kernel. The C++ is used if it is available
 (`gptworks.kernels.library`) and supports the tensors' dtype and layout. `cpu` has faster torch code for training on a
 CPU. Triton computes the loss and decoding's attention on an NVIDIA GPU. torch's own functions compute the rest. Most
 kernels are for training: they compute an operation in one pass over memory, and its gradient in another. Plans read the
@@ -37,7 +37,7 @@ class Kernel(NamedTuple):
     dtypes: tuple[torch.dtype, ...] | None = None
     """Dtypes accepted for the first operand; None: any."""
     training: bool = False
-    """Whether the kernel is only used in training steps, which need gradients."""
+    """Whether the kernel is used only in training steps, which need gradients."""
     takes: Callable[..., bool] | None = None
     """Whether the kernel supports these operands; None: it supports all."""
 
@@ -110,7 +110,7 @@ def norm(
     branch: Tensor | None = None,
     alpha: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return x + alpha · branch (x without a branch), and the LayerNorm or RMSNorm of that sum over the last dimension.
+    """Return the sum x + alpha · branch (x if branch is None), and its LayerNorm or RMSNorm over the last dimension.
 
     The norm is computed in float32 and converted to `dtype`.
 
@@ -140,7 +140,7 @@ def dropout(x: Tensor, probability: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (i, i + R/2) of the first R elements of x [..., T, D] by its position's angle.
+    """Return x [..., T, D] with each pair (i, i + R/2) of the first R elements rotated by its position's angle.
 
     Cosines and sines are [T, R/2], or [B, 1, T, R/2] for x [B, H, T, D].
     """
@@ -279,4 +279,4 @@ TABLE: dict[str, tuple[Kernel, ...]] = {
         Kernel(TORCH, _by_caller),  # computed in `gptworks.model.scores`
     ),
 }
-"""Kernels of each operation, the preferred one first."""
+"""Kernels of each operation, in order of preference."""

@@ -129,14 +129,15 @@ ENTRIES = MappingProxyType({
     "gemm": _entry("a b bias? out"),
     "muon_updates": _entry("gradients momenta updates polynomials", n=INTEGER, momentum=REAL, eps=REAL),
 })  # fmt: skip
-"""Exported functions by name, in the library `gptworks_NAME`. Muon's `gradients` and `momenta` are n tensors each."""
+"""The C++ functions by name. The library exports them as `gptworks_NAME`. Muon's `gradients` and `momenta` are n
+tensors each."""
 
 _ERRORS = (ValueError, IndexError, RunError, RuntimeError)
 """Exceptions for return codes 1 to 4: invalid argument, index out of range, out of memory, any other error."""
 
 
 class Mismatch(Exception):
-    """The library's declarations differ from this module's: it was built from another version of the package."""
+    """The library's declarations differ from this module's: it was built from another package version."""
 
 
 def declare(functions: ctypes.CDLL) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 _ASKS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Arguments that allow grouped queries; torch 2.11 needs none."""
+"""Arguments that allow grouped queries; torch 2.11 needs no such argument."""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, window: int | None, scale: float | None) -> Tensor:

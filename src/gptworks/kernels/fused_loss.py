@@ -25,8 +25,8 @@ def _(logits: Tensor, targets: Tensor, factors: Tensor | None, gradient: bool) -
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None = None, *, gradient: bool) -> Tensor:
-    """Compute `passes.cross_entropy` of logits whose rows are contiguous. A target that is not a column gives NaN: an
-    error would make the host wait for the GPU."""
+    """Compute `passes.cross_entropy` of logits whose rows are contiguous. A target that is not a column gives NaN,
+    because an error would make the host wait for the GPU."""
     nats: Tensor = _operation(logits, targets, factors, gradient)
     return nats
 
@@ -38,9 +38,9 @@ def takes(logits: Tensor) -> bool:
 
 @cache
 def works() -> bool:
-    """Whether Triton can compile kernels here, for which it needs a C compiler and Python's headers.
+    """Whether Triton is installed and can compile kernels here, which needs a C compiler and Python's headers.
 
-    If not, warn: torch then computes the loss, and attention in decoding.
+    Warn if a compilation fails. torch then computes the loss, and attention in decoding.
     """
     if importlib.util.find_spec("triton") is None:
         return False

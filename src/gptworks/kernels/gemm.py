@@ -46,7 +46,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out: Tensor | None
 
     Args:
         a, b, bias: [M, K], [K, N] and [N], float32, in any layout.
-        out: tensor with contiguous rows to write the result to; None: a new one.
+        out: tensor with contiguous rows to write the result to; None: a new tensor.
     """
     a, b = _laid_out(a), _laid_out(b)
     out = a.new_empty(a.size(0), b.size(1)) if out is None else out

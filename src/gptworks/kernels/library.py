@@ -1,7 +1,7 @@
 """The C++ library of this folder: taken from the wheel or compiled on this machine, verified and loaded.
 
 A wheel has a library for each instruction level; the best for this processor is loaded without a compiler. Without such
-a library, or if GPTWORKS_NATIVE_MARCH names a processor, build.py compiles one, and cache.py keeps it.
+a library, or if GPTWORKS_NATIVE_MARCH names a processor, build.py compiles a library, and cache.py keeps it.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ class Library:
 
     @property
     def has_integer_products(self) -> bool:
-        """Whether AVX512_VNNI or ARM's dot products multiply int8 and int4 weights, with activations as two bytes."""
+        """Whether AVX512_VNNI or ARM's dot products multiply int8 and int4 weights by activations of two bytes."""
         return bool(self._built_with & 8)
 
     @property
@@ -134,7 +134,7 @@ def _library() -> Library | str:
 def training_library() -> Library | None:
     """Return the library for training and evaluation, or None if torch must compute both.
 
-    It is None if the library is unavailable (see `torch_trains_because`), or its vectors have only 16 bytes.
+    None: the library is unavailable (see `torch_trains_because`), or its vectors have only 16 bytes.
     """
     try:
         found = library()
@@ -144,10 +144,10 @@ def training_library() -> Library | None:
 
 
 def trains_in_cpp() -> bool:
-    """Whether training on this CPU will use the C++, predicted for plans without compiling or loading it.
+    """Whether training on this CPU will use the C++, predicted for plans without compiling or loading the library.
 
     After a call of `library`, the answer is certain. Before, the answer is true for a processor with wide vectors if
-    there is a compiler or a built library; it is wrong if the compiler later fails.
+    there is a compiler or a built library. This answer is wrong if the compiler later fails.
     """
     if _library.cache_info().currsize:
         return training_library() is not None
@@ -163,7 +163,7 @@ def trains_in_cpp() -> bool:
 
 
 def torch_trains_because() -> str | None:
-    """Return why the library is unavailable; None if it is available, even if `training_library` is None."""
+    """Return the reason why the library is unavailable; None if it is available, even if its vectors are too short."""
     try:
         library()
     except Unavailable as error:
@@ -191,7 +191,7 @@ def _from_package() -> bytes | None:
 
 
 def _level() -> Level | None:
-    """Return the best instruction level of this processor for which a wheel has a library; None: there is none."""
+    """Return the best instruction level in `LEVELS` that this processor supports; None if it supports no level."""
     return next((level for level in LEVELS.get(platform.machine(), ()) if level.flags <= cpu_flags()), None)
 
 

@@ -1,6 +1,6 @@
 """Muon's updates in C++ (optimizer.cpp), for float32 matrices on a CPU.
 
-`gptworks.training.optim.muon.Muon` computes the same in torch; both round to bf16 at the same steps and sum in fp32.
+`gptworks.training.optim.muon.Muon` computes the same in torch, with the same roundings to bf16 and sums in fp32.
 """
 
 from collections.abc import Iterable, Sequence

@@ -22,7 +22,7 @@ KINDS = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def are_here() -> bool:
-    """Whether the C++ is available and may be called now; it may not be called while torch compiles a graph."""
+    """Whether the C++ is available and may be called now, which is not allowed while torch compiles a graph."""
     return not torch.compiler.is_compiling() and training_library() is not None
 
 
@@ -53,8 +53,8 @@ class Activation(torch.autograd.Function):
 
 
 class Norm(torch.autograd.Function):
-    """Returns the sum x + alpha · branch (x without a branch), in x's dtype, and the sum's LayerNorm or RMSNorm over
-    the last dimension. Weight and bias are float32.
+    """The sum x + alpha · branch (x if branch is None), in x's dtype, and the sum's LayerNorm or RMSNorm over the last
+    dimension. Weight and bias are float32.
 
     The backward pass computes the gradients through both results, and adds them, in one pass over memory.
     """
@@ -148,8 +148,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, factors: Tensor | None = None
     """Return −log softmax(logits)[target] of each row, float32 [n], 0 where the target is −100.
 
     Args:
-        logits: [n, V]. With `gradient`, they are overwritten by (softmax − one-hot) · the row's factor, or by 0 where
-            the target is −100.
+        logits: [n, V]. If `gradient` is true, each row is overwritten by (softmax − one-hot) · the row's factor, or by
+            0 if the row's target is −100.
         targets: int64 [n].
         factors: each row's factor of the gradient, float32 [n]; None: 1.
 

@@ -1,4 +1,4 @@
-"""Attention for one new token per text, whose query reads the text's slot of the cache. In Triton, on a GPU.
+"""Attention for one new token per text, whose query reads the text's slot of the cache, in Triton on a GPU.
 
 A program computes one query head over a part of the text's keys, which it reads in place. A second kernel combines
 the parts (Flash-Decoding, Dao et al., 2023). The parts let a few long texts occupy the whole GPU.
@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 KEYS_AT_ONCE = 64
-"""Keys that a program reads at a time."""
+"""Number of keys that a program reads at a time."""
 
 PROGRAMS = 1024
-"""Programs that occupy all of a large GPU."""
+"""Number of programs that occupy all of a large GPU."""
 
 MOST_PARTS = 16
 """Largest number of parts into which a text's keys are divided."""

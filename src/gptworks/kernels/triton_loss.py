@@ -1,7 +1,7 @@
 """The cross-entropy of rows of logits and its gradient on a GPU, in Triton: one program computes one row.
 
 A program reads its row once for the largest logit and the sum of exponentials. If a gradient is wanted, it reads the
-row again and overwrites it: 6 bytes of memory traffic per logit in bf16. It uses no atomic operations, so the same
+row again and overwrites it: 6 bytes of memory traffic per logit in bf16. There are no atomic operations, so the same
 logits give the same bits.
 """
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from gptworks.config import IGNORED
 
 BLOCK = 4096
-"""Columns that a program reads at a time."""
+"""Number of columns that a program reads at a time."""
 
 COLUMNS_PER_WARP = 256
-"""Columns of a block per warp: 8 for each thread, 16 bytes in bf16."""
+"""Number of columns of a block per warp: 8 for each thread, 16 bytes in bf16."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

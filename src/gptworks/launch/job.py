@@ -16,7 +16,7 @@ _GPUS = re.compile(r"(?:([A-Za-z0-9][A-Za-z0-9_.-]*):)?([0-9]{1,4})", re.ASCII)
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*", re.ASCII)
 
 GRACE_SECONDS = 120
-"""Time to save a checkpoint before a job ends, unless the job sets `grace`."""
+"""Seconds to save a checkpoint before a job ends, unless the job sets `grace`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Job:
     gpu_type: str = ""
     restarts: int = 0
     grace: int | None = None
-    """Seconds between the signal to save a checkpoint and the end of the job; None: `GRACE_SECONDS`."""
+    """Seconds between the signal to save a checkpoint and the end of the job; None for `GRACE_SECONDS`."""
     time: str = ""
     options: dict[str, str] = field(default_factory=dict)
     """Further requests to the scheduler, by the target's own option names."""
@@ -49,7 +49,7 @@ class Job:
 
     @property
     def label(self) -> str:
-        """At most 40 characters of the name, only those that every scheduler accepts; `gptworks` if none is left."""
+        """The job's name: at most 40 characters, which every scheduler accepts; `gptworks` if none is left."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].rstrip("-") or "gptworks"
 
     @property
@@ -65,7 +65,7 @@ class Job:
 
         Args:
             nodes: number of machines, as a shell word.
-            rendezvous: address at which the machines meet, as a shell word; None: there is only one machine.
+            rendezvous: address at which the machines meet, as a shell word; None if there is only one machine.
         """
         words = ["--on", "local", "--nproc", str(self.nproc), "--restarts", str(self.restarts), "--resume"]
         words += ["--force"] if self.force else []
@@ -87,7 +87,7 @@ def check_job(job: Job, recipe: Recipe, resume: bool) -> None:
     Raises:
         UserError: see `check_train`; or the recipe cannot train on one of these numbers.
     """
-    fetched_path(recipe.run_dir)  # so that a run in a store is noticed like a run in a folder
+    fetched_path(recipe.run_dir)  # fetches a run in a store, so that `check_train` notices it
     check_train(recipe, resume, job.least_nodes * job.nproc, job.change)
     for n_nodes in range(job.least_nodes + 1, job.most_nodes + 1):
         try:
@@ -124,7 +124,7 @@ def parse_gpus(text: str) -> tuple[str, int]:
 
 
 def parse_pairs(option: str, texts: Sequence[str], separator: str = "=") -> dict[str, str]:
-    """Return the keys and values of an option that is given as `KEY=VALUE`.
+    """Return the keys and values of an option that is given as `KEY=VALUE`, or with another separator than `=`.
 
     Raises:
         UserError: a text has another form.

@@ -32,7 +32,7 @@ def job_file(job: Job) -> str:
     trainer: dict[str, object] = {
         "image": job.image,
         "numNodes": job.most_nodes,
-        "command": ["bash", "-c", f"exec python -m gptworks {command}".replace("$", "$$")],  # Kubernetes reads $(NAME)
+        "command": ["bash", "-c", f"exec python -m gptworks {command}".replace("$", "$$")],  # Kubernetes replaces $(…)
     }
     if resources:
         trainer["resourcesPerNode"] = {"requests": resources, "limits": dict(resources)}

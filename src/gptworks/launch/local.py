@@ -17,7 +17,7 @@ def check_local(job: Job, nodes: str, rendezvous: str | None, resume: bool) -> t
             several machines start without `resume`.
     """
     if job.most_nodes == 1:
-        if ":" not in nodes:  # 1:1 is an elastic job that has got one machine
+        if ":" not in nodes:  # 1:1 means an elastic job that has one machine
             refuse_unused("is for several machines: give --nodes N, or", rendezvous=rendezvous)
         return "", 0
     if rendezvous is None:

@@ -10,7 +10,7 @@ import sys
 def meeting_point(machine: str) -> str:
     """Return `ADDRESS:PORT`: this machine's address in the network that leads to `machine`, and a free port.
 
-    This machine's name is no substitute: it may mean the loopback device, as on Debian, which others cannot reach.
+    This machine's name would not do: it may mean the loopback device, as on Debian, which others cannot reach.
 
     Raises:
         OSError: the other machine's name has no address.

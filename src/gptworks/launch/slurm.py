@@ -73,7 +73,8 @@ def job_file(job: Job) -> str:
 
 
 def _directive(value: str) -> str:
-    """Return a value as it is written after `#SBATCH --name=`, where quotation marks and # have a meaning."""
+    """Return a value as written after `#SBATCH --name=`: with special characters, in quotation marks. Raise UserError
+    if the value has unprintable characters."""
     if not value.isprintable():
         raise UserError(f"{value!r} cannot be written into a line of a batch script: use printable characters.")
     if all(letter.isalnum() or letter in "._-:,@+/%=[]" for letter in value):

@@ -20,7 +20,7 @@ def write_job(target: str, job: Job, path: Path | None) -> Path:
     """Write the job file for a target; return its path.
 
     Args:
-        path: the file to write; None: a file named after the run in the current folder.
+        path: the file to write; None for a file named after the run, in the current folder.
 
     Raises:
         UserError: an option cannot be used with the target, or the file exists and is not an earlier job file.

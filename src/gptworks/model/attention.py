@@ -21,9 +21,9 @@ class AttentionInputs(NamedTuple):
     """Inputs of an attention layer other than the residual stream."""
 
     rotary: tuple[Tensor, Tensor] | None = None
-    """Cosines and sines of the rotary angles at the T positions; None: the layer has no rotary embedding."""
+    """Cosines and sines of the rotary angles at the T positions; None if the layer has no rotary embedding."""
     cache: SlotLayer | None = None
-    """Cached keys and values of the texts' earlier tokens; None: the batch contains each text from its beginning."""
+    """Cached keys and values of the texts' earlier tokens; None if the batch contains each text from its beginning."""
     bias: Tensor | None = None
     """Bias that prevents attention between several texts in one row (see `Scores`); None if not needed."""
     bounds: Tensor | None = None
@@ -50,7 +50,7 @@ class Attention(nn.Module):
         """Gates that scale each head's output (Qiu et al., 2025, `Gated Attention for Large Language Models`)."""
 
     def forward(self, x: Tensor, inputs: AttentionInputs, values: Tensor | None = None) -> Tensor:
-        """Return attention's output [B, T, C] for x [B, T, C]. `values`: [B, T, G·D]; None: values projected from x."""
+        """Return attention's output [B, T, C] for x [B, T, C]. `values`: [B, T, G·D]; None to project x."""
         gate = None if self.gating is None else self.gating(x)  # [B, T, H]
         q, k, v = self.heads(x, inputs.rotary, values)
         fixed, bias, bounds = self.scores, inputs.bias, inputs.bounds  # torch 2.11 cannot compile `_replace`

@@ -58,7 +58,7 @@ class Block(LabParts):
         return add(x, y, self.scale), router_logits, own
 
     def norms(self) -> tuple[Norm | None, Norm | None, Norm | None, Norm | None]:
-        """Return the norms before attention, before the MLP, after attention and after the MLP; None: no norm there."""
+        """Return the norms before attention, before the MLP, after attention and after the MLP, each None if absent."""
         if self.placement == "after":
             return None, None, self.norm1, self.norm2
         if self.placement == "both":
@@ -77,7 +77,7 @@ class Block(LabParts):
     def cost(s: Shapes, layer: int) -> list[Stage]:
         """Return the memory of each of the block's operations, in order."""
         c = s.config
-        # bytes of the gradient of attention's result, and of the MLP's
+        # bytes of the gradient of attention's result; the gradient of the MLP's result has as many
         arrives = s.products(c.d_model) if c.norms_behind else _branch(s).leaves
         before1, before2 = Norm.cost(s, "norm1", reads_entry=True), Norm.cost(s, "norm2", not c.parallel_residual)
         if c.norm_placement == "after":

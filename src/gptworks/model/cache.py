@@ -38,12 +38,12 @@ class SlotRows:
     ) -> None:
         """
         Args:
-            parts: (slot, number of cached tokens, number of new tokens) of each text, in the batch's order; None: the
-                host does not know them, and each text has one new token.
+            parts: (slot, number of cached tokens, number of new tokens) of each text, in the batch's order; None if
+                the host does not know them. Each text then has one new token.
             slots, positions: the slot of each token, and its position in its text, int64 [N], on the cache's device.
             capacity: the text length, in tokens, for rotary scaling that depends on the length.
             layers: each layer's cached keys and values.
-            tokens: token ids in the slots, int32 [n_slots, capacity]; None unless the model's `reads_previous_token`.
+            tokens: token ids in the slots, int32 [n_slots, capacity]; None unless the model reads previous tokens.
         """
         self.parts, self.slots, self.positions, self.capacity = parts, slots, positions, capacity
         self._layers, self._tokens = list(layers), tokens

@@ -8,7 +8,7 @@ tensor that two operations save counts once, at the operation whose backward pas
 Under autocast the residual stream stays float32, products and the tensors between them have two-byte elements, and each
 matrix has a two-byte copy that exists until the matrix's gradient is computed.
 
-Letters: N tokens of a micro-batch, C width, Q query heads × their width, K key/value heads × theirs, F MLP width.
+Letters: N tokens of a micro-batch, C width, Q query heads × their width, K key/value heads × their width, F MLP width.
 """
 
 from collections.abc import Mapping
@@ -43,23 +43,23 @@ class Stage:
     """Additional bytes that the backward pass needs at its peak."""
     unsaved: int = 0
     """Bytes of unsaved results of this and earlier operations that are in memory during this operation's forward pass.
-    If the block is recomputed, memory may peak here: these results and all tensors saved so far."""
+    If the block is recomputed, these results and all tensors saved so far may be the peak of memory."""
     matrices: int = 0
     vectors: int = 0
     table: int = 0
-    """Number of elements of an embedding table. Its fp32 gradient is as large, and exists before the stage ends."""
+    """Number of elements of an embedding table. Its fp32 gradient has as many, and exists before the stage ends."""
     for_own: Mapping[str, int] = field(default_factory=dict)
     """The part of `saved` that only the gradients of the operation's own parameters need."""
     own_scratch: int = 0
     """The part of `scratch` that only the gradients of the operation's own parameters need."""
     module: str = ""
-    """Last part of the name of the module that owns the parameters; empty: `name`."""
+    """Last part of the name of the module that owns the parameters; empty if it is `name`."""
     readers: tuple[str, ...] = ()
     """Modules that read the saved input. If none of them is trained, the input is not saved."""
     reads_entry: bool = False
     """Whether the operation reads the block's input, normalized or not."""
     n_in: int = 0
-    """Input width of the operation's matrices; 0: the model's width."""
+    """Input width of the operation's matrices; 0 for the model's width."""
     share: float = 1.0
     """Fraction of the tokens that the operation multiplies; less than 1 for an expert."""
 

@@ -54,7 +54,7 @@ class GPT(nn.Module):
         self.bigram_embedding = BigramEmbedding(pairs, config.d_model) if pairs else None
         self.rotary = Rotary(config) if config.position == "rope" else None
         self.window_rotary = Rotary(windows) if (windows := config.rotating_windows) else None
-        """Rotary embedding of layers with a window; None: they use `rotary`."""
+        """Rotary embedding of layers with a window; None if these layers use `rotary`."""
         self.dropout = Dropout(config.dropout_embedding)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.value_embeddings = build_tables(config)
@@ -157,9 +157,10 @@ class GPT(nn.Module):
         return x
 
     def embed(self, tokens: Tensor, previous: Tensor | None, *, in_order: bool = True) -> Tensor:
-        """Return the scaled embeddings [B, T, C] of token ids [B, T]; smearing adds part of the previous token's.
+        """Return the scaled embeddings [B, T, C] of token ids [B, T].
 
-        With `in_order`, each token's predecessor, if any, is the element before it in `tokens`.
+        Smearing, if set, adds part of the previous token's embedding to each. With `in_order`, each token's
+        predecessor, if any, is the element before it in `tokens`.
         """
         x: Tensor = self.embedding_scale(self.token_embedding(tokens))
         if self.smear is not None and previous is not None:
@@ -240,7 +241,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def initialize(model: GPT) -> None:
-    """Initialize matrices as `config.init` says, but residual projections with 0 if `config.zero_init_projections`.
+    """Initialize matrices by `config.init`; with `config.zero_init_projections`, set residual projections to 0.
 
     Biases and the table of bigrams begin at 0; norms already have weight 1 and bias 0.
     """

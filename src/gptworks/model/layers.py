@@ -18,7 +18,7 @@ from gptworks.kernels import dispatch
 from gptworks.model.cost import DROPOUT, MLP_INNER, RESIDUAL, Shapes, Stage
 
 AUTOCASTS = tuple(device for device in ("cpu", "cuda", "mps") if torch.amp.is_autocast_available(device))
-"""Device types with autocast; `meta` has none. Calling torch's check in a block would break torch 2.11's graphs."""
+"""Device types with autocast; `meta` has none. Calling torch's check in a block would split torch 2.11's graph."""
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -57,7 +57,7 @@ class Norm(nn.Module):
     def of_sum(self, x: Tensor, branch: Tensor | None = None, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
         """Return x + alpha · branch (x without a branch), and the norm of that sum.
 
-        In training, one C++ kernel computes both results, and another one their gradients. torch needs several kernels.
+        In training on a CPU, one C++ kernel computes both results, and another their gradients; torch needs several.
         """
         return dispatch.norm(x, self.weight, self.bias, self.eps, product_dtype(x), self.centers, branch, alpha)
 
@@ -191,8 +191,8 @@ class MLP(nn.Module):
 
         Args:
             n_grouped: number of experts computed by grouped products; `n_tokens` then counts the tokens of all experts.
-                Each product copies their matrices into one tensor, and frees it before the equally large gradient
-                exists.
+                Each product copies the experts' matrices into one tensor, and frees this copy before the equally
+                large gradient exists.
         """
         c, p = s.config, s.product_bytes
         inner, outer = round(n_tokens * d_ff * p), round(n_tokens * c.d_model * p)

@@ -24,7 +24,7 @@ LORA_PARTS = ("lora_a", "lora_b")
 
 
 class LowRank(nn.Module):
-    """Base class that adds B·A to a layer with frozen parameters. Subclasses name it before the layer's class."""
+    """Base class that adds B·A to a layer with frozen parameters. Subclasses list it before the layer's class."""
 
     def attach(self, n_in: int, n_out: int, config: LoRAConfig, device: torch.device, dtype: torch.dtype) -> None:
         """Freeze the layer; create A with random values from torch's global random state, and B with zeros."""

@@ -2,9 +2,9 @@
 
 With a vocabulary of 50,257, a token's fp32 logits take 200 KB, and their gradient as much. Here the head's product,
 the softmax and both gradients are computed for a chunk of tokens at a time. On a CPU, C++ turns logits into their
-gradient row by row (gptworks.kernels.passes); on an NVIDIA GPU, Triton does (gptworks.kernels.triton_loss). Elsewhere,
-torch computes the probabilities of some rows at a time: on a CPU, of as few as fit in its cache. A softcap, if given,
-first replaces each logit by softcap · tanh(logit / softcap).
+gradient row by row (gptworks.kernels.passes); on an NVIDIA GPU, Triton does (gptworks.kernels.triton_loss). Otherwise,
+torch computes the probabilities of some rows at a time; on a CPU, only as many as fit in its cache. A softcap, if
+given, first replaces each logit by softcap · tanh(logit / softcap).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -327,7 +327,7 @@ def _in_parts(logits: Tensor, rows: slice) -> Iterator[tuple[Tensor, slice]]:
 
 
 def _into_gradient(logits: Tensor, targets: Tensor, factors: Tensor | None = None) -> Tensor:
-    """Overwrite logits [n, V] with (softmax − one-hot) times each row's factor [n] (None: 1), or with 0 where the
+    """Overwrite logits [n, V] with (softmax − one-hot) times each row's factor [n] (None for 1), or with 0 where the
     target is −100; return the sum of the other rows' −log softmax(logits)[target], without factors."""
     if (kernel := dispatch.chosen("cross_entropy", logits)).by != dispatch.TORCH:
         return kernel.compute(logits, targets, factors, gradient=True).sum()

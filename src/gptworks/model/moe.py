@@ -67,8 +67,8 @@ class MoE(nn.Module):
     def takes_groups(self, tokens: Tensor) -> bool:
         """Whether grouped products, which need no counts on the host, compute the experts.
 
-        They do on CUDA in bf16, unless experts have adapters, packed matrices, widths that are not multiples of 8, or
-        too few tokens to be worth stacking their matrices.
+        Grouped products do this on CUDA in bf16, unless experts have adapters, packed matrices, widths that are not
+        multiples of 8, or too few tokens to be worth stacking their matrices.
         """
         first: Any = self.experts[0]
         return (
@@ -76,7 +76,7 @@ class MoE(nn.Module):
             and tokens.dtype == torch.bfloat16
             and tokens.size(0) * self.n_per_token >= GROUPED_ROWS * len(self.experts)
             and all(type(layer) in (Linear, Dropout) for expert in self.experts for layer in expert.children())
-            and all(n % 8 == 0 for n in first.up.weight.shape)  # rows of 16 bytes
+            and all(n % 8 == 0 for n in first.up.weight.shape)  # rows must have a multiple of 16 bytes
         )
 
     def _in_groups(self, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ class MoE(nn.Module):
                 y: Tensor = _GroupedProduct.apply(x, ends, *(one.weight for one in layers))  # type: ignore[no-untyped-call]
                 if own is None:
                     return y
-                return y + own @ torch.stack([one.bias.to(x.dtype) for one in layers])  # sums gradients in float32
+                return y + own @ torch.stack([one.bias.to(x.dtype) for one in layers])  # sums biases' gradients in fp32
 
             return product
 
@@ -214,7 +214,8 @@ def collect(given: Tensor, places: Tensor) -> Tensor:
 class _GroupedProduct(torch.autograd.Function):
     """Products of groups of rows with one matrix each.
 
-    torch's own function would keep its copy of all matrices until the backward pass, which here copies them again.
+    torch's own function would keep its copy of all matrices until the backward pass. Here, the backward pass copies the
+    matrices again.
     """
 
     @staticmethod

@@ -4,7 +4,7 @@ Each method of `Outline` follows the `forward` of one module. Subclasses in `gpt
 and gradients; a module's `cost` gives its memory. This file imports no torch, so that `gptworks presets` and `gptworks
 describe`, which do not need it, answer four times as fast.
 
-Letters: C width, Q query heads × their width, K key/value heads × theirs, F MLP width, V vocabulary.
+Letters: C width, Q query heads × their width, K key/value heads × their width, F MLP width, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,8 @@ Sizes = tuple[int, int]
 _PLACED = (
     "value_residual", "value_embeddings", "value_projections", "value_gates", "attention_gates", "future_heads",
 )  # fmt: skip
-"""Laboratory groups that `Outline` visits by name. Other groups change the input of the first block or each block."""
+"""Laboratory groups that `Outline` visits by name. Other laboratory groups change the input of the first
+block or of each block."""
 
 
 def formed_pairs(length: int, window: int | None) -> int:
@@ -48,7 +49,8 @@ def stays_whole(parameter: str) -> bool:
 class Outline:
     """Visitor of a model's tensors and matrix products, in the order of the forward pass.
 
-    Each module's method takes whether its input has a gradient (`x`, `inner`), and returns whether its result has one.
+    Each module's method takes whether its input has a gradient (`x`, `inner`), and returns whether its result has a
+    gradient.
     """
 
     def __init__(self, config: ModelConfig, n_future: int) -> None:
@@ -74,7 +76,7 @@ class Outline:
         """Visit a product of activations with a matrix of these sizes; `part` names the kind of work.
 
         Args:
-            share: fraction of the tokens in the product, in units of 1 / n_experts; None: all tokens.
+            share: fraction of the tokens in the product, in units of 1 / n_experts; None for all tokens.
         """
 
     def adapter(self, module: str, sizes: Sizes, x: bool, share: int | None) -> bool:

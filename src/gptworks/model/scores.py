@@ -21,20 +21,20 @@ class Scores(NamedTuple):
     """Settings that turn products of queries and keys into attention weights."""
 
     window: int | None = None
-    """Number of keys that a query sees, including its own; None: all keys up to its own."""
+    """Number of keys that a query sees, including its own; None for all keys up to its own."""
     dropout: float = 0.0
     """Probability of dropping an attention weight."""
     scale: float | None = None
-    """Factor of q·k; None: 1/√D."""
+    """Factor of q·k; None for 1/√D."""
     softcap: float | None = None
-    """Scores become softcap · tanh(score / softcap) before the bias is added; None: no cap."""
+    """Scores become softcap · tanh(score / softcap) before the bias is added; None for no cap."""
     bias: Tensor | None = None
     """Bias [B, T, S], in q's dtype, added to the scores of rows with several texts (`texts_bias`). It includes the
-    window's mask. None: each row has one text, or `bounds` separate the texts."""
+    window's mask. None if each row has one text, or `bounds` separate the texts."""
     bounds: Tensor | None = None
     """Bounds of the texts in rows of several texts (`text_bounds`), in place of a bias if `takes_bounds`."""
     fuses_groups: bool = True
-    """False: repeat the keys and values of grouped queries; see `gptworks.kernels.dispatch.fuses_groups`."""
+    """See `gptworks.kernels.dispatch.fuses_groups`. If false, keys and values are repeated for grouped queries."""
 
     def factor(self, q: Tensor) -> float:
         """Return the factor of q·k: `scale`, or 1/√D if `scale` is None."""
@@ -291,7 +291,7 @@ def is_grouped(s: Shapes) -> bool:
 def is_plain(s: Shapes, window: int | None) -> bool:
     """Whether torch computes attention as plain products with all weights in float32, for lack of a fused kernel.
 
-    It does so for grouped queries in float32 on an accelerator, unless a mask or an old GPU requires repeated keys;
+    torch does so for grouped queries in float32 on an accelerator, unless a mask or an old GPU requires repeated keys;
     always on MPS; and on a CPU with dropout.
     """
     if s.on_cpu:
@@ -309,8 +309,9 @@ def saves_output(s: Shapes, window: int | None) -> bool:
 def output_is_shared(s: Shapes, window: int | None) -> bool:
     """Whether attention saves its result in the layout that the output projection needs, so that both save one tensor.
 
-    The C++ kernel, flash attention within bounds and torch's float32 kernel for GPUs always use that layout; torch's
-    other fused kernels use the queries' layout, which rotation changes, and on an accelerator QK-norm too.
+    The C++ kernel, flash attention within bounds and torch's float32 kernel for GPUs always use that layout. torch's
+    other fused kernels use the queries' layout. Rotation changes the queries' layout; on an accelerator, QK-norm does
+    so too.
     """
     if s.native or has_bounds(s):
         return True

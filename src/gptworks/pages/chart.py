@@ -12,9 +12,9 @@ from gptworks.pages.parts import figure, paragraph, printable, stylesheet
 Format = Callable[[float], str]
 
 WIDE, NARROW = 960.0, 456.0
-"""Widths of a chart: as wide as the page, or one of two side by side."""
+"""Widths of a chart that is as wide as the page, and of each of two charts side by side."""
 NARROW_HEIGHT = 300.0
-"""Maximum height of a wide chart where it is drawn narrow."""
+"""Maximum height of the narrow drawing of a wide chart."""
 
 N_COLOURS = 8
 """Number of colours, series-0 to series-7 in style.css; series 8 to 15 have the same colours, dashed."""
@@ -53,11 +53,11 @@ class Series:
 class Chart:
     """Curves over axes.
 
-    If a few values are far above all others, the axis ends below them and the chart says how many are higher.
+    If a few values are far above all others, the y axis ends below them and the chart states their number.
     """
 
     name: str
-    """A name that distinguishes the drawing's ids from those of other drawings on the page."""
+    """A name that makes the drawing's ids unique on the page."""
     title: str
     """The chart's title, for screen readers."""
     series: Sequence[Series]
@@ -69,8 +69,8 @@ class Chart:
     height: float = 250.0
     log_x: bool = False
     x_range: tuple[float, float] | None = None
-    """The range of the x axis, to which 4% is added at each end; None: the points' range, from 0 if 0 is near. Two
-    integers give integer ticks, unless the axis is logarithmic."""
+    """The range of the x axis, to which 4% is added at each end; None for the points' range, from 0 if 0 is near.
+    Two integers give integer ticks, unless the axis is logarithmic."""
     x_names: Sequence[str] | None = None
     """Labels of x = 0, 1, 2 …; None if x is a number."""
     from_zero: bool = False
@@ -202,7 +202,7 @@ def _apart(low: float, high: float) -> tuple[float, float]:
 
 
 def _limits(values: list[float]) -> tuple[float, float, int]:
-    """Return the lowest and highest value on the axis, and the number of values above it."""
+    """Return the lowest and the highest value of the y axis, and the number of values above the axis."""
     values = sorted(values)
     low, high = values[0], values[-1]
     most = values[min(len(values) - 1, int(0.98 * len(values)))]
@@ -222,7 +222,7 @@ def _ticks(low: float, high: float, n: int) -> list[float]:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Return the logarithms of powers of ten, and of 2 and 5 times these if there are fewer than three."""
+    """Return log10 of the powers of ten in the range; with fewer than three, also of 2 and 5 times each power."""
     powers = range(math.floor(low), math.ceil(high) + 1)
     tens = [float(power) for power in powers if low <= power <= high]
     return tens if len(tens) > 2 else [power + math.log10(b) for power in powers for b in (1, 2, 5)]
@@ -275,7 +275,7 @@ def _thinned(points: list[Point], columns: int) -> list[Point]:
 def _names(
     d: Drawing, named: Sequence[Series], place: Callable[[float, float], Point], x: float, room: tuple[float, float]
 ) -> None:
-    """Draw each name next to the end of its curve, moved apart if names would overlap."""
+    """Draw each name next to the end of its curve. Move names apart that would overlap."""
     ends = []
     for s in named:
         finite = [point for point in s.points if math.isfinite(point[1])]

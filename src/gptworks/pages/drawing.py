@@ -28,8 +28,8 @@ _DIGIT, _LOWER, _OTHER = 0.64, 0.64, 0.84
 
 
 def text_width(text: str, size: float, bold: bool = False) -> float:
-    """Return an upper bound on the width of an English text, from DejaVu Sans, the widest of the usual sans-serif
-    fonts. Letters of other languages may be wider."""
+    """Return an upper bound on the width of an English text, based on DejaVu Sans, the widest of the usual
+    sans-serif fonts. Letters of other languages may be wider."""
     ems = 0.0
     for letter in text:
         plain = _DIGIT if letter.isdigit() else _LOWER if letter.islower() else _OTHER
@@ -44,7 +44,7 @@ class Drawing:
         self.elements: list[ElementTree.Element] = []
 
     def add(self, tag: str, content: str | None = None, *, title: str = "", **attributes: str | float) -> None:
-        """Add an element. `class_` becomes the attribute class, and text_anchor text-anchor; `title` is a tooltip."""
+        """Add an element with the tooltip `title`. Attribute names get hyphens for underscores; `class_` is class."""
         element = _element(tag, content, **attributes)
         if title:
             element.append(_element("title", title))

@@ -1,6 +1,7 @@
-"""The layout of reports and other HTML pages: one file without scripts or network access, for light and dark screens
-and for A4; and of cells of a notebook, whose other cells keep their style. Exported models and the studio have pages of
-their own.
+"""The layout of reports and other HTML pages, and of notebook cells.
+
+A page is one file without scripts or network access, for light and dark screens and for A4 paper. The style of a
+notebook cell does not affect other cells. Exported models and the studio have pages with another layout.
 """
 
 import base64
@@ -26,7 +27,7 @@ def page(
     run anything. Characters that cannot be shown are replaced by U+FFFD.
 
     Args:
-        refresh_seconds: time after which a browser loads the page again; None: never.
+        refresh_seconds: time after which a browser loads the page again, or None for never.
     """
     template = environment().get_template("page.html")
     text = template.render(

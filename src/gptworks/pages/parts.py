@@ -63,7 +63,7 @@ columns = _macro("columns")
 """Returns sections side by side, where there is room."""
 figure = _macro("figure")
 folded = _macro("folded")
-"""Returns a part that is hidden until its title is clicked, but printed."""
+"""Returns a part that a screen hides until its title is clicked. A printed page always shows the part."""
 figures = _macro("figures")
 """Returns drawings in rows of two, where there is room."""
 key_figures = _macro("key_figures")
@@ -109,7 +109,7 @@ def large(value: float, unit: str = "") -> Markup:
 
 
 def number(value: float, text: str | None = None, unit: str = "") -> Markup:
-    """Return a number, shown as `text` or else with thousands separators, its unit, and its exact value as data."""
+    """Return a number with its unit, shown as `text` or with thousands separators. The exact value is added as data."""
     exact = str(int(value)) if math.isfinite(value) and value == int(value) else repr(value)
     return _made("number", exact, f"{value:,}" if text is None else text, unit)
 
@@ -148,7 +148,7 @@ def table(
     """Return a table of rows under a header; empty without rows. The first cell of a row is its header.
 
     Args:
-        align: a letter for each column: l, r (numbers), q (muted), t (a bar), n (a note).
+        align: a letter for each column: l (text), r (numbers), q (muted text), t (bars) or n (notes).
     """
     if not (rows := list(rows)):
         return Markup("")

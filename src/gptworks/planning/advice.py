@@ -31,7 +31,7 @@ class Change:
     n_ranks: int
     n_ranks_before: int
     ranks_per_node: int | None
-    """New number of ranks on each node, if the change reduces it; None: unchanged."""
+    """New number of ranks on each node, if the change reduces it; None if unchanged."""
     costs: str
     """The disadvantage of the change."""
     need: Need
@@ -60,7 +60,7 @@ class _Remedy:
     overrides: tuple[str, ...]
     costs: str
     beyond: tuple["_Remedy", ...] = ()
-    """Remedies that save less of the same memory, such as 8-bit weights if this one is 4-bit weights."""
+    """Remedies that save less of the same memory, such as 8-bit weights if this remedy is 4-bit weights."""
 
 
 def recipe_with(recipe: Recipe) -> Apply:
@@ -73,10 +73,10 @@ def changes_that_fit(recipe: Recipe, n_ranks: int, device: Device, apply: Apply 
     """Return changes with which the run fits: the cheapest first, changes to more devices last.
 
     If a run fits the devices but not the hosts, changes to fewer ranks per host come first. If no change suffices,
-    return only the last one that was tried and can start; if none can start, return an empty list.
+    return only the last change that was tried and can start. If no change can start, return an empty list.
 
     Args:
-        apply: returns the recipe with overrides applied; None: applies them to `recipe`.
+        apply: returns the recipe with overrides applied; by default, `recipe_with(recipe)`.
     """
     search = _Search(n_ranks, device, apply or recipe_with(recipe))
     found: list[tuple[frozenset[_Remedy], Change]] = []
@@ -113,8 +113,11 @@ class _Search:
         self.n_ranks, self.device, self.apply = n_ranks, device, apply
 
     def tried(self, remedies: Sequence[_Remedy], n_ranks: int) -> Change | None:
-        """Return the remedies as a change. If the recipe's micro-batch does not fit on the device, the change sets the
-        largest one that fits, or the smallest if none fits. None: the recipe cannot run with these overrides."""
+        """Return the remedies as a change; None if the recipe cannot run with them.
+
+        If the recipe's micro-batch does not fit on the device, the change sets the largest micro-batch that fits, or
+        the smallest if none fits.
+        """
         overrides = tuple(override for remedy in remedies for override in remedy.overrides)
         costs = [remedy.costs for remedy in remedies]
         found = self._changed(overrides, n_ranks, costs)
@@ -134,9 +137,11 @@ class _Search:
         return last
 
     def on_fewer_ranks_a_host(self, remedies: Sequence[_Remedy], change: Change) -> list[Change]:
-        """Return variants of a change that fits its devices but not its hosts: one with fewer ranks if all ranks are on
-        one host, and one with the same ranks on more hosts. Leave out variants that do not fit either. For other
-        changes, return an empty list."""
+        """Return variants of a change that fit, if the change fits its devices but not its hosts; else an empty list.
+
+        The first variant has fewer ranks on the same host, if there is only one host. The second variant has the same
+        number of ranks on more hosts.
+        """
         if change.fits or not change.need.fits_device:
             return []
         n_hosts = -(-change.n_ranks // self.device.per_node)
@@ -177,7 +182,8 @@ def _micro(change: Change) -> float:
 def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Remedy, ...]]:
     """Yield combinations of remedies to try on the same devices, the cheapest first.
 
-    The first is empty: a smaller micro-batch may suffice. No remedy is about logits: few of them are in memory at once.
+    The first combination is empty, because a smaller micro-batch may suffice. No remedy concerns logits, because few
+    logits are in memory at once.
     """
     train = recipe.train
     yield ()
@@ -225,7 +231,7 @@ def _on_the_same_devices(recipe: Recipe, device: Device) -> Iterator[tuple[_Reme
 
 def _more_devices(recipe: Recipe, n_ranks: int, device: Device) -> Iterator[list[tuple[list[_Remedy], int]]]:
     """Yield lists of (remedies, number of devices) to try, one list per set of remedies, in ascending numbers of
-    devices. Yield nothing for laptops and for devices other than CUDA: ranks on one CPU share its memory."""
+    devices. Yield nothing for laptops and for devices other than CUDA GPUs; ranks on one CPU share its memory."""
     train, tensor = recipe.train, recipe.train.parallel.tensor_parallel
     if device.kind != "cuda" or device.is_laptop:
         return

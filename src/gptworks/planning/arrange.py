@@ -1,6 +1,6 @@
-"""Choose how devices divide a run's model and batches (the layout), or name the rule that the recipe breaks.
+"""Chooses the layout: how devices divide a run's model and batches. If no layout is possible, names the broken rule.
 
-`plan`, its advice, the check before training and `launch` all use these functions, so they accept the same recipes.
+`plan`, its advice, the check before training and `launch` all use these functions, so all accept the same recipes.
 """
 
 from collections.abc import Iterable
@@ -16,15 +16,14 @@ from gptworks.planning.state import copies_start, other_models_bytes, teacher_co
 
 
 class Refusal(str):
-    """Why a recipe cannot run on this many devices: a setting's value, the rule that it breaks, and what to change."""
+    """The reason why a recipe cannot run: a setting's value, the rule that it breaks, and what to change."""
 
 
 def arrange(recipe: Recipe, n_ranks: int, device: Device) -> Layout | Refusal:
     """Return the layout of the recipe's model and batches on `n_ranks` devices, or the rule that the recipe breaks.
 
     `train.parallel` decides the layout: `strategy: auto` shards the model if the run with the whole model on each
-    device does not fit and no rule forbids sharding. The sharded model may not fit either; `need` checks that for the
-    `device_setting` of the layout.
+    device does not fit and no rule forbids sharding. The sharded model may not fit either: see `need`.
 
     Raises:
         UserError: the recipe of a teacher cannot be read.
@@ -64,7 +63,7 @@ def refusal(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Refusal | 
     """Return the first rule that the recipe breaks on `n_ranks` devices of any size; None if it breaks no rule.
 
     Args:
-        precision: fp32, bf16 or fp16; auto: unknown, so rules about precision are not checked.
+        precision: fp32, bf16 or fp16; auto if unknown, in which case rules about precision are not checked.
     """
     tensor = recipe.train.parallel.tensor_parallel
     if n_ranks % tensor:
@@ -88,13 +87,13 @@ def refusal(recipe: Recipe, n_ranks: int, precision: str = "auto") -> Refusal | 
 
 
 def _first(rules: Iterable[tuple[object, str]]) -> Refusal | None:
-    """Return the first of the rules, given as (whether it is broken, text), that is broken; None if none is."""
+    """Return the text of the first broken rule, or None. Each rule is a pair (whether it is broken, text)."""
     return next((Refusal(text) for is_broken, text in rules if is_broken), None)
 
 
 def _batch_refusal(recipe: Recipe, n_data: int) -> Refusal | None:
     """Return why a batch cannot be divided into equally many whole micro-batches for each of `n_data` data-parallel
-    ranks; None if it can. If the objective generates answers, a micro-batch must consist of whole groups of answers."""
+    ranks; None if the batch can. If the objective generates answers, each micro-batch must have whole groups."""
     train, group = recipe.train, recipe.objective.micro_batch_multiple
     tensor, micro = train.parallel.tensor_parallel, train.rank_micro_batch_size(n_data)
     what = f"{n_data} ranks" if tensor == 1 else f"{n_data} groups of {tensor} ranks"
@@ -146,7 +145,7 @@ def _tensor_refusal(model: ModelConfig, tensor: int) -> Refusal | None:
 
 
 def _not_in_shares(recipe: Recipe, precision: str, setting: str) -> Refusal | None:
-    """Return why the run cannot shard its tensors, as this `setting` of `train.parallel` demands; None if it can."""
+    """Return why the run cannot shard its tensors; None if it can. A `setting` of `train.parallel` demands sharding."""
     where, alone, objective = f"train.parallel.{setting}", "use strategy=ddp and tensor_parallel=1", recipe.objective
     base, moments = recipe.adapter.base if recipe.adapter else "full", recipe.train.optimizer_state
     return _first((
@@ -194,7 +193,7 @@ def device_setting(recipe: Recipe, device: Device, layout: Layout, precision: st
     """Return `rank_setting` with the attention kernels that torch has for the device.
 
     Args:
-        precision: precision of the matrix products; None: the one that `train.precision` selects on the device.
+        precision: precision of the matrix products; by default, as `train.precision` selects it on the device.
     """
     precision = precision or planned_precision(recipe.train.precision, device)
     setting = rank_setting(recipe, precision, device.on_cpu, layout)

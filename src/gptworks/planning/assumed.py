@@ -18,7 +18,7 @@ COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER = 20
 """Compute-optimal training takes about 20 tokens per parameter at every size (Hoffmann et al., 2022, table 3)."""
 
 DEFAULT_BATCH_TOKENS = 2**19
-"""Tokens per step unless an override sets the batch; as for GPT-3's smaller sizes (Brown et al., 2020, table 2.1)."""
+"""Tokens per step unless an override sets the batch, as for GPT-3's smaller sizes (Brown et al., 2020, table 2.1)."""
 
 ASSUMED_STEPS = f"{COMPUTE_OPTIMAL_TOKENS_PER_PARAMETER} tokens a parameter, as no length is given"
 
@@ -56,13 +56,14 @@ def preset_recipe(name: str, overrides: Sequence[str], device: Device, n_ranks: 
 
 
 def with_largest_micro_batch(recipe: Recipe, device: Device, n_ranks: int) -> Recipe:
-    """Return the recipe with the largest micro-batch that fits on a rank; with 1 if none fits; with its own if
-    `arrange` refuses the recipe."""
+    """Return the recipe with the largest micro-batch that fits on a rank, or with 1 if none fits. If `arrange` refuses
+    the recipe, its micro-batch stays as it is."""
     return _with(recipe, micro_batch_size=_largest_that_fits(recipe, device, n_ranks))
 
 
 def _largest_that_fits(recipe: Recipe, device: Device, n_ranks: int) -> int:
-    """Return the largest micro-batch that fits on a rank; 1 if none fits; the recipe's if `arrange` refuses it."""
+    """Return the largest micro-batch that fits on a rank, or 1 if none fits. If `arrange` refuses the recipe, return
+    the recipe's micro-batch."""
     layout = arrange(_with(recipe, micro_batch_size=1), n_ranks, device)
     if isinstance(layout, Refusal):
         return recipe.train.micro_batch_size

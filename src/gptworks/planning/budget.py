@@ -24,11 +24,11 @@ class Largest:
     """The largest model of an architecture that fits on the devices and can be trained in a given time."""
 
     overrides: tuple[str, ...]
-    """Settings of its size, such as `model.d_model=512`."""
+    """Settings of the model's size, such as `model.d_model=512`."""
     parameters: int
     tokens: int
-    """Number of training tokens: 20 for each parameter, which is compute-optimal (Hoffmann et al., 2022); if memory
-    limits the model, as many as the time suffices for."""
+    """Number of training tokens: 20 for each parameter, which is compute-optimal (Hoffmann et al., 2022). If
+    memory limits the model, this is the number for which the time suffices."""
     seconds: float
     limited_by_memory: bool
 
@@ -39,7 +39,7 @@ class Affordable:
 
     seconds: float
     flops: float
-    """FLOPs of training on `tokens`, including those recomputed in the backward pass."""
+    """FLOPs of training on `tokens`, including FLOPs recomputed in the backward pass."""
     tokens: int
     """Number of tokens that the planned model reads in this time."""
     steps: int
@@ -77,7 +77,7 @@ def affordable(plan: Plan, hours: float) -> Affordable:
 
 
 def _largest(plan: Plan, seconds: float) -> tuple[Largest | None, str]:
-    """Return the largest model, or None and the reason. Time and memory grow with the size, so bisection finds it."""
+    """Return the largest model, or None and the reason. Bisection works, because time and memory grow with the size."""
     recipe = plan.recipe
     if recipe.initialize_from or recipe.adapter or "text" not in recipe.objective.sources:
         return None, "a fine-tuned model has the size of its base"
@@ -108,8 +108,8 @@ def _optimal_seconds(plan: Plan) -> float:
 
 
 def _of_size(plan: Plan, groups: int) -> tuple[Plan, tuple[str, ...]] | None:
-    """Return the plan of the model with `groups` key/value heads and the overrides that make it; None if it cannot be
-    built or divided among the devices."""
+    """Return the plan of the model with `groups` key/value heads, and its overrides; None if the model cannot be built
+    or divided among the devices."""
     overrides = size_overrides(plan.recipe.model, groups)
     sized = plan.with_overrides(overrides, largest_micro_batch=True)
     if sized is None:

@@ -13,18 +13,18 @@ MEASURED = ("this", "cpu")
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """A user's description of a device, by name or by figures, and of its node. None: the option is not given."""
+    """A user's description of a device, by name or by figures, and of its node. Options that are not given are None."""
 
     device: str | None = None
-    """A name such as h100, or a GPU's memory such as `8 GB`; `this` or `cpu`: this machine's device or CPU, measured.
-    None (without `memory_gib`): this machine's CPU, not measured."""
+    """A name such as h100, or a GPU's memory such as `8 GB`. `this` or `cpu` means this machine's device or CPU,
+    measured. None, if `memory_gib` is None too, means this machine's CPU, not measured."""
     memory_gib: float | None = None
     """Memory in GiB of a device described by figures."""
     flops: float | None = None
     bandwidth: float | None = None
-    """`flops` and `bandwidth`: FLOP/s in every precision, and memory bytes/s; they replace a named device's figures."""
+    """`flops` and `bandwidth`: FLOP/s in every precision, and memory bytes/s. Both replace a named device's figures."""
     utilization: float | None = None
-    """Share of the device's FLOP/s that training reaches while it computes; None: `UTILIZATION`."""
+    """Share of the device's FLOP/s that training reaches while it computes; by default, `UTILIZATION`."""
     intra_node_gb_s: float | None = None
     inter_node_gb_s: float | None = None
     """`intra_node_gb_s` and `inter_node_gb_s`: GB/s that a device sends within its node, and to other nodes."""
@@ -80,7 +80,7 @@ class DeviceOptions:
         node = (self.intra_node_gb_s, self.inter_node_gb_s, self.gpus_per_node, self.host_memory_gib)
         intra, inter, per_node, host = node
         memory = device.memory_bytes
-        if device.on_cpu:  # the ranks share its memory, as in `gptworks.device.rank_memory_bytes`
+        if device.on_cpu:  # the ranks share the CPU's memory, as in `gptworks.device.rank_memory_bytes`
             memory //= min(per_node or n_ranks, n_ranks)
         source = device.network_source
         if any(node):

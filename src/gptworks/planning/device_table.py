@@ -1,8 +1,8 @@
-"""Memory and speed of known devices, from vendors' datasheets, without torch; `find_device` finds one by its name.
+"""Memory and speed of known devices, from vendors' datasheets. `find_device` returns a device by its name.
 
 Rates are for dense matrices (datasheets also print doubled rates, for structured sparsity) with sums in float32. Memory
-is the printed number of gigabytes of 10⁹ bytes, except for Apple's chips (see `_apple`); a GPU has up to 7% more, which
-its driver's context takes.
+is the printed number of gigabytes of 10⁹ bytes, except for Apple's chips (see `_apple`). A GPU has up to 7% more
+memory, which its driver's context takes.
 """
 
 import difflib
@@ -77,7 +77,7 @@ def _geforce(series: list[Figures], tensor: int, source: str, node: dict[str, An
 
 
 def _apple(chip: str, gibibytes: tuple[int, ...], single: float, bandwidth: float, source: str) -> None:
-    """Add an Apple chip in each size of memory. Its GPU has one rate in all precisions, and shares memory with its CPU.
+    """Add an Apple chip in each size of memory. The GPU has one rate in all precisions, and shares memory with the CPU.
 
     The GPU gets the part that Metal recommends, two thirds of the memory, or three quarters from 36 GB on: the property
     `recommendedMaxWorkingSetSize` is 10,922.67 MiB of 16 GiB, 21,845.34 of 32, 49,152 of 64 and 73,728 of 96.
@@ -254,12 +254,13 @@ LEAST_GIGABYTES = 0.1
 """Minimum memory, in GB, of a GPU that is given only by its memory, such as `8 GB`."""
 
 _CUTOFF = 0.75
-"""Similarity from which an unknown name is taken for a misspelling."""
+"""Minimum similarity to a known name at which an unknown name is taken for a misspelling."""
 
 
 def find_device(name: str) -> Device:
     """Return the device called `name`, in any usual spelling, such as `h100`, `RTX 4090`, `4090 laptop`, `m2 max 64`,
-    or what its driver calls it. If `name` is only a size, such as `8 GB`, return a GPU with this memory, without rates.
+    or the name that its driver reports. If `name` is only a size, such as `8 GB`, return a GPU with this memory and
+    without rates.
 
     Raises:
         UserError: no device or more than one has this name, or no device of this name has this memory. The message
@@ -309,7 +310,7 @@ def _sold_gigabytes(key: str) -> float:
 
 
 def _with_words(words: frozenset[str]) -> list[str]:
-    """Return the keys of `DEVICES` that have exactly these words; if there are none, those with these and other
+    """Return the keys of `DEVICES` that have exactly these words; if no key has, the keys that also have other
     words."""
     exactly = [key for key in DEVICES if _words(key) == words]
     return exactly or [key for key in DEVICES if words and words < _words(key)]

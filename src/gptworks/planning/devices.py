@@ -13,7 +13,7 @@ published (Chowdhery et al., 2022); small models on one device reach less."""
 
 @dataclass(frozen=True)
 class Device:
-    """A device's memory and speed, and its node. Rates are in FLOP/s and bytes/s; None: unknown."""
+    """A device's memory and speed, and its node. Rates are in FLOP/s and bytes/s; None if unknown."""
 
     name: str
     kind: str
@@ -33,10 +33,10 @@ class Device:
     per_node: int = 8
     """Devices in a node."""
     host_bytes: int | None = None
-    """Host memory of a node; None: unknown, so plans do not check it."""
+    """Host memory of a node; None if unknown. Plans do not check unknown host memory."""
     network_source: str = "assumed: PCIe 4.0 ×16, 100 Gb/s Ethernet for each device"
     is_laptop: bool = False
-    """Whether the device is built into a laptop, so that no second one can be added."""
+    """Whether the device is built into a laptop, so that no second device can be added."""
 
     @property
     def on_cpu(self) -> bool:
@@ -44,8 +44,8 @@ class Device:
 
     @property
     def has_flash(self) -> bool:
-        """Whether torch has flash attention for the device: if it is an NVIDIA GPU with bf16 (compute capability 8.0
-        or higher). `gptworks.kernels.dispatch.has_flash` asks torch."""
+        """Whether torch has flash attention for the device. NVIDIA GPUs with bf16 (compute capability 8.0 or higher)
+        have it. `gptworks.kernels.dispatch.has_flash` asks torch."""
         return self.kind == "cuda" and self.has_bf16 and not self.name.startswith("AMD")
 
     @property
@@ -64,7 +64,7 @@ class Device:
 
 
 def custom_device(memory_gib: float, flops: float | None, bandwidth: float | None) -> Device:
-    """Return a device with this memory, FLOP/s in every precision, and memory bandwidth in bytes/s; None: unknown."""
+    """Return a device with this memory, FLOP/s in every precision, and memory bandwidth in bytes/s; None if unknown."""
     return Device("GPU", "cuda", round(memory_gib * 2**30), flops, flops, bandwidth, "given")
 
 

@@ -80,8 +80,8 @@ def largest_micro_batch(setting: Setting, capacity_bytes: int, step_samples: int
     """Return the largest micro-batch whose step fits into `capacity_bytes`; 0 if even one sample does not fit.
 
     Args:
-        step_samples: samples per step on one device. With smaller micro-batches, gradients accumulate, so they are in
-            memory during the forward pass.
+        step_samples: samples per step on one device. With smaller micro-batches, accumulated gradients are in memory
+            during the forward pass.
     """
 
     def fits(size: int) -> bool:
@@ -94,8 +94,11 @@ def largest_micro_batch(setting: Setting, capacity_bytes: int, step_samples: int
 
 
 def alternatives(recipe: Recipe, n_ranks: int, device: Device) -> list[Alternative]:
-    """Estimate the recipe's step in fp32 and bf16 (on an accelerator without bf16: in fp32 and the planned precision)
-    and in each possible layout, with and without activation checkpointing, at the same micro-batch."""
+    """Estimate the recipe's step in two precisions and in each possible layout, with and without recomputed blocks.
+
+    The precisions are fp32 and bf16; on an accelerator without bf16, fp32 and the planned precision. All steps have the
+    recipe's micro-batch.
+    """
     n = n_ranks if n_ranks > 1 else COMPARED_DEVICES
     own = planned_precision(recipe.train.precision, device)
     micro = arrange(recipe, n_ranks, device)
@@ -111,7 +114,7 @@ def alternatives(recipe: Recipe, n_ranks: int, device: Device) -> list[Alternati
 
 
 def _layouts(recipe: Recipe, n: int, precision: str, device: Device) -> list[Layout]:
-    """Return the layout of one device, and the sharded and tensor-parallel ones on n devices that `arrange` accepts."""
+    """Return the layout of one device, and the sharded and tensor-parallel layouts of n devices that can run."""
     layouts = [Layout()]
     train = recipe.train.model_copy(update={"precision": precision, "batch_size": n * recipe.train.batch_size})
     for settings in ({"reshard_after_forward": False}, {"reshard_after_forward": True}, {"tensor_parallel": n}):

@@ -108,7 +108,7 @@ class Products(Outline):
     """FLOPs of one text's forward and backward pass by part and by module, for a model that may be partly frozen.
 
     The backward pass of y = x·W has a product of the same size for the gradient of x if x depends on a trained
-    parameter, and another for the gradient of W if W is trained.
+    parameter, and another product for the gradient of W if W is trained.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class Work:
     again_per_token: float
     """FLOPs per token that activation checkpointing recomputes. `per_token` excludes them, as PaLM's MFU does."""
     before_first_step_per_token: float = 0.0
-    """FLOPs per token of the pass that scores each sample once before training; 0 if the objective needs none."""
+    """FLOPs per token of the pass that scores each sample once before training; 0 if there is no such pass."""
 
     @property
     def per_token(self) -> float:
@@ -216,7 +216,7 @@ def training_work(recipe: Recipe) -> Work:
 
 def _computed_again(recipe: Recipe, products: Products, n_still: int) -> float:
     """Return the FLOPs that activation checkpointing recomputes for a text. Recomputation of a block stops at the last
-    tensor to be saved, so it leaves out the MLP's last product if no later tensor is saved."""
+    tensor to be saved, so the MLP's last product is not recomputed if no later tensor is saved."""
     model, train = recipe.model, recipe.train
     saves_behind = model.norm_placement != "before" or model.n_experts or model.dropout_residual or recipe.adapter
     whole = saves_behind or train.parallel.tensor_parallel > 1
@@ -231,6 +231,6 @@ def _computed_again(recipe: Recipe, products: Products, n_still: int) -> float:
 
 
 def training_products(recipe: Recipe, by_expert: bool) -> Products:
-    """Return the products of a text in training; an adapter's count with its layer."""
+    """Return the products of a row of full length in training. An adapter's products count with its layer."""
     model, n_future = recipe.model, len(recipe.train.future_weights)
     return Products(model, recipe.row_length, n_future, recipe.adapter, recipe.freeze, by_expert)

@@ -34,7 +34,7 @@ class HostMemory:
     copied_bytes: int
     """Additional bytes at the peak: the copies of a checkpoint's parts that the node's ranks write."""
     limit_bytes: int | None
-    """The host's memory; None: unknown, so `fits` is true."""
+    """The host's memory; None if unknown, in which case `fits` is true."""
     one_rank_bytes: int
     """Peak bytes of a node that runs only rank 0: the smallest host memory that suffices."""
 
@@ -86,8 +86,10 @@ def building_bytes(setting: Setting) -> int:
 
 
 def starting_bytes(setting: Setting) -> int:
-    """Return the bytes of the starting weights in float32, plus the weights in training if an adapter's base is
-    quantized, because both exist at the same time; 0 if the run does not start from another run's weights."""
+    """Return the bytes of the starting weights in float32; 0 if the run does not start from another run's weights.
+
+    If an adapter's base is quantized, add the weights in training, because both exist at the same time.
+    """
     if not setting.starts_from:
         return 0
     parameters, trained = setting.whole
@@ -134,8 +136,11 @@ ONEDNN_KERNEL_BYTES, ONEDNN_KEEPS = 555_000, 1024
 
 
 def expert_kernels_bytes(setting: Setting) -> int:
-    """Return the largest memory of the kernels that oneDNN compiles for experts in bf16 on a CPU: for each number of
-    rows, two products forward and four backward. 0: the model has no experts, or does not run in bf16 on a CPU."""
+    """Return the largest memory of the kernels that oneDNN compiles for experts in bf16 on a CPU.
+
+    For each number of rows, there are two products in the forward pass and four in the backward pass. The result is 0
+    if the model has no experts or does not run in bf16 on a CPU.
+    """
     if not (setting.on_cpu and setting.precision == "bf16" and setting.model.n_experts):
         return 0
     n_tokens = setting.micro_batch_size * setting.objective.rows_per_sample * setting.row_length

@@ -31,10 +31,13 @@ class InferenceMemory:
 def kv_cache_bytes(
     config: ModelConfig, length: int | None = None, bytes_per_value: int = 2, scale_bytes: int = 0
 ) -> int:
-    """Return the bytes of one sequence of `length` tokens (default: the context) in a `SlotCache`, which keeps the keys
-    and values of all tokens even in windowed layers, and the token ids if the model reads the previous token.
+    """Return the bytes of one sequence in a `SlotCache`.
+
+    The cache keeps the keys and values of all tokens, even in windowed layers. It also keeps the token ids if the model
+    reads the previous token.
 
     Args:
+        length: number of tokens; by default, the context length.
         scale_bytes: bytes of the scale of each vector; an int8 cache has scales of 4 bytes.
     """
     length = config.context_length if length is None else length
@@ -62,11 +65,10 @@ def inference_memory(model: ModelConfig) -> list[InferenceMemory]:
 
 
 def weights_bytes(parameters: ParameterCount, precision: str, outside: bool = True) -> int:
-    """Return the bytes of all weights as `gptworks quantize` writes them in a precision.
+    """Return the bytes of all weights as `gptworks quantize` writes them in a precision by default.
 
-    Norms, biases, positions, gates and routers stay fp32; if `outside` is False, so do all weights outside the blocks.
-    With int4, matrices outside the blocks (the head by default), and those whose rows cannot be divided into groups,
-    are int8.
+    Norms, biases, positions, gates and routers stay fp32. If `outside` is False, all weights outside the blocks stay
+    fp32 too. With int4, matrices outside the blocks, and matrices whose rows cannot be divided into groups, are int8.
     """
     total = 4 * parameters.total
     if precision == "fp32":

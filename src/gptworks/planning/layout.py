@@ -35,12 +35,12 @@ class Layout:
 
     @property
     def n_shards(self) -> int:
-        """Number of ranks of FSDP that divide each tensor; 1: not sharded."""
+        """Number of ranks of FSDP that divide each tensor; 1 if not sharded."""
         return 1 if self.sharding == "none" else self.data_parallel
 
     @property
     def n_parts(self) -> int:
-        """Number of ranks that divide each matrix of a block; 1: each rank holds whole matrices."""
+        """Number of ranks that divide each matrix of a block; 1 if each rank holds whole matrices."""
         return self.n_shards * self.tensor_parallel
 
     @property
@@ -82,12 +82,12 @@ class Shards:
     trained_block: int
     trained_outside: int
     trained_whole: int
-    """Trained elements of `block`, `outside` and `whole`. Assumed: `outside` is trained as a whole or not at all, and
-    the trained share in `block` and `whole` is the same."""
+    """Trained elements of `block`, `outside` and `whole`. This assumes that `outside` is trained as a whole or not
+    at all, and that the trained share in `block` and `whole` is the same."""
     largest: int
     """Elements of the largest tensor, without padding."""
     n_shards: int
-    """Number of ranks that shard each tensor; 1: not sharded."""
+    """Number of ranks that shard each tensor; 1 if not sharded."""
     padding: float
     """Share of padding in the blocks' matrices and all tensors outside the blocks, relative to their elements."""
 
@@ -108,7 +108,7 @@ def shards_of(parameters: ParameterCount, model: ModelConfig, trained: Trained, 
     """Return the sizes of the groups that `gptworks.training.distributed.parallel.ManyDevices.place` makes.
 
     Args:
-        n_shards: number of ranks that shard each tensor; 1: not sharded.
+        n_shards: number of ranks that shard each tensor; 1 if not sharded.
     """
     whole = matrices = outside = 0
     for group, _, shape in parameters.tensors():

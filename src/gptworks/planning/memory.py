@@ -199,7 +199,7 @@ class _Step(Timeline):
         """Return whether a block saves a tensor computed from its input, but not the input itself.
 
         A block with a skip connection saves its input plus the skipped output. The first block with a backward pass
-        saves only its normalized input if nothing before it is trained, as torch's RMSNorm on a CPU needs no more.
+        saves only its normalized input if nothing before it is trained: torch's RMSNorm on a CPU needs no more.
         """
         layer, first = self.uses[use], use == self.layers[0]
         norm = self.shapes.on_cpu and self.model.norm == "rmsnorm" and self.trained.moves("norm1", layer)
@@ -214,8 +214,8 @@ class _Step(Timeline):
         return self._cost(use).kept_bytes + skipped * self.shapes.floats(self.model.d_model)
 
     def _first_kept(self, use: int) -> int | None:
-        """Return the first use of this block that is not recomputed; None if all are. Autocast keeps the matrix copies
-        of this use for all uses."""
+        """Return the first use of this block that is not recomputed, or None. Autocast keeps the matrix copies of this
+        use for all uses."""
         layer = self.uses[use]
         return next((u for u in self.layers if self.uses[u] == layer and not self._computes_again(u)), None)
 
@@ -265,7 +265,7 @@ class _Step(Timeline):
             self.hold_saved(stage)
         n_tokens = 1 + len(self.future)  # number of tokens predicted from each position
         features = n_tokens * shapes.products(width)
-        head = vocabulary * width if self.trained.head else 0  # elements of its gradient; a frozen head has none
+        head = vocabulary * width if self.trained.head else 0  # elements of the head's gradient; a frozen head has none
         self.hold(LOSS, features)  # the features' gradient; if targets are scored, first a copy of the features
         copy = shapes.product_bytes * vocabulary * width if shapes.autocast else 0
         several = replace(shapes, batch_size=n_tokens * shapes.batch_size)
@@ -273,13 +273,13 @@ class _Step(Timeline):
             self.mark("loss", scoring_bytes(several, vocabulary) + copy + features, LOSS)
             self._drop_copies()
         chunk = loss_chunk_bytes(several, vocabulary, head, taught)
-        also = features  # the features, or a copy of those at scored positions
+        also = features  # the features, or a copy of the features at scored positions
         if taught:  # the teacher's features, and its head as a copy in the products' dtype
             theirs = self.setting.teacher_width or width
             also += features + 2 * shapes.products(theirs) + copy * theirs // width
         self.mark("loss", chunk + copy + also, LOSS)
         self.hold(LOSS, 4 * head)
-        if objective.scores_targets:  # the gradient at scored positions is copied into one for all positions
+        if objective.scores_targets:  # the gradient at scored positions is copied into a gradient for all
             self.mark("loss, backward", features)
         else:  # the scaled gradients are new tensors
             self._drop_copies()
@@ -407,9 +407,9 @@ class _Step(Timeline):
         return self.setting.checkpointing != "none" or not is_blocked(self.shapes)
 
     def _gain(self, matrices: int, vectors: int = 0, in_block: bool = False) -> None:
-        """Hold a stage's new gradients, or add them to those of earlier micro-batches.
+        """Hold a stage's new gradients, or add them to the gradients of earlier micro-batches.
 
-        Gradients of a block's matrices include those of adapters. Sharded matrices have whole gradients until
+        Gradients of a block's matrices include the adapters'. Sharded matrices have whole gradients until
         `_reduce`; a block's vectors and router are never sharded.
         """
         added = self.trained.added * matrices // self.parameters.block_matrices if in_block else 0
@@ -425,7 +425,7 @@ class _Step(Timeline):
         if not self.setting.accumulates:
             self.hold(GRADIENTS, 4 * (matrices + vectors))
         self.bucket_bytes += 4 * (matrices + vectors)
-        if self.layout.sums_in_backward and self.bucket_bytes >= BUCKET_BYTES:  # a full bucket replaces the last one
+        if self.layout.sums_in_backward and self.bucket_bytes >= BUCKET_BYTES:  # replaces the last bucket
             self.hold(COMMUNICATION, self.bucket_bytes - self.held[COMMUNICATION])
             self.mark("gradients added up over ranks")
             self.bucket_bytes = 0

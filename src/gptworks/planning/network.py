@@ -7,8 +7,8 @@ Collectives are assumed to run as rings, as NCCL's do for large tensors. For S b
     all_reduce                               2 (n - 1) / n · S
 
 ("bus bandwidth" in nccl-tests' PERFORMANCE.md; Patarasuk & Yuan, 2009). A ring over several nodes enters and leaves
-each node once, and NCCL makes a ring for each network card, so a group uses the cards of all its members: with k
-members in each node, a collective takes
+each node once. NCCL makes a ring for each network card, so a group uses the cards of all its members. With k members
+in each node, a collective takes
 
     max(sent / intra, sent / (k · inter)) seconds
 
@@ -138,7 +138,7 @@ def sent_bytes(collective: Collective, layout: Layout, micro_steps: int, n_bytes
     """Return the bytes that a rank sends, and also receives, in a step.
 
     Args:
-        n_bytes: bytes of the tensors to send; None: the collective's `n_bytes`.
+        n_bytes: bytes of the tensors to send; by default, the collective's `n_bytes`.
     """
     n = _group_size(collective, layout)
     times = micro_steps if collective.in_each_micro_batch else 1
@@ -154,10 +154,10 @@ def _group_size(collective: Collective, layout: Layout) -> int:
 def ring_bandwidth(collective: Collective, layout: Layout, device: Device) -> float:
     """Return the bytes/s that each rank sends, in the slowest group of ranks along the collective's mesh dimension.
 
-    Tensor-parallel ranks are neighbours; the members of a data-parallel group are `tensor_parallel` ranks apart.
+    Tensor-parallel ranks are neighbors; the members of a data-parallel group are `tensor_parallel` ranks apart.
     """
     tensor, size = layout.tensor_parallel, _group_size(collective, layout)
-    alike = tensor if collective.dimension == "data" else 1  # distance between neighbouring members of a group
+    alike = tensor if collective.dimension == "data" else 1  # distance between neighboring members of a group
     in_node = min(size, max(1, device.per_node // alike))
     if size <= in_node:
         return device.intra_node
@@ -170,7 +170,7 @@ def step_time(
 ) -> StepTime:
     """Estimate the seconds of a step on each rank.
 
-    FSDP gathers a block while the previous one is computed, so each pass takes the longer of gathering and computing,
+    FSDP gathers a block while the previous block is computed, so each pass takes the longer of gathering and computing,
     plus the transfers without overlap: of the root, of the first block and of the last gradients. DDP reduces gradients
     during the last micro-batch's backward pass. Tensor-parallel ranks wait for each all-reduce.
 

@@ -1,4 +1,4 @@
-"""Names, shapes and numbers of a model's parameters and of those that a run trains, computed from its configuration.
+"""Names, shapes and numbers of a model's parameters, and the part that a run trains, computed from the configuration.
 
 Frozen parameters have no gradient and no optimizer state.
 """
@@ -23,9 +23,9 @@ class ParameterGroup:
 
     name: str
     tensors: dict[str, Shape]
-    """Shapes by name: within one block if the group is in blocks, else within the model."""
+    """Shapes by name. Names are relative to a block if the group is in blocks, else to the model."""
     layers: tuple[int, ...] | None = None
-    """Indices of the blocks that have these tensors; None: the tensors are outside the blocks."""
+    """Indices of the blocks that have these tensors; None if the tensors are outside the blocks."""
 
     @property
     def in_block(self) -> bool:
@@ -63,7 +63,7 @@ class ParameterCount:
 
     @property
     def active(self) -> int:
-        """Number of parameters that process a token: all except those of experts that the router does not choose."""
+        """Number of parameters that process a token: all except the experts that the router does not choose."""
         experts = self.groups["mlp_weights"].total + self.groups["mlp_biases"].total
         return self.total - round((1 - self.active_share) * experts)
 
@@ -73,7 +73,7 @@ class ParameterCount:
         return sum(self.groups[name].total for name in EMBEDDING_TABLES if name in self.groups)
 
     def tensors(self) -> Iterator[tuple[ParameterGroup, str, Shape]]:
-        """Yield each tensor's group, name and shape; those of blocks for one block (see `ParameterGroup.repeats`)."""
+        """Yield each tensor's group, name and shape; a block's tensor only once (see `ParameterGroup.repeats`)."""
         return ((group, *tensor) for group in self.groups.values() for tensor in group.tensors.items())
 
     @property
@@ -146,23 +146,24 @@ class Trained:
     parameters: int
     """Number of parameters with a gradient, including an adapter's."""
     adapters: tuple[Shape, ...]
-    """Shapes of the matrices that an adapter adds to the model's own."""
+    """Shapes of the matrices that an adapter adds to the model."""
     share: float
     """Trained share of the model's own parameters, from 0 to 1."""
     matrices: tuple[Shape, ...]
-    """Shapes of the blocks' trained matrices; an optimizer other than AdamW updates only these."""
+    """Shapes of the blocks' trained matrices; an optimizer other than AdamW updates only these matrices."""
     head: bool
-    """Whether the head's matrix is trained, which is the embedding's matrix if they are tied."""
+    """Whether the head's matrix is trained. A tied head's matrix is the embedding's matrix."""
     embedding: bool
     """Whether a parameter before the first block is trained, so that the backward pass reaches the embeddings."""
     outside: frozenset[str] = frozenset()
     """Names of the trained tensors outside the blocks."""
     modules: tuple[frozenset[str], ...] | None = None
-    """For each layer, the last name parts (such as `query`) of modules with trained parameters; None: all modules."""
+    """For each layer, the last name parts (such as `query`) of modules with trained parameters. None if all modules
+    have trained parameters."""
     rank: int = 0
-    """Rank of the adapter; 0: no adapter."""
+    """Rank of the adapter; 0 without an adapter."""
     dropout: bool = False
-    """Whether the adapter has dropout, so that it saves its own input."""
+    """Whether the adapter has dropout. With dropout, the adapter saves an input of its own."""
     targets: frozenset[str] = frozenset()
     """Last name parts of a block's linear layers that have adapters, such as `query`."""
     base: str = "full"
@@ -170,11 +171,12 @@ class Trained:
     in_8_bits: tuple[int, int] = (0, 0)
     """Number of elements with 8-bit moments, and number of these moments' scales, if `optimizer_state` is int8."""
     n_still: int = 0
-    """Number of block runs at the start without a backward pass: no parameter in or before them is trained."""
+    """Number of block runs at the start of the forward pass without a backward pass, because no parameter in or before
+    these blocks is trained."""
 
     @property
     def added(self) -> int:
-        """Number of parameters that an adapter adds to the model's own."""
+        """Number of parameters that an adapter adds to the model."""
         return sum(map(prod, self.adapters))
 
     def moves(self, module: str, layer: int) -> bool:
@@ -207,8 +209,11 @@ def everything(count: ParameterCount) -> Trained:
 
 
 def moments_in_8_bits(sizes: Iterable[int]) -> tuple[int, int]:
-    """Return how many elements of matrices of these sizes have 8-bit moments, and the number of both moments' scales.
-    AdamW keeps the moments of matrices with fewer than `LEAST_IN_8_BITS` elements in float32."""
+    """Return the number of elements with 8-bit moments in matrices of these sizes, and the number of moments' scales.
+
+    Sizes are numbers of elements. AdamW keeps the moments of matrices with fewer than `LEAST_IN_8_BITS` elements in
+    float32.
+    """
     large = [size for size in sizes if size >= LEAST_IN_8_BITS]
     return sum(large), 2 * sum(-(-size // SCALED_TOGETHER) for size in large)
 

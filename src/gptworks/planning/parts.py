@@ -37,7 +37,7 @@ class Figures:
 
 def module_figures(recipe: Recipe) -> dict[str, Figures]:
     """Return the figures of each module by name, such as `blocks.0.attention.query`. `blocks.0.attention` itself has
-    only the scores and weighted sums.
+    only the FLOPs of the scores and weighted sums.
 
     Raises:
         UserError: the vocabulary size is unknown.

@@ -31,9 +31,9 @@ class Measured:
 
     peak_bytes: int | None
     """Growth of memory up to its peak: on CUDA, of tensors; on a CPU, of the process's resident memory, with an
-    allocator that returns freed memory to the system immediately. None: only the speed was measured."""
+    allocator that returns freed memory to the system immediately. None if only the speed was measured."""
     kept_bytes: int | None
-    """Peak memory with an allocator that keeps freed memory, as in `gptworks train`; None: not measured."""
+    """Peak memory with an allocator that keeps freed memory, as in `gptworks train`; None if not measured."""
     tokens_per_second: float
 
 
@@ -45,10 +45,10 @@ class Plan:
     parameters: ParameterCount
     work: Work
     steps: int | None
-    """Number of optimizer steps by the limits that are known, an upper bound if `max_minutes`, or `epochs` over data of
-    unknown size, may end the run sooner; None if no limit in steps is known."""
+    """Number of optimizer steps; None if no limit in steps is known. It is an upper bound if `max_minutes`, or `epochs`
+    over data of unknown size, may end the run sooner."""
     steps_reason: str
-    """A clause: the setting that decides the number of steps, or the reason why it is unknown."""
+    """A clause that names the setting that decides the number of steps, or why the number is unknown."""
     data: DataSize
     setting: Setting
     """Properties of the training step on each device."""
@@ -56,15 +56,15 @@ class Plan:
     utilization: float
     """Assumed share of the device's FLOP/s that the step reaches, counting recomputed FLOPs."""
     apply: Apply | None = None
-    """Returns the recipe with overrides applied, for a number of devices; None: `recipe` with the overrides."""
+    """Returns the recipe with overrides applied, for a number of devices; by default, `recipe_with(recipe)`."""
     tokens_per_sample: float | None = None
     """Average number of tokens in a sample, with padding, if rows end with their texts and the lengths of the texts are
-    known; None: count each row as a row of full length."""
+    known. If None, each row counts as a row of full length."""
     traced_bytes: int | None = None
-    """Peak memory of the step in bytes, traced with fake tensors; None: not traced."""
+    """Peak memory of the step in bytes, traced with fake tensors; None if not traced."""
     measured: Measured | None = None
     price: float | None = None
-    """Price of an hour of a device, in any currency; None: not given."""
+    """Price of an hour of a device, in any currency; None if not given."""
 
     # ----------------------------------------------------------------------------------------- FLOPs
 
@@ -86,7 +86,7 @@ class Plan:
     @property
     def tokens_per_step(self) -> int:
         """Number of tokens in a step of `batch_size` samples. A preference pair has the tokens of both answers. Rows of
-        unknown length count as the longest ones."""
+        unknown length count as rows of full length."""
         return round(self.train.batch_size * self._tokens_per_sample)
 
     @property
@@ -103,7 +103,7 @@ class Plan:
 
     @property
     def tokens(self) -> int | None:
-        """Number of tokens that the run reads in all epochs; None if its length is unknown."""
+        """Number of tokens that the run reads in all epochs; None if the number of steps is unknown."""
         return None if self.steps is None else round(self.train.samples_before(self.steps) * self._tokens_per_sample)
 
     @property
@@ -142,7 +142,7 @@ class Plan:
 
     def _flops_less(self, again: bool) -> float:
         """Return the FLOPs that `train.shorter_contexts` saves, compared with the same tokens in rows of the full
-        context. again: include the FLOPs that activation checkpointing recomputes."""
+        context. With `again`, include the FLOPs that activation checkpointing recomputes."""
         assert self.steps is not None
         less, model = 0.0, self.recipe.model
         for length, samples in self.train.samples_by_length(self.steps, model.context_length).items():
@@ -157,7 +157,7 @@ class Plan:
 
     @property
     def flops_by_part(self) -> dict[str, tuple[float, float]]:
-        """(forward, backward) FLOPs per token by part of the work; all of them add up to `flops_per_token`."""
+        """(forward, backward) FLOPs per token by part of the work, which add up to `flops_per_token`."""
         return {part: (n, self.work.backward[part]) for part, n in self.work.forward.items()}
 
     @property
@@ -212,8 +212,7 @@ class Plan:
 
     @cached_property
     def changes(self) -> list[Change]:
-        """Changes with which the run would fit, the cheapest first; empty if the run fits as it is. If no change
-        suffices, see `changes_that_fit`."""
+        """The changes that `changes_that_fit` recommends, the cheapest first; empty if the run fits as it is."""
         ranks = self.setting.layout.world_size
         return [] if self.fits else changes_that_fit(self.recipe, ranks, self.device, self.apply)
 
@@ -236,8 +235,8 @@ class Plan:
 
     @property
     def smallest_device(self) -> str | None:
-        """Name of the known device of this kind with the least memory that holds the run as it is; None if the run fits
-        on the plan's device, or on no known one."""
+        """Name of the smallest known device of this kind whose memory holds the run as it is; None if the run fits on
+        the plan's device, or if no known device holds it."""
         own = self.device
         alike = {
             name: device.memory_bytes
@@ -291,7 +290,7 @@ class Plan:
     @property
     def sampling_seconds_per_step(self) -> float | None:
         """Seconds per step to read all weights once for each token of each batch of answers; 0 if the objective
-        generates no answers; None: the device's bandwidth is unknown. `step_time` includes the FLOPs of generation."""
+        generates no answers; None if the device's bandwidth is unknown. `step_time` has the FLOPs of generation."""
         rollouts = self.recipe.objective.rollouts
         if rollouts is None:
             return 0.0
@@ -334,12 +333,12 @@ class Plan:
 
     @property
     def device_hours(self) -> float | None:
-        """Hours of the run times its devices; None: unknown."""
+        """Hours of the run times the number of its devices; None if unknown."""
         return None if self.seconds is None else self.seconds / 3600 * self.n_priced
 
     @property
     def cost(self) -> float | None:
-        """Price of the run; None: unknown."""
+        """Price of the run; None if unknown."""
         return None if self.price is None or self.device_hours is None else self.price * self.device_hours
 
     # ------------------------------------------------------------------------------------------ disk
@@ -361,7 +360,7 @@ class Plan:
     @property
     def most_checkpoints(self) -> int | None:
         """Maximum number of checkpoints with optimizer state on disk: the newest `keep_checkpoints`, the best, one
-        being written, and the permanent ones at multiples of `keep_every`. None: `keep_every` is set and the run's
+        being written, and the permanent ones at multiples of `keep_every`. None if `keep_every` is set and the run's
         length is unknown."""
         train = self.train
         moving = train.keep_checkpoints + 2
@@ -377,8 +376,9 @@ class Plan:
     def weights_only_at_peak(self) -> int:
         """Maximum number of weights-only checkpoints at the peak of disk use, with `most_checkpoints` full checkpoints.
 
-        If evaluations fall between saves, `keep_checkpoints` of them hold the best weights so far. With `keep_every`,
-        one more holds the weights of step 0. At other times, up to two more exist, with fewer full checkpoints.
+        If evaluations fall between saves, `keep_checkpoints` such checkpoints hold the best weights so far. With
+        `keep_every`, one more holds the weights of step 0. At other times, up to two more exist, but fewer full
+        checkpoints.
         """
         train = self.train
         return bool(train.keep_every) + (train.keep_checkpoints if train.evaluate_every % train.checkpoint_every else 0)
@@ -395,7 +395,7 @@ class Plan:
 
     @property
     def shards_bytes(self) -> int | None:
-        """Bytes of the training tokens in shards on disk; None if their number is unknown."""
+        """Bytes of the training tokens in shards on disk; None if the number of tokens is unknown."""
         return None if self.data.train_tokens is None else self.data.train_tokens * self.shard_bytes_per_token
 
 
@@ -413,11 +413,11 @@ def plan(
 
     Args:
         data: size of the training split.
-        steps_reason: clause that explains the number of steps; None: a clause that names the setting that limits it.
-        device: the kind of device; None: this machine's CPU.
+        steps_reason: clause that explains the number of steps; by default, it names the setting that limits them.
+        device: the kind of device; by default, this machine's CPU.
         n_ranks: number of devices; `train.parallel` decides how they divide model and batches.
         utilization: share of the device's FLOP/s that the step reaches.
-        apply: returns the recipe with recommended overrides applied; None: applies them to `recipe`.
+        apply: returns the recipe with recommended overrides applied; by default, `recipe_with(recipe)`.
 
     Raises:
         UserError: the vocabulary size is unknown, the training split is shorter than one window, the recipe cannot

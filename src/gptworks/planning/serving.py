@@ -29,7 +29,7 @@ MOST_REQUESTS = 2**20
 
 @dataclass(frozen=True)
 class Serving:
-    """An engine with a slot of `context` tokens for each of `requests` texts, all of them in use."""
+    """An engine with a slot of `context` tokens for each of `requests` texts. All slots are in use."""
 
     model: ModelConfig
     device: Device
@@ -62,7 +62,7 @@ class Serving:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of a step's tensors and scratch memory; on a CPU an upper bound, as threads share rows differently."""
+        """Bytes of a step's tensors and scratch memory; on a CPU, an upper bound for any number of threads."""
         if not _in_cpp(self.model, self.device):
             on_cpu, cache_bytes = self.device.on_cpu, CACHE_BYTES[self.cache]
             in_place = on_cpu or self.device.has_flash
@@ -90,8 +90,10 @@ class Serving:
 
     @property
     def most_tokens_per_second(self) -> float | None:
-        """Upper bound of the tokens generated per second for all requests: each step must read from memory the weights
-        that a token uses. None: the device's bandwidth is unknown."""
+        """Upper bound of the tokens generated per second for all requests; None if the device's bandwidth is unknown.
+
+        Each step must read from memory the weights that a token uses.
+        """
         if self.device.bandwidth is None:
             return None
         model, count = self.model, self.parameters
@@ -124,9 +126,9 @@ def serving(
 
     Args:
         requests: number of texts that are generated at once.
-        context: tokens of each text with its prompt; None: the model's context.
-        weights: format of the matrices; auto: fp32, as training writes them.
-        cache: format of the keys and values; auto: the engine's choice.
+        context: tokens of each text with its prompt; by default, the model's context.
+        weights: format of the matrices. With auto, it is fp32, as training writes them.
+        cache: format of the keys and values. With auto, the engine chooses it.
 
     Raises:
         UserError: a number is below 1, or the context is longer than the model's.
@@ -146,7 +148,7 @@ def _in_cpp(model: ModelConfig, device: Device) -> bool:
 
 
 def _cache(cache: str, weights: str, in_cpp: bool) -> str:
-    """Return the format of the cache: by default fp32, as torch computes, and in C++ bf16 if weights are narrower."""
+    """Return the format of the cache. For `auto`, it is bf16 in C++ if the weights are not fp32, and else fp32."""
     return cache if cache != "auto" else "bf16" if in_cpp and weights != "fp32" else "fp32"
 
 
@@ -161,13 +163,13 @@ def step_bytes(
     on_cpu: bool = False,
 ) -> int:
     """Return the peak bytes of an engine's step in torch, in addition to weights, keys and values. A step computes a
-    part of a prompt, or a token of each text, for which attention may copy a layer's keys and values; then the logits.
+    part of a prompt or one token of each text, and then the logits. Attention may copy a layer's keys and values.
 
     Args:
         length: tokens of each text.
         product_bytes, cache_bytes: bytes per number of activations and of the cache.
-        in_place: whether attention reads the slots in place. Triton's kernel does on NVIDIA's GPUs with flash
-            attention; a CPU does, one text at a time.
+        in_place: whether attention reads the slots in place, as Triton's kernel does on NVIDIA GPUs with flash
+            attention. A CPU also reads them in place, one text at a time.
         on_cpu: whether heads share keys and values without copies, as a CPU's fused attention does.
     """
     chunk = min(PREFILL_TOKENS, length)
@@ -189,8 +191,8 @@ def attention_copies_bytes(
     model: ModelConfig, n_texts: int, length: int, product_bytes: int, cache_bytes: int | None = None
 ) -> int:
     """Return the bytes of one layer's keys and values that attention copies on an accelerator to compute a token of
-    each of several texts at once. It copies them from each text's slot, and repeats them for each query head if query
-    heads share them. A single text is read in place."""
+    each of several texts at once. Keys and values are copied from each text's slot. If query heads share them, they are
+    repeated for each query head. A single text is read in place."""
     if n_texts < 2:
         return 0
     groups, width = model.n_kv_heads, model.d_head
@@ -201,5 +203,5 @@ def attention_copies_bytes(
 
 
 def _repeated_heads(model: ModelConfig) -> int:
-    """Return the number of heads for which keys and values are repeated, as CUDA's kernels with a mask need it."""
+    """Return the number of heads for which CUDA's kernels with a mask need repeated keys and values, or 0."""
     return model.n_heads if model.n_heads != model.n_kv_heads else 0

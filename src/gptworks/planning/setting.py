@@ -33,7 +33,7 @@ def _power_of_two(n: int) -> int:
 
 
 UNPACKED_ON_CPU, UNPACKED_ELSEWHERE = 2**18, 2**22
-"""Number of weights to unpack at a time from a packed matrix: on a CPU, whose cache they fit into, and elsewhere."""
+"""Number of weights to unpack at a time from a packed matrix, on a CPU (whose cache holds them) and elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Setting:
     optimizer_state: str = "fp32"
     decays_cautiously: bool = False
     row_tokens: int | None = None
-    """`train.row_tokens`; None: rows fill the context."""
+    """`train.row_tokens`; None if rows fill the context."""
     shorter_lengths: tuple[int, ...] = ()
     """Row lengths in `train.shorter_contexts`; early steps cut each window into rows of these lengths."""
     n_future: int = 0
@@ -84,7 +84,7 @@ class Setting:
     other_models_bytes: int = 0
     """Bytes of the objective's second model, a teacher or the starting model: its weights and rotary tables."""
     teacher_width: int = 0
-    """Width of the teacher's features; 0: there is no teacher, or its width is the trained model's."""
+    """Width of the teacher's features; if 0, there is no teacher, or its width equals the trained model's."""
 
     @staticmethod
     def of(

@@ -14,17 +14,17 @@ from gptworks.recipe import load_recipe
 
 
 def held_weights_bytes(parameters: ParameterCount, trained: Trained) -> int:
-    """Return the bytes of all weights in training, including an adapter's: fp32, except for an adapter's quantized
-    base."""
+    """Return the bytes of all weights in training, including an adapter's. Weights are fp32, except for an
+    adapter's quantized base."""
     base = 4 * parameters.total if trained.base == "full" else weights_bytes(parameters, trained.base, outside=False)
     return base + 4 * trained.added
 
 
 def trained_state_bytes(parameters: ParameterCount, optimizer: str, trained: Trained, moments: str = "fp32") -> int:
-    """Return the bytes of the optimizer's state for all trained parameters, including those of an adapter.
+    """Return the bytes of the optimizer's state for all trained parameters, including an adapter's.
 
     Args:
-        optimizer: it updates the blocks' matrices; AdamW updates all other parameters.
+        optimizer: the optimizer of the blocks' matrices. AdamW updates all other parameters.
         moments: the format of AdamW's moments, fp32 or int8.
     """
     n_small, n_scales = trained.in_8_bits if moments == "int8" else (0, 0)
@@ -68,12 +68,13 @@ def optimizer_scratch_bytes(
 ) -> int:
     """Return the peak memory of an update, in bytes beyond weights, gradients and state.
 
-    Fused AdamW needs no memory. With 8-bit moments, it needs both moments and a third tensor in fp32, for one part of a
-    matrix at a time. Cautious decay needs the signs of such a part; other optimizers have freed their buffers by then.
+    Fused AdamW needs no such memory. With 8-bit moments, AdamW needs both moments and a third tensor in fp32, for one
+    part of a matrix at a time. Cautious decay needs the signs of such a part; other optimizers have freed their buffers
+    by then.
 
     Args:
         cautious: whether weight decay of the matrices is cautious.
-        n_shares: number of ranks that shard every tensor; 1: not sharded.
+        n_shares: number of ranks that shard every tensor; 1 if not sharded.
     """
     by_adamw = {
         prod(shape)
@@ -106,8 +107,8 @@ def teacher_config(recipe: Recipe) -> ModelConfig | None:
 
 
 def other_models_bytes(recipe: Recipe) -> int:
-    """Return the bytes of weights and rotary tables of the objective's second model. 0: the objective has none, or its
-    second model is the trained model without the adapter."""
+    """Return the bytes of weights and rotary tables of the objective's second model; 0 if the objective has none, or if
+    its second model is the trained model without the adapter."""
     if (model := teacher_config(recipe)) is not None:
         return 4 * count_parameters(model).total + tables_bytes(model)
     if not copies_start(recipe):
@@ -118,7 +119,8 @@ def other_models_bytes(recipe: Recipe) -> int:
 
 
 def copies_start(recipe: Recipe) -> bool:
-    """Return whether the objective keeps a copy of the starting model; it needs none if only an adapter is trained."""
+    """Return whether the objective keeps a copy of the starting model, which it does not need if only an adapter is
+    trained."""
     return recipe.objective.keeps_start and (recipe.adapter is None or recipe.adapter.embeddings)
 
 

@@ -13,8 +13,8 @@ class DataSize:
     train_tokens: int | None = None
     """Number of training tokens; None if a source is missing, or if its size is unknown until it is downloaded."""
     samples_per_epoch: int | None = None
-    """Number of samples in an epoch: windows, rows, pairs or answers; None: unknown, or one dataset of text, whose
-    windows follow from `train_tokens`."""
+    """Number of samples in an epoch: windows, rows, pairs or answers. None if unknown, or if the data is one dataset
+    of text, whose windows follow from `train_tokens`."""
     estimated: bool = False
     """Whether the numbers are estimated from the sizes of files."""
     missing: str | None = None
@@ -22,17 +22,17 @@ class DataSize:
     datasets: dict[str, int] = field(default_factory=dict)
     """Number of training tokens of each dataset of a mixture, by name; empty if unknown, or without a mixture."""
     vocab_size: int | None = None
-    """Vocabulary size of a mixture's tokenizer, if at least one of its datasets has been built; else None."""
+    """Vocabulary size of a mixture's tokenizer, if at least one of the datasets has been built; else None."""
 
 
 UNKNOWN_SIZE = DataSize()
 
 
 def planned_steps(train: TrainConfig, context_length: int, data: DataSize = UNKNOWN_SIZE) -> tuple[int | None, str]:
-    """Return the number of optimizer steps (None: unknown), and a clause that names the setting that limits it most.
-    The number is an upper bound, and the clause says so, if another limit of the run is not known in steps.
+    """Return the number of optimizer steps, or None if unknown, and a clause that names the setting that decides it.
 
-    An epoch has `samples_per_epoch` samples, or if that is None, each window of `gptworks.data.batches.Batches` once.
+    If another limit of the run is not known in steps, the number is an upper bound, and the clause says so. An epoch
+    has `samples_per_epoch` samples. If this is None, an epoch has each window of `gptworks.data.batches.Batches` once.
     The number is rounded to whole steps.
 
     Raises:

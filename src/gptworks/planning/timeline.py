@@ -35,7 +35,7 @@ class Timeline:
         self.peak_bytes = 0
 
     def hold(self, part: str, n_bytes: int) -> None:
-        """Add `n_bytes` to the bytes held by `part`; a negative number frees them."""
+        """Add `n_bytes` to the bytes held by `part`; a negative number frees bytes."""
         self.held[part] += n_bytes
         self.total_bytes += n_bytes
 
@@ -58,7 +58,7 @@ def as_trained(stage: Stage, trained: Trained, shapes: Shapes, layer: int, no_co
     A matrix's input is saved if this matrix, or another that reads the same input, is trained or has an adapter without
     dropout. An adapter with dropout saves its own input.
 
-    With `no_copies`, autocast copies no matrices, because they are quantized, or gathered in the products' dtype.
+    With `no_copies`, autocast copies no matrices: the matrices are quantized or are gathered in the products' dtype.
     """
     saved, module = dict(stage.saved), stage.module or stage.name
     if no_copies:

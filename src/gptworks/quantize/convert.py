@@ -1,9 +1,9 @@
-"""Quantizes a model in memory, or packs a run's weights while loading them, rounded to the nearest values. GPTQ needs a
-text, so only `gptworks quantize` offers it.
+"""Quantize a model in memory, or pack a run's weights while loading them. Loading rounds to the nearest values: GPTQ
+needs a text, so only `gptworks quantize` offers it.
 
-Matrices of linear layers and embeddings get the requested kind. Norms, biases, position embeddings, gates and the
-routers of experts stay fp32: they are a thousandth of the weights. With int4, some matrices are stored in int8: those
-outside the blocks, except the head if int4 is requested for it, and those whose row length is not a multiple of 32.
+Matrices of linear layers and embeddings get the requested kind. Norms, biases, position embeddings, the routers of
+experts and gates other than the MLP's stay fp32. With int4, some matrices are stored in int8: matrices whose row
+length is not a multiple of 32, and matrices outside the blocks, except a head for which int4 is requested.
 """
 
 import copy
@@ -37,17 +37,17 @@ def quantize_model(
     *,
     head: HeadWeights = "int8",
 ) -> QuantizedGPT:
-    """Return a quantized copy of the model, on its device, in eval mode. It shares unpacked tensors with the model.
+    """Return a quantized copy of the model, on its device, in eval mode. Both share the unpacked tensors.
 
     Args:
         calibration: batches of token ids, int64 [B, T], on which GPTQ calibrates the rounding to int4. Empty: each
             weight is rounded to the nearest value.
-        step: called with the name of each part before it is quantized.
+        step: called with the name of each part before GPTQ rounds the part.
         head: the kind of the head, and of an embedding tied to it, if `weights` is int4.
 
     Raises:
-        UserError: `weights`, `head` or `calibration` is unknown or unusable with this model; the model is quantized
-            already; or a weight is too large for its kind.
+        UserError: `weights` or `head` is unknown, or does not fit the model; GPTQ does not support the model; the model
+            is quantized already; or a weight is too large for its kind.
     """
     kinds = matrix_kinds(model, weights, head)
     if calibration and weights == "int4" and model.config.repeats_layers:
@@ -118,7 +118,7 @@ def base_kinds(model: GPT, weights: Weights) -> dict[str, Weights]:
 
 
 def pack_for(model: GPT, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Pack those of the fp32 `tensors` that are packed in `model`, rounded to the nearest values; return all tensors.
+    """Return the fp32 `tensors`, packed where `model` has a packed matrix, with rounding to the nearest values.
     Raises a UserError if a weight is too large for its kind."""
     held = dict(tensors)
     for name, matrix in packed_matrices(model):
@@ -152,8 +152,8 @@ def packed_kinds(model: GPT, dtypes: Mapping[str, object]) -> dict[str, Weights]
 
 
 def _packable(model: GPT) -> dict[str, nn.Linear | nn.Embedding]:
-    """Return the modules whose matrices can be packed, by name; not position embeddings, nor routers, whose choices
-    would change."""
+    """Return the modules whose matrices can be packed, by name. Position embeddings and routers are left out, since
+    rounding would change the routers' choices."""
     matrices = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding)}
     return {name: m for name, m in matrices.items() if not name.endswith(("position_embedding", "mlp.router"))}
 
@@ -177,7 +177,7 @@ def kinds_to_pack(model: GPT, weights: LoadedWeights, stored: Mapping[str, Weigh
 
     Args:
         model: the unpacked model, on any device.
-        stored: the kinds of the run's packed matrices, by module name, except matrices with an adapter.
+        stored: the kinds of the run's packed matrices, by module name; empty if the run has an adapter.
         run: the run's name, for the error message.
 
     Raises:
@@ -208,7 +208,7 @@ def read_packed(
 
     Args:
         kinds: the kinds of the matrices to pack, by module name.
-        under_adapter: the kinds of the file's packed matrices that have an adapter, by module name.
+        under_adapter: the kinds of the file's packed matrices, by module name; empty if the file has no adapter.
         adapter: the settings of the file's adapter, which is merged into the weights; None: the file has none.
 
     Raises:
@@ -219,7 +219,7 @@ def read_packed(
         module, _, part = name.rpartition(".")
         if is_adapter(name) or (part == "scale" and module in under_adapter):
             continue
-        # a function, because a variable with the tensor would keep it in memory
+        # a function: a variable would keep the tensor in memory
         read = partial(_read_merged, file, name, module in under_adapter, adapter)
         if part == "weight" and module in kinds:
             tensors |= packed_parts(module, read().to(device), kinds[module])
@@ -249,10 +249,11 @@ def _read_merged(file: TensorFile, name: str, is_packed: bool, adapter: LoRAConf
 def _calibrated(
     model: GPT, kinds: dict[str, Weights], batches: Sequence[Tensor], step: Callable[[str], None]
 ) -> dict[str, Packed]:
-    """Return the packed int4 matrices by module name. A block is rounded for inputs from the rounded blocks before."""
+    """Return the packed int4 matrices by module name. Each block is rounded for inputs from the rounded blocks
+    before it."""
     packed: dict[str, Packed] = {}
     inputs = _inputs_of_block(model, batches, 0)
-    rounding = copy.deepcopy(model) if model.config.laboratory else None  # its blocks may read several outputs
+    rounding = copy.deepcopy(model) if model.config.laboratory else None  # blocks may read several blocks' outputs
     for i, block in enumerate(model.blocks):
         step(f"block {i + 1} of {len(model.blocks)}")
         rounded = copy.deepcopy(block).eval()

@@ -36,7 +36,7 @@ class PackedMatrix(nn.Module):
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.dtype = torch.float32
-        """The dtype to which the module was last cast. Unpacked values get it unless an input determines theirs."""
+        """The dtype to which the module was last cast. `dequantized` and embeddings return values of this dtype."""
 
     @property
     def kind(self) -> Weights:
@@ -158,7 +158,7 @@ class QuantizedGPT(GPT):
     """A GPT with packed matrices."""
 
     def __init__(self, config: ModelConfig, kinds: Mapping[str, Weights]) -> None:
-        """Build the model with uninitialized weights; on the meta device, it takes no memory until they are loaded.
+        """Build the model with uninitialized packed matrices. On the meta device, the model takes no memory.
         `kinds`: the kind of each packed matrix, by module name, such as `blocks.0.mlp.up`."""
         super().__init__(config)
         hold_packed(self, kinds)

@@ -78,8 +78,8 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _panels(words: Tensor, rows: int, panel: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield (index of the first row, view [n_panels, n_words, rows per panel] of the flat `words`): for the full panels
-    together, then for the smaller last panel, each if there is one."""
+    """Yield (index of the first row, view [n_panels, n_words, rows per panel] of the flat `words`): first for all full
+    panels together, then for the smaller last panel. A kind of panel that does not exist is left out."""
     n_words, whole = len(words) // size_in_panels(rows), rows // panel * panel
     if whole:
         yield 0, words[: whole * n_words].view(-1, n_words, panel)

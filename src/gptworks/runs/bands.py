@@ -60,9 +60,9 @@ class Band(Section):
 class Verdict:
     """Result of comparing a run with a band.
 
-    A run is inside its band if at most `n_allowed` of its evaluations lie outside the interval at their step.
-    `n_allowed` is the 95% quantile for independent evaluations; a run's evaluations depend on one another, so the 95%
-    is nominal.
+    A run is inside its band if at most `n_allowed` of its evaluations lie outside the band's interval at their step.
+    `n_allowed` is the 95% quantile of this number for independent evaluations. The 95% is nominal, since the
+    evaluations of a run depend on one another.
     """
 
     band: Band
@@ -106,8 +106,8 @@ class Verdict:
 
 def make_band(runs: Sequence[History]) -> Band:
     """Make the band of three or more runs of one recipe, which differ only in their seed. Raise a UserError if there
-    are fewer runs, their settings differ, a seed occurs twice, evaluations are missing or not finite, or a run's length
-    is set in minutes."""
+    are fewer runs, their settings differ, a seed occurs twice, the runs were not evaluated at the same steps, a loss is
+    not finite, or the recipe sets `max_minutes`."""
     first = runs[0]
     settings = decisive(first.recipe)
     if len(runs) < FEWEST_SEEDS:

@@ -1,5 +1,7 @@
-"""Decide whether the losses of two runs can be compared, and at which point of training; and find the settings of a
-recipe that decide its loss curve, and those in which recipes differ."""
+"""Decide whether the losses of two runs can be compared, and at which point of training.
+
+Other functions return the settings that decide a recipe's loss curve, and the settings in which recipes differ.
+"""
 
 import hashlib
 import json
@@ -16,7 +18,7 @@ from gptworks.runs.history import History
 from gptworks.training.record.metrics import Record
 
 FINISHED = 0.98
-"""Fraction of its time limit after which a run counts as finished."""
+"""Fraction of a run's time limit after which the run counts as finished."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +28,17 @@ class Comparability:
     measure: str | None
     """`loss` or `bits_per_byte`; None if the runs are not comparable."""
     reasons: tuple[str, ...] = ()
-    """Reasons why the runs are not comparable; empty if they are."""
+    """Reasons why the runs are not comparable; empty for comparable runs."""
     caveat: str = ""
-    """A note that it is unknown on which text a run was evaluated; empty if it is known."""
+    """A note that the runs may have been evaluated on different text; empty if this is excluded."""
 
 
 def comparability(first: History, second: History) -> Comparability:
     """Return the measure in which two runs can be compared, or the reasons why they cannot.
 
     Losses are comparable if the held-out tokens and all settings that decide what a loss measures are equal. Bits per
-    byte are comparable if the tokens differ but the held-out text is the same. Neither is comparable between rows of
-    different lengths if a run evaluated only a part of the held-out text.
+    byte are comparable if the tokens differ but the held-out text is the same. Neither measure is comparable if the
+    runs have rows of different lengths and one of the runs evaluated only a part of the held-out text.
     """
     ours, theirs = measured(first.recipe), measured(second.recipe)
     differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
@@ -61,10 +63,10 @@ def comparability(first: History, second: History) -> Comparability:
 
 
 def _other_windows(first: History, second: History) -> tuple[str, str]:
-    """Return a reason if two runs were evaluated on different text because the lengths of their rows differ, and a note
-    if this is unknown; else empty texts.
+    """Return (reason, note), at least one of them empty, about the lengths of the rows of two runs.
 
-    If an evaluation reads only a part of the held-out text, it reads evenly spaced rows. Rows of another length then
+    The reason says that the runs were evaluated on different text because these lengths differ. The note says that this
+    is unknown. An evaluation of only a part of the held-out text reads evenly spaced rows, and rows of another length
     contain other text.
     """
     lengths = [run.recipe.row_length for run in (first, second)]
@@ -81,7 +83,7 @@ def _other_windows(first: History, second: History) -> tuple[str, str]:
 
 
 def _evaluates_all(run: History) -> bool | None:
-    """Whether each of a run's evaluations read all of the held-out text; None: its records do not say."""
+    """Return whether every evaluation of a run read all of the held-out text; None if the records do not say."""
     if run.recipe.train.evaluate_sequences == 0:
         return True
     counts = [(record.get("sequences"), record.get("sequences_held_out")) for record in run.validation]
@@ -90,7 +92,8 @@ def _evaluates_all(run: History) -> bool | None:
 
 
 def _in_bits(first: History, second: History, differing: Sequence[str]) -> Comparability:
-    """Return bits per byte as measure if runs with different tokens have the same held-out text; else the reason."""
+    """Return bits per byte as the measure if two runs with different tokens have bits per byte of the same held-out
+    text; else the reason why the runs are not comparable."""
     texts = (first.text_fingerprint, second.text_fingerprint)
     why = f"{differing[0]} differs" if differing else "their token files differ"
     if None in texts:
@@ -190,7 +193,7 @@ def by_clock(runs: Sequence[History]) -> bool:
 
 
 def finished_by_clock(run: History) -> bool:
-    """Return whether a run with a time limit has reached the limit or its last step."""
+    """Return whether a run with a time limit has trained for 98% of the limit (`FINISHED`) or reached its last step."""
     train = run.recipe.train
     if train.max_steps is not None and run.step >= train.max_steps:
         return True
@@ -210,16 +213,16 @@ def _step_of(recipe: Recipe) -> tuple[Any, ...]:
 def decisive(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that decide a loss curve and differ from their defaults, by path.
 
-    A setting decides the curve if the `gptworks.config.Role` in its type says so. The seed, the run folder and the
-    paths of text do not; the path of a tokenizer or of starting weights does. Since defaults are left out, a setting
-    that a new version adds changes no fingerprint.
+    The `gptworks.config.Role` in a setting's type says whether the setting decides the curve. The path of a tokenizer
+    or of starting weights does. The seed, the run folder and the paths of text do not. Since defaults are left out, a
+    setting that a new version adds changes no fingerprint.
     """
     tree = recipe.model_dump(mode="json", exclude={"sweep"}, exclude_defaults=True)
     return {key: value for key, value in flat(tree) if role_of(recipe, key).decides_curve}
 
 
 def fingerprint(recipe: Recipe) -> str:
-    """Return a sha256 of the settings that decide a loss curve. Runs that differ only in their seed have equal ones."""
+    """Return a sha256 of the settings that decide a loss curve. It is equal for runs that differ only in their seed."""
     return settings_fingerprint(decisive(recipe))
 
 
@@ -228,8 +231,10 @@ def settings_fingerprint(given: dict[str, Any]) -> str:
 
 
 def differences(recipes: Sequence[Recipe], exclude: dict[str, Any] | None = None) -> dict[str, list[Any]]:
-    """Return the settings that differ, by path, each with its value in every recipe (None if a recipe lacks it), except
-    those of `exclude`; None: name, run folder and sweep."""
+    """Return the settings that differ, by path, each with its value in every recipe (None if a recipe lacks it).
+
+    exclude: settings to ignore, as pydantic's `model_dump` takes them. Default: name, run folder and sweep.
+    """
     left_out = dict.fromkeys(("name", "run_dir", "sweep"), True) if exclude is None else exclude
     trees = [dict(flat(recipe.model_dump(mode="json", exclude=left_out))) for recipe in recipes]
     keys = dict.fromkeys(key for tree in trees for key in tree)
@@ -238,20 +243,21 @@ def differences(recipes: Sequence[Recipe], exclude: dict[str, Any] | None = None
 
 
 def check_same(folder: Path, then: Recipe, now: Recipe, advice: str, exclude: dict[str, Any] | None = None) -> None:
-    """Raise a UserError, with `advice`, if a recipe is not the one with which a folder was started; see
-    `differences`."""
+    """Raise a UserError that ends with `advice` if the recipe `now` differs from `then`, with which the folder was
+    started. For `exclude` see `differences`."""
     for key, (was, is_now) in differences([then, now], exclude).items():
         raise UserError(f"{folder} was started with another `{key}`: it was {was} and is now {is_now}. {advice}")
 
 
 def text_of(value: Any, room: int = 40) -> str:
-    """Return a setting's value as text; if it is longer than `room` characters, only its end."""
+    """Return a setting's value as text of at most `room` characters; of a longer text, only the end."""
     text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     return text if len(text) <= room else f"…{text[1 - room :]}"
 
 
 def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of a tree with its path, written as in an override, such as `train.batch_size`."""
+    """Yield the path and the value of every leaf of a tree. A path is written as in an override, such as
+    `train.batch_size`."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else None
     if items is None:
         yield path, tree

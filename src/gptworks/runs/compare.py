@@ -49,7 +49,7 @@ class Finding:
     unit: str
     after: str
     how: str
-    """How the spread between runs was estimated; if `difference` is None, why there is no interval, and advice."""
+    """How the spread between runs was estimated; or, if `difference` is None, why there is no interval."""
     difference: Difference | None
     value: float
     caveats: tuple[str, ...] = ()
@@ -88,8 +88,8 @@ class Comparison:
     def groups(self) -> list[tuple[History, ...]]:
         """Runs grouped by text and by the settings that decide a curve, with one run per seed.
 
-        If all runs of a group have a time limit and some have finished, the group keeps these. Otherwise it keeps the
-        runs evaluated at its latest step.
+        If the runs of a group have a time limit and some have finished, the group keeps only the finished runs.
+        Otherwise the group keeps only the runs that were evaluated at its latest step.
         """
         found: dict[tuple[str, str | None], list[History]] = {}
         for run in self.runs:
@@ -118,13 +118,13 @@ class Comparison:
 
     @cached_property
     def verdicts(self) -> list[Verdict | None]:
-        """Result of comparing each run with its band; None if it has no band or no step in common with the band."""
+        """Result of comparing each run with its band; None if the run has no band or no step in common with it."""
         pairs = zip(self.runs, self.bands, strict=True)
         return [None if band is None else judge(run, band) for run, band in pairs]
 
     @cached_property
     def results(self) -> list[Finding | Refusal]:
-        """For each group after the first: its comparison with the first, or the reasons why it cannot be compared."""
+        """Comparisons of each later group with the first group, or the reasons why the two cannot be compared."""
         return [self._result(self.groups[0], other) for other in self.groups[1:]]
 
     @property
@@ -266,13 +266,14 @@ _LOSSES = ("best_validation_loss", "last_validation_loss", "best_bits_per_byte")
 
 
 def _losses(run: History) -> list[float | None]:
-    """Return a run's losses in the order of `_LOSSES`; None for those that the run does not have."""
+    """Return a run's losses in the order of `_LOSSES`; None for each loss that the run does not have."""
     chosen = ((run.best, "loss"), (run.last, "loss"), (run.best, "bits_per_byte"))
     return [None if record is None else record.get(key) for record, key in chosen]
 
 
 def _why_no_band(run: History) -> str:
-    """Explain why no shipped band fits a run: name the settings that differ from the band of the same name, if any."""
+    """Return a sentence on why no shipped band fits a run. If a band has the recipe's name, the sentence names the
+    settings that differ."""
     for band in shipped_bands():
         if band.name == run.recipe.name:
             ours = decisive(run.recipe)

@@ -41,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class EvaluationComparison:
-    """Comparisons of the first run's evaluations with those of every other run, printable with rich and as JSON."""
+    """Comparisons of the first run's evaluations with the other runs' evaluations, printable with rich and as JSON."""
 
     findings: tuple[Finding, ...]
     skipped: tuple[str, ...]

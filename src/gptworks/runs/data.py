@@ -32,12 +32,12 @@ from gptworks.training.samples import StepSamples, samples_of_step, steps_done
 
 MOST_CONTEXT = 1 << 20
 BEFORE = 16
-"""Tokens decoded before the first shown token, since a character's bytes may begin in them."""
+"""Number of tokens decoded before the first shown token, since a character's first bytes may be in them."""
 _COUNTED_TOKENS = 1 << 20
 
 Tree = dict[str, Any]
 Check = Callable[[], None]
-"""A function that long work calls regularly; it raises an exception to stop the work."""
+"""A function that long work calls regularly, and that may raise an exception to stop the work."""
 
 
 @dataclass
@@ -55,8 +55,8 @@ class RunData:
 
     @cached_property
     def samples(self) -> Samples:
-        """The samples that training reads. Raises a UserError if a file was changed or lacks data, or if there is no
-        recipe or its context is too long to show."""
+        """The samples that training reads. Raises a UserError if a file was changed or lacks data, there is no recipe,
+        or its rows are too long to show."""
         if self.recipe is None:
             raise UserError(f"{self.id} is a dataset: what a model sees depends on a recipe. Give one, or a run.")
         if self.recipe.row_length > MOST_CONTEXT:
@@ -158,7 +158,10 @@ class RunData:
         return replace(samples, n_samples=len(places)), rows
 
     def _tokens(self, before: Int64s, ids: Int64s) -> list[Tree]:
-        """Return the tokens `ids`, each with the text that it completes, if any. before: the tokens preceding `ids`."""
+        """Return the tokens `ids` as JSON, each with its spelling and the text that it completes.
+
+        before: the tokens before `ids`, whose bytes may belong to the first character.
+        """
         stream = StreamDecoder(self.prepared.tokenizer)
         for token in before.tolist():
             stream.push(token)
@@ -169,7 +172,8 @@ class RunData:
         ]
 
     def shown(self, row: Row, first: int, n: int, nats: Sequence[float | None] | None = None) -> Tree:
-        """Return a row as JSON, with n of its tokens from token `first` on. nats: a model's loss on each token."""
+        """Return a row as JSON, with n of its tokens from token `first` on. nats: a model's loss on each token of the
+        row."""
         found = self._tokens(row.ids[max(0, first - BEFORE) : first], row.ids[first : first + n])
         begins = {one.at: {"document": one.document, "first": one.first, "alone": one.begins_text}
                   for one in row.pieces}  # fmt: skip
@@ -183,8 +187,8 @@ class RunData:
                 "padding": row.padding, "documents": len(row.pieces), "tokens": tokens}  # fmt: skip
 
     def step(self, step: int) -> StepSamples:
-        """Return the samples of one of the run's steps. Raise a UserError if this is not a run, or it has not reached
-        the step, or its files are damaged."""
+        """Return the samples of one of the run's steps. Raise a UserError if the data is not a run's, the run has not
+        reached the step, or its files are damaged."""
         if self.folder is None or self.recipe is None:
             raise UserError(f"{self.id} is not a run: it has no training steps. Give a run folder.")
         with self.checked():
@@ -196,7 +200,7 @@ class RunData:
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """Context that turns the errors of damaged files into a UserError."""
+        """Turn errors of damaged files inside this context into a UserError."""
         try:
             yield
         except UserError:

@@ -21,7 +21,7 @@ from gptworks.training.changes import read_history as read_changes
 from gptworks.training.record.metrics import Record, Skipped, read_metrics
 
 THINNED_RECORDS = 20_000
-"""If a kind has twice this many records, every second one is dropped, but never the best and the last."""
+"""When a kind has twice this number of records, every second record is dropped, except the best and the last."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,7 @@ class History:
 
     @property
     def planned_steps(self) -> int | None:
-        """`train.max_steps`, which `epochs` or `max_minutes` may cut short; None if it is not set, because the length
-        then depends on the size of the text or on the clock."""
+        """The setting `train.max_steps`; None if it is not set. `epochs` or `max_minutes` may end the run earlier."""
         return planned_steps(self.recipe.train, self.recipe.row_length)[0]
 
     @property
@@ -179,7 +178,7 @@ def read_history(folder: Path) -> History:
 
 
 class _Thinned:
-    """Records of one kind: all of them if they are few, else evenly spaced ones; always with the last and the best."""
+    """All records of one kind if they are few, else evenly spaced records, with the last and the best record."""
 
     def __init__(self) -> None:
         self._kept: list[Record] = []

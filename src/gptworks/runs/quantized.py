@@ -1,5 +1,5 @@
-"""Write a quantized copy of a run folder, which can be used like any other run folder, and report what it costs: the
-change of size, perplexity and speed, and the divergence of the predictions."""
+"""Write a quantized copy of a run folder, which can be used like any other run folder. A report compares size,
+perplexity, predictions and speed of the copy with those of the run."""
 
 import json
 from collections import Counter
@@ -56,7 +56,7 @@ class QuantizationReport:
     """The requested format of the weights, such as int8."""
     rounding: str
     calibration_tokens: int
-    """Number of training tokens that calibrated the rounding; 0 without calibration."""
+    """Number of training tokens with which the rounding was calibrated; 0 without calibration."""
     matrices: dict[str, int]
     """Number of parameters stored in each format."""
     n_bytes: tuple[int, int]
@@ -248,7 +248,8 @@ def _bytes(model: GPT) -> int:
 
 
 def _decode_speed(engine: Engine, prompt: list[int]) -> float | None:
-    """Return the tokens per second of a greedy continuation after its first token; None for fewer than two tokens."""
+    """Return the tokens per second of a greedy continuation, without its first token; None for fewer than two
+    tokens."""
     room = engine.model.config.context_length - len(prompt)
     pace = Pace()
     for piece in engine.pieces(prompt, temperature=0.0, max_tokens=max(1, min(_DECODED_TOKENS, room))):

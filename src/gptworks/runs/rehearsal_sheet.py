@@ -57,7 +57,7 @@ _KINDS: dict[Kind, tuple[str, str]] = {
     "float32 product": ("products in float32", "none"),
     "graph break": ("graph breaks", "none"),
 }
-"""The subject of each kind of finding, and the text to print if there is none."""
+"""The subject of each kind of finding, and the text to print if there is no finding."""
 
 
 def _step(r: Rehearsed) -> Iterator[Line]:
@@ -150,7 +150,7 @@ def _traffic(one: Traffic) -> Line:
 
 
 def _against(shown: int, planned: int) -> str:
-    """Return how shown bytes differ from planned ones."""
+    """Return text that compares shown bytes with planned bytes."""
     if not planned:
         return "nothing planned" if shown else "as planned"
     off = shown / planned - 1

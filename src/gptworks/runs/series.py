@@ -1,4 +1,4 @@
-"""Hold a run's figures in arrays that grow with its log. The studio draws the curves of many long runs from them."""
+"""Arrays of a run's figures, which grow with the run's log. The studio draws the curves of many long runs from them."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,23 +25,23 @@ AXES = ("step", "tokens", "seconds")
 KINDS = ("train", "validation", "sample", "skipped", "rollback")
 
 MOST_BYTES = 64 << 20
-"""Maximum bytes in memory for one run. Beyond it, every second record of the kind that uses the most memory is dropped,
-but never the best and the last."""
+"""Maximum bytes in memory for one run. Beyond this size, every second record of the kind that uses the most memory is
+dropped, except the best and the last."""
 
 MOST_COLUMNS = 1024
 """Maximum number of different figures in the records of one kind; further figures are ignored."""
 
 MOST_DETAILS, MOST_PARTS = 32, 256
-"""Maximum number of figures in `details`, which have a value for each layer or each part of a step; and maximum number
-of values of such a figure, which is ignored if it has more."""
+"""Maximum number of figures in `details`, which have a value for each layer or each part of a step, and maximum number
+of values of such a figure. A figure with more values is ignored."""
 
 _MOST_NAME = 64
 _FIRST = ("step", "offset", "tokens", "seconds", "loss")
-"""Figures that are kept even if a record has more than MOST_COLUMNS."""
+"""Figures that are kept even if the records of a kind have more than MOST_COLUMNS figures."""
 _NO_FIGURES = ("step", "offset", *AXES, "sequences", "sequences_held_out")
 
 SKIMMED_BYTES = 1 << 22
-"""Size of a log above which some records are sampled first, so that the whole curve shows before all is read."""
+"""Size of a log in bytes above which some records are sampled first, so that the whole curve is visible at once."""
 
 N_SKIMMED = 200
 """Number of records sampled from a long log."""
@@ -53,7 +53,7 @@ FEWEST_POINTS, MOST_POINTS = 8, 10_000
 class Columns:
     """The figures of all records of one kind: an array for each figure, ordered by step.
 
-    A missing value is NaN. A column is float32 while that is exact for all its values, else float64.
+    A missing value is NaN. A column is float32 as long as float32 holds all its values exactly, else float64.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Columns:
         return sum(array.nbytes for array in self._arrays.values())
 
     def extend(self, rows: Sequence[Mapping[str, float]]) -> None:
-        """Add records, and sort all by step if the new ones are not in order."""
+        """Add records. Sort all records by step if the new records are not in order."""
         if not rows:
             return
         found, last = dict.fromkeys(self._arrays), None
@@ -107,7 +107,7 @@ class Columns:
         return int(np.nanargmin(np.where(np.isfinite(loss), loss, np.nan))) if np.isfinite(loss).any() else None
 
     def row(self, place: int) -> dict[str, float]:
-        """Return the figures of the record at index `place`, without missing ones (except a missing loss: NaN)."""
+        """Return the figures of the record at index `place`, without missing values. Only `loss` may be NaN."""
         values = {key: float(array[place]) for key, array in self._arrays.items()}
         return {key: value for key, value in values.items() if key == "loss" or not math.isnan(value)}
 
@@ -125,7 +125,8 @@ class Columns:
 class Series:
     """The figures of a run, as far as its log has been read.
 
-    Figures by layer and by part of a step are kept only once one has been requested: they make up most of a log.
+    Figures by layer and by part of a step make up most of a log. They are kept only after the first request for such a
+    figure.
     """
 
     def __init__(self, folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> None:
@@ -139,9 +140,9 @@ class Series:
         self._reader = MetricsReader(self.folder / "metrics.jsonl")
         self.columns = {kind: Columns() for kind in KINDS}
         self.details: dict[str, list[str]] = {}
-        """Names of the layers or parts of each figure that has them, such as `train.gradient_norm_by_layer`."""
+        """Names of the layers or parts, by figure, such as `train.gradient_norm_by_layer`."""
         self._ahead = {kind: Columns() for kind in KINDS}
-        """Records sampled from a long log, which stand for those that have not been read yet."""
+        """Records sampled from a long log, which stand for the records that have not been read yet."""
         self.n_records = 0
         self.is_thinned = False
         """Whether records were dropped to save memory."""
@@ -212,7 +213,7 @@ class Series:
 
     @property
     def keys(self) -> list[str]:
-        """Names of the figures that have curves. Those by layer and by part are in `details` instead."""
+        """Names of the figures that have curves, without figures by layer and by part, which are in `details`."""
         return [
             f"{kind}.{key}"
             for kind in ("train", "validation")
@@ -221,8 +222,8 @@ class Series:
         ]
 
     def summary(self) -> dict[str, Any]:
-        """Return the run's progress, training loss, and last and best evaluation. A loss or an evaluation that does not
-        exist yet is None, a count or a time 0."""
+        """Return the run's progress, training loss, and last and best evaluation. Before the first record, a loss or an
+        evaluation is None, and a count or a time is 0."""
         train, validation = self.columns["train"], self.columns["validation"]
         now = train.row(train.n - 1) if train.n else {}
         places = {"last": validation.n - 1 if validation.n else None, "best": validation.best()}
@@ -279,7 +280,8 @@ class Series:
         return found
 
     def history(self) -> History:
-        """Return the run for `compare`: all evaluations, the last training record and the one with the most tokens."""
+        """Return the run for `compare`, with all evaluations, the last training record, and the training record with
+        the most tokens."""
         empty = {"train": {}, "validation": {"perplexity": None, "bits_per_byte": None}}
         records: list[Record] = []
         for kind, columns in self.columns.items():
@@ -294,7 +296,8 @@ class Series:
         return History(self.folder, self.recipe, tuple(records), self.skipped, self.n_records)
 
     def _figures(self, record: Record, offset: int) -> dict[str, float]:
-        """Return a record's numbers and its offset in the log. The number of a layer or a part is named `key.name`."""
+        """Return a record's numbers and its offset in the log, by name. The name of a number of a layer or a part is
+        `key.name`."""
         found: dict[str, float] = {}
         for key, value in record.items():
             if type(value) is float or type(value) is int:
@@ -356,7 +359,7 @@ class View:
 
 
 def drawn(series: Series, key: str, view: View) -> tuple[Floats, Floats]:
-    """Return the points (x, y) to draw of a figure's curve in a window. They show every spike."""
+    """Return the points (x, y) with which to draw a figure's curve in a window. The points show every spike."""
     x, y = series.curve(key, view.axis)
     if view.smoothing:
         y = moving_average(y, view.smoothing)
@@ -365,9 +368,12 @@ def drawn(series: Series, key: str, view: View) -> tuple[Floats, Floats]:
 
 
 def decimate(x: Floats, y: Floats, view: View) -> Places:
-    """Return the indices of the points to draw: the lowest and the highest in each equal part of the window, the first
-    and the last in the window, and the next one outside on each side, so that lines reach the edges. If the window and
-    these two have at most `view.points` points, return all of them. x is sorted."""
+    """Return the indices of the points to draw, at most `view.points`. x is sorted.
+
+    These are the lowest and the highest point in each equal part of the window, the first and the last point in the
+    window, and one point outside on each side, so that lines reach the edges. If the window and the two points outside
+    have at most `view.points` points, all of them are drawn.
+    """
     start = max(0, int(np.searchsorted(x, view.low)) - 1)
     stop = min(len(x), int(np.searchsorted(x, view.high, "right")) + 1)
     if stop - start <= view.points:

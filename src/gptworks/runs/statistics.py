@@ -1,6 +1,6 @@
-"""Student's t-tests of whether a difference between few runs is more than noise: once, or again after each new pair.
+"""Student's t-tests of whether a difference between few runs is more than noise, once or again after each new pair.
 
-A test that is repeated after each pair finds a difference by chance more often than its level: ten tests at 5% do so
+A test that is repeated after each pair finds a difference by chance more often than its level. Ten tests at 5% do so
 about one time in five. Therefore each of these tests (looks) gets the same smaller level (Pocock, 1977), here for
 Student's t of the differences so far. Without a true difference, the distribution of t does not depend on the spread,
 so the level depends only on the number of tests. A simulation finds the level.
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FEWEST_PAIRS = 3
-"""Number of pairs before the first test: two differences hardly determine a spread."""
+"""Number of pairs at the first test. Fewer differences hardly determine a spread."""
 
 MOST_PAIRS = 20
 _SIMULATIONS = 200_000
@@ -36,7 +36,8 @@ class Difference:
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """Return mean(`second`) − mean(`first`), each of two or more values; their spreads may differ (Welch, 1947)."""
+    """Return mean(`second`) − mean(`first`). Each group has two or more values, and the spreads of the groups may
+    differ (Welch, 1947)."""
     a, b = variance(first) / len(first), variance(second) / len(second)
     value = fmean(second) - fmean(first)
     if a + b == 0:
@@ -46,7 +47,8 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def known_spread(first: Sequence[float], second: Sequence[float], deviation: float, freedom: int) -> Difference:
-    """Return mean(`second`) − mean(`first`), given their common `deviation` and its degrees of freedom."""
+    """Return mean(`second`) − mean(`first`), given the standard deviation of a value in both groups, and the degrees of
+    freedom with which this deviation was estimated."""
     value = fmean(second) - fmean(first)
     if deviation == 0:
         return _certain(value)
@@ -79,7 +81,7 @@ def t_quantile(probability: float, freedom: float) -> float:
 
 
 def end_of(holds: Callable[[float], bool]) -> float:
-    """Return the end of the interval, from 0 on, in which `holds` is true, by bisection."""
+    """Return, by bisection, the number up to which `holds` is true, from 0 on."""
     low, high = 0.0, 1.0
     while holds(high):
         low, high = high, 2 * high
@@ -122,7 +124,8 @@ class Verdict:
     """The conclusion from the paired differences so far."""
 
     answer: Answer
-    """`lower`, `higher`: the mean is below or above 0. `same`: it is too small to matter. `open`: not decided yet."""
+    """`lower` or `higher`: the mean is below or above 0. `same`: the mean is too small to matter. `open`: not decided
+    yet."""
     value: float
     """The mean difference."""
     low: float
@@ -131,9 +134,13 @@ class Verdict:
 
 
 def verdict(differences: Sequence[float], most_pairs: int, worth: float, error: float = 0.05) -> Verdict:
-    """Decide from the differences so far whether their true mean is below 0, above 0 or too small to matter: smaller
-    than `worth`. The maximum number of pairs is fixed before the first pair. `error` is the probability that any of the
-    tests finds a difference where none exists."""
+    """Decide from the differences so far whether their true mean is below 0, above 0 or too small to matter.
+
+    Args:
+        most_pairs: maximum number of pairs, fixed before the first pair.
+        worth: the smallest mean, in absolute value, that matters.
+        error: probability that any of the tests finds a difference where none exists.
+    """
     n, value = len(differences), fmean(differences) if differences else 0.0
     if n < FEWEST_PAIRS:
         return Verdict("open", value, -math.inf, math.inf)
@@ -162,7 +169,7 @@ def _least_p(most_pairs: int) -> NDArray[np.float64]:
     looks = slice(FEWEST_PAIRS - 1, None)
     spread = (square - n * mean**2)[:, looks] / (n[looks] - 1)
     t = np.abs(mean[:, looks]) * np.sqrt(n[looks] / spread)
-    # two-sided p: the share of simulations with a larger |t| in the same test
+    # two-sided p: the share of simulations with an equal or larger |t| in the same test
     order = np.argsort(np.argsort(-t, 0), 0)
     p = (order + 1) / _SIMULATIONS
     return np.asarray(p.min(1))

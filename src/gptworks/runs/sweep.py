@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import optuna
 
 MOST_FAILURES = 3
-"""The sweep ends after this many failures in a row: the settings are then unlikely to be the cause."""
+"""Number of failures in a row after which the sweep ends, since the settings are then unlikely to be the cause."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class TrialResult:
     values: dict[str, Any]
     """The settings that the trial tests, by path."""
     loss: float | None
-    """The lowest validation loss so far (of a pruned trial: before it was pruned); None without an evaluation."""
+    """The lowest validation loss so far; None before the first evaluation."""
     folder: Path
     reason: str = ""
     """The reason why the trial was pruned or failed; else empty."""
@@ -79,8 +79,8 @@ class Sweep:
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = False) -> Recipe:
     """Load the recipe of a sweep, and check its ranges and its folder. Raise a UserError if the recipe has no `sweep`
-    section or rejects a value of a range, Optuna is missing, or the folder holds files that are not those of a sweep to
-    resume."""
+    section or rejects a value of a range, Optuna is missing, or the folder cannot be used: it holds other files, or a
+    sweep that is not resumed or has another recipe."""
     recipe = load_recipe(path, overrides)
     if recipe.sweep is None:
         raise UserError(f"{path} has no `sweep` section: name there what to try, as in docs/topics/evaluating.md.")
@@ -98,7 +98,8 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), resume: bool = F
 
 
 def _probes(values: SweepRange) -> Sequence[Any]:
-    """Return the values of a range to check: all choices; or both ends and a value between (not for whole numbers)."""
+    """Return the values of a range to check: all choices, the ends of a range of whole numbers, or the ends of another
+    range and a value between."""
     if values.choices is not None:
         return values.choices
     assert values.low is not None and values.high is not None
@@ -132,7 +133,8 @@ def run_sweep(
     report: Report = lambda _: None,
     after_trial: Callable[[Sweep], None] = lambda _: None,
 ) -> Sweep:
-    """Run trials until `n_trials` have ended or a signal requests a stop; report each in a line and return the sweep.
+    """Run trials until `n_trials` have ended or a signal requests a stop. Report each trial in a line and return the
+    sweep.
 
     `after_trial` is called with the sweep after each trial, for example to write its page.
 
@@ -164,7 +166,7 @@ def read_sweep(folder: Path) -> Sweep:
 
 
 def _place(folder: Path, number: int) -> Path:
-    """Return the run folder of a trial. The trial's recipe and log have the same path plus `.yaml` or `.log`."""
+    """Return the run folder of a trial. The trial's recipe and log have this path plus `.yaml` and `.log`."""
     return folder / "trials" / f"{number:03d}"
 
 
@@ -197,7 +199,7 @@ class _Sweeper:
     report: Report
     after_trial: Callable[[Sweep], None]
     failures: int = 0
-    """Number of consecutive trials whose process failed, but not because the loss diverged."""
+    """Number of consecutive trials that failed for other reasons than a diverging loss."""
 
     def __post_init__(self) -> None:
         assert self.recipe.sweep is not None
@@ -219,7 +221,8 @@ class _Sweeper:
                 )
 
     def _next_trial(self) -> "optuna.Trial":
-        """Return the trial that an earlier session left unfinished, or a new one. Its number seeds the sampler."""
+        """Return the trial that an earlier session left unfinished, or a new trial. Set the sampler, seeded with the
+        trial's number."""
         import numpy as np
         from optuna.samplers import TPESampler
         from optuna.trial import Trial, TrialState
@@ -231,7 +234,7 @@ class _Sweeper:
         return Trial(self.study, left[0]._trial_id) if left else self.study.ask()
 
     def _run_trial(self, trial: "optuna.Trial") -> None:
-        """Train with the trial's settings, and report its result to Optuna unless a stop was requested."""
+        """Train with the settings of a trial, and report the result to Optuna unless a stop was requested."""
         from optuna.trial import TrialState
 
         values = {key: _suggest(trial, key, values) for key, values in self.settings.ranges.items()}
@@ -268,7 +271,7 @@ class _Sweeper:
                 if record["step"] not in reported:
                     reported.add(record["step"])
                     trial.report(record["loss"], record["step"])
-                    if trial.should_prune():  # this evaluation decides, even if the trial has trained further since
+                    if trial.should_prune():  # decides by this evaluation, even if later evaluations exist
                         return "pruned"
             return None
 

@@ -62,7 +62,7 @@ def to_html(sweep: Sweep) -> str:
 
 
 def _history(trial: TrialResult) -> History | None:
-    """Return the trial's run; None if it has not begun."""
+    """Return the trial's run; None if the trial has not begun."""
     return read_history(trial.folder) if (trial.folder / "recipe.yaml").exists() else None
 
 

@@ -13,7 +13,8 @@ from gptworks.training.record.outcome import read_outcome
 class TrainedRun(History):
     """A run read from its folder. A notebook displays its figures, curves and samples.
 
-    Pass it instead of a folder to `gptworks.load(run)`, `gptworks.evaluate(run)` or `gptworks.train(run, resume=True)`.
+    Functions that take a run folder also take this object, such as `gptworks.load(run)`, `gptworks.evaluate(run)` and
+    `gptworks.train(run, resume=True)`.
     """
 
     def __fspath__(self) -> str:

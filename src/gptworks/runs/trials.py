@@ -1,6 +1,6 @@
-"""Train trials: runs in processes of their own, which can be watched and stopped, for sweeps and `gptworks try`.
+"""Train trials for sweeps and `gptworks try`. A trial is a run in its own process, which can be watched and stopped.
 
-A trial's recipe and its log are next to its run folder, under the same name plus `.yaml` or `.log`.
+The recipe and the log of a trial are next to its run folder, under the same name plus `.yaml` and `.log`.
 """
 
 import contextlib
@@ -71,8 +71,8 @@ def train_trial(
 
 
 def train_to_end(recipe: Recipe, stop_asked: Callable[[], Any], report: Report) -> bool:
-    """Write a recipe next to its run folder and train it to its last step; return False if a stop was requested. Raise
-    a RunError if the run failed, or its last loss is not finite."""
+    """Write a recipe next to its run folder and train it to its last step. Return whether it reached this step; False
+    means that a stop was requested. Raise a RunError if the run failed, or its last loss is not finite."""
     place = recipe.run_dir
     place.parent.mkdir(parents=True, exist_ok=True)
     save_recipe(recipe, place.with_suffix(".yaml"))
@@ -97,7 +97,7 @@ _TAIL_BYTES = 1 << 16
 
 
 def last_line(place: Path) -> str:
-    """Return the last line that a failed trial printed, which says why it failed."""
+    """Return the last line that a failed trial printed, which is the reason of the failure."""
     with open_regular(place.with_suffix(".log"), inside=place.parent) as log:
         log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
         lines = log.read(_TAIL_BYTES).decode("utf-8", "replace").strip().splitlines()
@@ -107,12 +107,13 @@ def last_line(place: Path) -> str:
 def check_comparable(recipe: Recipe, key: str, named: str) -> None:
     """Raise a UserError that begins with `named` if the setting `key` must be the same in all trials.
 
-    These settings are the seed, the name, the run folder, the sweep, the data, the tokenizer, and all that decide
-    what the loss measures. If trials varied such a setting, their losses would not show which value is better.
+    These settings are the seed, the name, the run folder, the sweep, the data, the tokenizer, and all settings that
+    decide what the loss measures. If trials varied such a setting, their losses would not show which value is better.
+    Lengths of rows may vary only if evaluations read all of the held-out text.
     """
     if key.partition(".")[0] in ("name", "run_dir", "sweep", "data", "tokenizer"):
         raise UserError(f"{named}: `{key}` is the same in all trials, so that their losses compare.")
-    # a key that no recipe has raises an error later, when a recipe is loaded with a value for it
+    # an unknown key has no role here; it raises an error later, when a recipe is loaded with a value for it
     roles = [
         one.role
         for one in settings(recipe)
@@ -132,7 +133,8 @@ def check_comparable(recipe: Recipe, key: str, named: str) -> None:
 
 
 def _alone(place: Path, stop_asked: Callable[[], Any], report: Report) -> bool:
-    """Wait until a process that a killed parent left running has ended; return False if a stop was requested."""
+    """Wait until no other process uses `place`, such as a process that a killed parent left running. Return False if a
+    stop was requested, else True."""
     if not place.exists():
         return True
     reported = False
@@ -152,8 +154,8 @@ def open_folder(folder: Path, named: str, setting: str) -> Iterator[Callable[[],
     """Create a folder of trials, lock it for this process, and yield a function that returns whether to stop.
 
     Raises:
-        UserError: the folder is a URL, a link leads out of it, or another process uses it (the message then has `named`
-            and `setting`).
+        UserError: the folder is a URL, a link leads out of it, or another process uses it. For `named` and `setting`
+            see `locked`.
     """
     check_links(folder)
     make_folder(folder)
@@ -166,7 +168,10 @@ def open_folder(folder: Path, named: str, setting: str) -> Iterator[Callable[[],
 
 
 def locked(folder: Path, named: str, setting: str) -> filelock.BaseFileLock:
-    """Lock a folder for this process; raise a UserError, with `named` and `setting`, if another process uses it."""
+    """Lock a folder for this process and return the lock. Raise a UserError if another process uses the folder.
+
+    The error's message names the kind of process, `named`, and the setting that chooses another folder, `setting`.
+    """
     lock = file_lock(folder / ".lock", timeout=0)
     try:
         lock.acquire()

@@ -43,7 +43,7 @@ def try_lines(found: Try) -> Iterator[str]:
 
 
 def _third_runs(found: Try) -> str:
-    """Return a note on whether the step times call for runs in equal time; empty if step times are equal or unknown."""
+    """Return a note on whether there are runs in equal time, and why; empty if step times are equal or unknown."""
     step = found.step_time
     if found.steps_in_time is not None:
         return f"; in equal time: runs of {found.steps_in_time:,} steps"
@@ -72,7 +72,10 @@ def words(found: Try, arm: str) -> str:
 
 
 def _of_worth(low: float, high: float, worth: float) -> str:
-    """Return a note if a difference with a clear sign is, or may be, smaller than `worth`; else an empty text."""
+    """Return a note if a difference is or may be smaller than `worth`; else an empty text.
+
+    low, high: the interval of the difference's absolute value.
+    """
     if low >= worth:
         return ""
     if high < worth:

@@ -1,10 +1,10 @@
 """The state of a try, stored in `try.json`: its design, its pairs of runs so far, the verdicts, and the runs to do.
 
-How much longer the same tokens take with a change is measured pair by pair. Other work on the machine slows down single
-steps, whole runs or all runs for hours, and whoever shares the machine could slow down only one kind of run. On a CPU,
-steps of both models therefore take turns after each pair of runs, so that other work slows down both. On other devices,
-or if the steps of a run differ by design, times are the runs' own: the median over parts of the run, or the mean of all
-its steps. The spread between pairs measures the noise of the ratio; the test of pairs reads the ratios' logarithms.
+Each pair gives a ratio: the time of the same tokens with the change, divided by the time without it. Other work on the
+machine can slow down single steps, whole runs, or only one of the two runs. On a CPU, steps of both models therefore
+take turns after each pair of runs, so that other work slows down both models. On other devices, or if the steps of a
+run differ by design, the times come from the runs: the median over parts of a run, or the mean of all steps. The spread
+between pairs measures the noise of the ratio. The test of pairs uses the ratios' logarithms.
 """
 
 import json
@@ -33,17 +33,18 @@ PLACES = {"after": "at equal tokens", "in-time": "in equal time"}
 """Words for the point at which the run `after` or `in-time` is compared with the run without the change."""
 
 LOSS_ERROR, SPEED_ERROR = 0.04, 0.01
-"""False-positive rates of the test of losses, and of the test of step times, which decides whether pairs get a third
-run. For a change without effect, one of the tests is wrong in at most 5% of tries."""
+"""False-positive rates of the test of losses, and of the test of step times. The test of step times decides whether
+pairs get a third run. If a change has no effect, at least one of the tests is wrong in at most 5% of tries."""
 
 SAME_SPEED = 0.05
-"""Times closer than this fraction count as equal. A verdict at equal tokens then also holds in equal time."""
+"""Times that differ by less than this fraction count as equal. A verdict at equal tokens then also holds in equal
+time."""
 
 CHUNKS = 50
-"""Maximum number of parts into which a run is divided. Its step time is the median over the parts."""
+"""Maximum number of parts of a run. The run's step time is the median over its parts."""
 
 LEAST_SECONDS = 0.1
-"""Minimum duration of a part of a run, because logs round times to milliseconds."""
+"""Minimum duration of a part of a run in seconds, because logs round times to milliseconds."""
 
 
 def step_seconds(run: History) -> float:
@@ -109,29 +110,30 @@ class Design:
     steps: PositiveInt
     """Number of steps of each run without the change."""
     estimated_step_time: float
-    """Time of the same tokens with the change, divided by the time without it. It is measured briefly, only to choose
-    the length of the runs."""
+    """Time of the same tokens with the change, divided by the time without it, from a brief measurement that only
+    serves to choose the length of the runs."""
     steps_after: PositiveInt | None = None
-    """Number of steps in which a run with the change reads as many tokens; None: `steps`."""
+    """Number of steps in which a run with the change reads as many tokens; None if it equals `steps`."""
     threads: PositiveInt | None = None
-    """CPU threads of each run; None: as the recipe says."""
+    """CPU threads of each run; None leaves the recipe's setting."""
     format_version: Literal[1] = 1
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Results of the runs with one seed: their last losses, and their times."""
+    """Results of the runs with one seed, by arm: `before` (without the change), `after` (with the change, at equal
+    tokens) and `in-time` (with the change, in equal time)."""
 
     number: int
     seed: int
     loss: dict[str, FiniteFloat]
-    """Last validation loss, by arm (before, after, in-time)."""
+    """Last validation loss, by arm."""
     seconds: dict[str, float]
-    """Seconds of training, by arm (before, after, in-time)."""
+    """Seconds of training, by arm."""
     step_seconds: dict[str, Annotated[float, Field(gt=0, lt=1e9)]]
-    """Seconds per step, by arm, as little disturbed by other work on the machine as possible."""
+    """Seconds per step, by arm, measured so that other work on the machine disturbs them as little as possible."""
     share_to_same_loss: float | None
-    """Fraction of its steps that the changed run took to reach the other run's final loss; None if it did not."""
+    """Fraction of the steps of `after` at which it reached the final loss of `before`; None if it never did."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ class Try:
         return [pair.loss[arm] - pair.loss["before"] for pair in self.pairs if arm in pair.loss]
 
     def verdict(self, arm: str) -> Verdict:
-        """Return whether the change helps, at equal tokens (arm `after`) or in equal time (arm `in-time`)."""
+        """Return the verdict whether the change helps, at equal tokens (arm `after`) or in equal time (`in-time`)."""
         return verdict(self.differences(arm), self.design.most_pairs, self.design.worth, LOSS_ERROR)
 
     @property
@@ -171,10 +173,10 @@ class Try:
 
     @cached_property
     def steps_in_time(self) -> int | None:
-        """Number of steps that the changed model can train in the time of a run without the change; None until a
-        difference of the times is found.
+        """Number of steps that the changed model can train in the time of a run without the change; None until a test
+        finds a difference of the times.
 
-        The first test that finds a difference decides, so the number is the same in all pairs and after a restart.
+        The first such test fixes the number, so it is the same in all pairs and after a restart.
         """
         looks = (self._step_time(n) for n in range(FEWEST_PAIRS, len(self.pairs) + 1))
         ratio = next((look.ratio for look in looks if look.differs), None)
@@ -197,7 +199,8 @@ class Try:
 
     @property
     def open_questions(self) -> tuple[str, ...]:
-        """Questions that more pairs may answer: whether each changed run's loss differs; whether the times differ."""
+        """Questions that more pairs may answer: whether the loss of `after` or `in-time` differs, and whether the times
+        differ."""
         asked = [
             f"{PLACES[arm]}: whether the loss differs" for arm in self.arms[1:] if self.verdict(arm).answer == "open"
         ]
@@ -210,9 +213,9 @@ class Try:
         return not self.open_questions
 
     def due(self, ended: bool) -> tuple[int, tuple[str, ...]] | None:
-        """Return the number of the next pair, and its runs (arms) that remain to be trained, in order; None if nothing
-        remains. `ended`: complete the pairs so far, and add none."""
-        for pair in self.pairs:  # a pair from before the third run was added may lack it
+        """Return the number of the next pair to train and its remaining arms, in the order of training; None if nothing
+        remains. If `ended`, only complete the pairs so far."""
+        for pair in self.pairs:  # a pair lacks the third run if it is older than the decision for third runs
             if missing := tuple(arm for arm in self.arms if arm not in pair.loss):
                 return pair.number, missing
         n = len(self.pairs)
@@ -222,9 +225,9 @@ class Try:
 
     @property
     def to_same_loss(self) -> float | None:
-        """How long a run with the change takes to reach the final loss of the run without it, as a multiple of the
-        whole time of the run without it; the mean over the pairs. None before the first pair, or if a run with the
-        change never reaches that loss."""
+        """Time in which a run with the change reaches the final loss of the run without it, divided by the whole time
+        of the run without it. The mean over the pairs; None before the first pair, or if a run with the change never
+        reaches this loss."""
         shares = [pair.share_to_same_loss for pair in self.pairs]
         reached = [share for share in shares if share is not None]
         if self.step_time is None or len(reached) < len(shares):
@@ -232,7 +235,7 @@ class Try:
         return fmean(reached) * self.step_time.ratio
 
     def to_json(self) -> dict[str, Any]:
-        """Return the try as JSON with stable keys. An interval's bound that is still infinite is None."""
+        """Return the try as JSON with stable keys. An infinite bound of an interval is None."""
         tree = {
             "folder": str(self.folder),
             "design": self.design,
@@ -261,8 +264,8 @@ class _Written(BaseModel):
 
 
 def read_try(folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> Try:
-    """Read the try in a folder, even while it runs. `recipe_of` reads its recipes. Raise a UserError if the folder has
-    no `try.json`, or the file is damaged."""
+    """Read the try in a folder, even while it runs. Raise a UserError if the folder has no `try.json`, or the file is
+    damaged."""
     file = folder / TRY_FILE
     try:
         contents = read_regular(file, _MOST_BYTES, inside=folder)

@@ -3,8 +3,9 @@ same seed and on the same samples, until the answer is clear or the time is over
 
 A try's folder holds `try.json` (design and results), `before.yaml` and `after.yaml` (the recipe without and with the
 change), `pairs/00-before` and `pairs/00-after` (run folders, each next to its recipe and its log), and `try.html`. If
-the pairs show that the same tokens take another time with the change, each pair gets a third run, `00-in-time`: the
-changed model trained for as long as the first run took. A try that was killed continues from these files.
+the pairs show that the same tokens take more or less time with the change, each pair gets a third run, `00-in-time`. It
+trains the changed model for about as long as the run without the change. A try that was killed continues from these
+files.
 """
 
 import time
@@ -43,7 +44,7 @@ EVALUATIONS = 5
 """Approximate number of evaluations of each run, the points of its loss curve."""
 
 USUAL_PAIRS = 5
-"""Runs are shortened so that this many pairs fit in the time."""
+"""Number of pairs that should fit in the time. Runs are shortened for this."""
 
 LEAST_STEPS = 20
 RUN_SECONDS = 10.0
@@ -53,11 +54,11 @@ MEASUREMENTS = 2
 """Number of times that the step of each model is measured, in alternation. The shortest time counts."""
 
 LEAST_TURNS, MOST_TURNS, TURN_SECONDS = 5, 100, 4.0
-"""Minimum and maximum number of turns of steps after a pair of runs, and the seconds after which turns end. In short
-runs, the maximum is a tenth of their steps, but not below the minimum."""
+"""Minimum and maximum number of turns of steps after a pair of runs, and the seconds after which turns end. After short
+runs, the maximum is a tenth of their steps, but not less than the minimum."""
 
 MOST_TOKENS_APART = 0.02
-"""The runs with a change may read at most this fraction more or fewer tokens than those without."""
+"""Maximum difference in tokens between a run with a change and the run without it, as a fraction."""
 
 _SEED_STRIDE = 10_007
 _BEFORE_THE_FIRST_STATE = {".lock", "before.yaml", "after.yaml"}
@@ -69,16 +70,16 @@ class Rules:
     """The rules for a try's seeds and its end. The defaults are those of `gptworks try`."""
 
     seed_of: Callable[[int], int] | None = None
-    """Returns the seed of a pair by its number; None: seeds follow from the recipe's."""
+    """Returns the seed of a pair by its number. If None, seeds follow from the recipe's seed."""
     ended: Callable[[Try], bool] = attrgetter("decided")
     """Returns whether the try needs no more pairs; called before the first pair and after each pair."""
     stop_asked: Callable[[], object] = lambda: None
-    """Returns whether to stop the current run, which then writes a checkpoint from which the try can continue."""
+    """Returns whether to stop the current run. The run then writes a checkpoint from which the try can continue."""
 
 
 def length_of_runs(recipe: Recipe, path: str | Path, steps: int | None) -> int:
-    """Return the wanted number of steps of each run: `steps` if given, else the recipe's. Raise a UserError if neither
-    states it, or runs would be too short to compare."""
+    """Return the wanted number of steps of each run: `steps` if given, else the recipe's `train.max_steps`. Raise a
+    UserError if neither is given, or runs would be too short to compare."""
     wanted = steps or recipe.train.max_steps
     if wanted is None:
         raise UserError(f"{path} sets no train.max_steps: give --steps, the length of each run.")
@@ -91,16 +92,16 @@ def plan_try(
     path: str | Path, changes: Sequence[str], folder: Path, minutes: float, worth: float, steps: int | None = None,
     resume: bool = False, report: Report = lambda _: None, prepare_text: Callable[[Recipe], object] = prepare,
 ) -> Try:  # fmt: skip
-    """Plan a new try, with run lengths based on the measured time of a step; or return the try already in the folder.
+    """Return the try in the folder, or plan a new try, with run lengths based on the measured time of a step.
 
     Args:
         changes: overrides `key.path=value`, tested together as one change.
-        steps: steps per run. None: the recipe's number, or fewer if too few pairs of runs would fit in the time.
+        steps: steps per run. Default: the recipe's number, or fewer if too few pairs of runs would fit in the time.
         prepare_text: called with the recipe to prepare its text, after all checks that do not need the text.
 
     Raises:
         UserError: the recipe rejects a change, a change makes losses incomparable, the time is too short, or the folder
-            holds files that are not those of a try to resume.
+            holds other files, or a try that is not resumed or has another recipe or change.
         RunError: a step failed while its time was measured.
     """
     if not changes:
@@ -152,7 +153,7 @@ def _steps_after(path: str | Path, changes: Sequence[str], steps: int) -> int:
     a UserError if no number of steps reads about as many tokens, or the number is too small."""
     before = load_recipe(path, [f"train.max_steps={steps}"])
     tokens, found, missing = before.train.samples_before(steps) * before.row_length, steps, 0
-    for _ in range(20):  # batches that grow by shares of the run depend on its number of steps
+    for _ in range(20):  # repeat, since the sizes of batches that grow in training depend on the number of steps
         found = max(1, found + missing)
         after = load_recipe(path, [*changes, f"train.max_steps={found}"])
         read = after.train.samples_before(found) * after.row_length
@@ -169,8 +170,11 @@ def _steps_after(path: str | Path, changes: Sequence[str], steps: int) -> int:
 
 
 def _threads(recipe: Recipe, device: torch.device, cores: BusyCores) -> int | None:
-    """Return the number of CPU threads for all runs: the recipe's if set, else, on a CPU, as many as other programs
-    leave free; None on other devices. If each run chose the number, other work could slow down only some runs."""
+    """Return the number of CPU threads for all runs. If each run chose the number, other work could slow down only some
+    runs.
+
+    The result is the recipe's number if set; else, on a CPU, as many threads as other programs leave free; else None.
+    """
     if device.type != "cpu" or recipe.train.threads is not None:
         return recipe.train.threads
     fewer = free_threads(cores, device)
@@ -199,10 +203,12 @@ def measured_step_seconds(recipe: Recipe) -> float:
 def steps_in_turns(
     recipes: Sequence[Recipe], clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[tuple[float, ...]]:
-    """Yield the seconds of one training step of each recipe, in this process, again and again. Since the steps take
-    turns, other work on the machine slows down all recipes alike. From then on, this process keeps freed memory.
-    `clock` returns seconds; `time.process_time` leaves out those in which other processes had the core. Raise a
-    UserError if a recipe's text cannot be prepared."""
+    """Yield the seconds of one training step of each recipe, in this process, again and again.
+
+    Since the steps take turns, other work on the machine slows down all recipes alike. From the first turn on, this
+    process keeps freed memory. `clock` returns seconds; `time.process_time` counts only the CPU time of this process.
+    Raise a UserError if a recipe's text cannot be prepared.
+    """
     keep_freed_memory()
     yield from zip(*(step_times(_rehearsal(recipe), clock) for recipe in recipes), strict=True)
 
@@ -220,10 +226,10 @@ def measured_in_turns(recipes: Sequence[Recipe]) -> list[float]:
 def _step_times(recipes: dict[str, Recipe], runs: dict[str, History]) -> dict[str, float]:
     """Return the seconds of a step of each run, by arm.
 
-    If step times differ by design (except by a schedule that both runs share), these are means over all steps of a run.
-    Otherwise they are medians over parts of a run. On a CPU, the steps with and without the change are timed in turns
-    instead, unless they need rollouts or an average of the weights, differ in threads or compilation, or do not fit
-    into memory together.
+    If the steps of a run differ by design, and not only by a schedule that both runs share, the result is the mean over
+    all steps of a run. Otherwise the result is the median over parts of a run. On a CPU, the steps of `before` and
+    `after` are timed in turns instead, unless a run has rollouts or an average of the weights, the runs differ in
+    threads or compilation, or both models do not fit into memory together.
     """
     before, after = recipes["before"].train, recipes["after"].train
     alike = (before.smaller_batches, before.shorter_contexts) == (after.smaller_batches, after.shorter_contexts)
@@ -240,7 +246,7 @@ def _step_times(recipes: dict[str, Recipe], runs: dict[str, History]) -> dict[st
 
 
 def _fit_together_on_cpu(recipes: Sequence[Recipe]) -> bool:
-    """Whether the recipes train on a CPU whose memory suffices for all of them at once."""
+    """Return whether the recipes train on a CPU whose memory suffices for all of them at once."""
     if any(choose_device(recipe.train.device).type != "cpu" for recipe in recipes):
         return False
     needs = [check_memory(*_as_trained(recipe), force=True) for recipe in recipes]
@@ -286,7 +292,7 @@ def run_try(
 ) -> Try:  # fmt: skip
     """Train pairs of runs until the rules end the try, the time is over or a signal requests a stop; return the try.
 
-    `path` is the recipe. `after_pair` is called with the try after each pair, before `try.json` has the pair.
+    `path` is the path of the recipe. `after_pair` is called with the try after each pair, before `try.json` is written.
 
     Raises:
         UserError: another process uses the folder.
@@ -351,7 +357,8 @@ def _train(
 
 
 def _share_to_reach(run: History, loss: float) -> float | None:
-    """Return the fraction of a run's steps at which its validation loss reaches `loss`, interpolated; None if never."""
+    """Return the fraction of a run's steps, interpolated between evaluations, at which the validation loss reaches
+    `loss`; None if it never does."""
     before: tuple[float, float] | None = None
     for record in run.validation:
         at, here = float(record["step"]), float(record["loss"])

@@ -13,17 +13,18 @@ from gptworks.runs.series import Series
 from gptworks.training.changes import Origin
 
 MOST_BYTES = 1 << 30
-"""Maximum memory for all runs together. Beyond it, records of runs that were not requested lately are dropped first."""
+"""Maximum bytes in memory for all runs together. Beyond this size, records are dropped, first of runs that were not
+requested lately."""
 
 IN_USE_SECONDS = 60.0
-"""A run that was requested within this time is the last to lose records."""
+"""Seconds for which a requested run counts as in use. Runs in use are the last to lose records."""
 
 MOMENT_SECONDS = 0.25
 _FEW_BYTES = 1 << 16
 
 
 class Watched:
-    """A run, the figures of its log as far as it was read, and the run's row in a list of runs."""
+    """A run with the figures that were read from its log, and its row in a list of runs."""
 
     def __init__(self, folder: Path, recipe_of: Callable[[Path], Recipe] = load_recipe) -> None:
         self.series = Series(folder, recipe_of)
@@ -32,7 +33,7 @@ class Watched:
         """Whether records were dropped to make room for other runs."""
         self.band: Band | None = None
         self.problem: str | None = None
-        """The reason why the run's log or recipe cannot be read; None if both can."""
+        """The reason why the run's log or recipe cannot be read; None if there is no problem."""
         self._recipe: Recipe | None = None
         self.origin: Origin | None = None
         """The checkpoint from which the run was forked; None if the run is not a fork."""
@@ -56,7 +57,8 @@ class Watched:
         return changed
 
     def row(self) -> dict[str, Any]:
-        """Return the run's row in a list of runs. While a log is read again, the row keeps its previous figures."""
+        """Return the run's row in a list of runs. While a log is read again from its start, the row keeps its old
+        figures."""
         series, recipe = self.series, self._recipe
         if self._summary is None or (not self._is_whole and (series.at_end or not self._summary["whole"])):
             self._summary = {
@@ -86,20 +88,20 @@ class Watch:
         self._changed: set[str] = set()
 
     def follow(self, folders: Mapping[str, Path]) -> None:
-        """Watch the runs in `folders`, by name, and no others."""
+        """Watch exactly the runs in `folders`, by name."""
         same = {name: one for name, one in self.runs.items() if folders.get(name) == one.series.folder}
         self.runs = {name: same.get(name) or Watched(folder, self._recipe_of) for name, folder in folders.items()}
 
     def use(self, names: Sequence[str], asked_at: float | None = None, *, begins: bool = True) -> list[Watched]:
-        """Read the logs of the requested runs for a moment, and return the runs.
+        """Read the logs of the requested runs for `MOMENT_SECONDS`, and return the runs.
 
         A log is read again from its start if records were dropped and the run was not requested in the last
         `IN_USE_SECONDS`.
 
         Args:
-            asked_at: the moment's start, on the monotonic clock; None: now. All runs of a request share one moment, so
-                that a request for many long runs is answered soon.
-            begins: whether to read the first records of an unread run even when the moment is over.
+            asked_at: the start of `MOMENT_SECONDS`, on the monotonic clock. Default: now. All runs of a request share
+                this time, so that a request for many long runs is answered soon.
+            begins: whether to read the first records of an unread run even after `MOMENT_SECONDS`.
 
         Raises:
             KeyError: a name belongs to no watched run.

@@ -58,7 +58,7 @@ _bodies: list[type[BaseModel]] = []
 class Health(BaseModel):
     status: Literal["ok", "draining", "failed"]
     reason: str | None = None
-    """The model whose engine failed, and the type of the error; missing if no engine reported one."""
+    """The model whose engine failed, and the type of the error; missing if no engine reported an error."""
 
 
 class About(BaseModel):
@@ -215,7 +215,7 @@ async def list_models(request: Request) -> Response:
 
 @router.get("/v1/models/{model_id}", response_model=openai.Model)
 async def get_model(request: Request, model_id: str) -> Response:
-    """Return one of the models."""
+    """Return the served model with this name."""
     return _json(service_of(request).get(model_id).describe())
 
 
@@ -248,7 +248,7 @@ async def detokenize(request: Request) -> Response:
 
 @router.get("/", response_model=About)
 async def about(request: Request) -> Response:
-    """Return the server's name and the addresses of its API; for browsers a page, if there is one."""
+    """Return the server's name and the addresses of its API. A browser gets a page instead, if the server has one."""
     home: Callable[[Request], Awaitable[Response]] | None = request.app.state.home
     if home is not None and "text/html" in request.headers.get("accept", ""):
         return await home(request)

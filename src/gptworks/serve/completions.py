@@ -1,4 +1,4 @@
-"""/v1/completions continues prompts, and /v1/chat/completions a conversation, which the run's chat template renders."""
+"""The routes /v1/completions, which continues prompts, and /v1/chat/completions, which answers conversations."""
 
 import json
 import time
@@ -29,7 +29,11 @@ _PASSED_ON = openai.SamplingFields.model_fields.keys() & {field.name for field i
 
 
 def sampling_settings(body: openai.SamplingFields, defaults: SamplingSettings, **more: Any) -> SamplingSettings:
-    """Return a request's settings and `more`, else the model's `defaults`; raises a UserError if they contradict."""
+    """Return a request's sampling settings. Settings in neither the request nor `more` are the model's `defaults`.
+
+    Raises:
+        UserError: the settings contradict each other.
+    """
     given = {name: value for name in _PASSED_ON if (value := getattr(body, name)) is not None}
     if given.get("top_k") == -1:  # vLLM's value for no limit
         given["top_k"] = 0
@@ -70,7 +74,7 @@ class Answer(ABC, Generic[Body]):
 
     @abstractmethod
     def chunk_choices(self, delta: Delta) -> list[Any]:
-        """Return the `choices` that a stream sends for a delta, each in a separate chunk."""
+        """Return the `choices` that a stream sends for a delta, each choice in a separate chunk."""
 
     async def whole(self) -> BaseModel:
         """Return the complete answer once all texts are finished."""
@@ -83,7 +87,7 @@ class Answer(ABC, Generic[Body]):
         )
 
     async def chunks(self) -> AsyncGenerator[list[str]]:
-        """Yield chunks as JSON texts, as they come. If the last chunk has the usage, `usage` is null in the others."""
+        """Yield chunks as JSON texts, as they come. If the last chunk has `usage`, it is null in the other chunks."""
         async for deltas in self.generation.deltas():
             yield [chunk for delta in deltas for chunk in self._chunks(delta)]
         if self._with_usage:
@@ -167,7 +171,10 @@ def _completion_logprobs(entries: list[Entry]) -> openai.CompletionLogprobs:
 
 
 def _alternatives(entry: Entry) -> dict[str, float] | None:
-    """Return log-probabilities by token: the most likely ones and the chosen one; None if the entry has none."""
+    """Return the log-probabilities of the most likely tokens and the chosen token, by token text.
+
+    None: the entry has no log-probabilities.
+    """
     if entry.top is None or entry.logprob is None:
         return None
     return {text: logprob for text, _, logprob in entry.top} | {entry.text: entry.logprob}
@@ -254,10 +261,10 @@ def fitted_prompt(
 
     Args:
         advice: ends the message about a conversation that is too long.
-        how: add_generation_prompt, continues.
+        how: `add_generation_prompt` and `continues`, passed to `fit_conversation`.
 
     Raises:
-        APIError: the conversation is too long, the template refuses it, or it renders an empty text.
+        APIError: the conversation is too long, or the template refuses it or renders an empty text.
     """
     turns = [message.turn() for message in messages]
     with blaming("messages", advice):

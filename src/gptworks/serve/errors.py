@@ -76,8 +76,10 @@ def invalid(param: str, message: str, code: str | None = None) -> APIError:
 
 @contextmanager
 def blaming(param: str, advice: str = "") -> Iterator[None]:
-    """Turn a UserError in this context into a 400 error about the field `param` of the request; `advice` ends the
-    message about a conversation that is too long."""
+    """Turn a UserError in this context into a 400 error about the field `param` of the request.
+
+    advice: text to append to the message about a conversation that is too long.
+    """
     try:
         yield
     except ContextExceeded as error:
@@ -102,7 +104,7 @@ def log_unforeseen(error: Exception) -> None:
 
 
 def as_api_error(error: Exception) -> APIError:
-    """Return the error answer for an exception, without the message of an unforeseen one."""
+    """Return the APIError that answers an exception. The answer leaves out the message of an unforeseen exception."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, EngineFailed):  # the exception's message is only for the log

@@ -12,15 +12,15 @@ from gptworks.serve.errors import APIError, as_api_error, log_unforeseen
 
 
 class EventStream(StreamingResponse):
-    """Sends chunks as they come, all ready ones in one write. Calls `cancel` at the end, also after an error.
+    """Sends chunks as they come, all ready chunks in one write. Calls `cancel` at the end, also after an error.
 
-    While no chunk comes, for example because the prompt is long or the request waits for a slot, it sends comments, so
-    that proxies and clients do not close a silent connection; nginx and others do after 60 seconds.
+    While no chunk comes, for example because the prompt is long or the request waits for a slot, the stream sends
+    comments. Proxies and clients may close a silent connection; nginx does so after 60 seconds.
     """
 
     last: ClassVar[bytes] = b"data: [DONE]\n\n"
     silent_seconds: ClassVar[float] = 15.0
-    """Time without a chunk after which a comment is sent, and the time between comments."""
+    """Seconds without a chunk after which a comment is sent, and seconds between two comments."""
 
     def __init__(self, chunks: AsyncGenerator[Sequence[Any]], cancel: Callable[[], None]) -> None:
         super().__init__(

@@ -26,7 +26,7 @@ from gptworks.serve.settings import MAX_LOGPROB_NUMBERS, MAX_TEXTS
 from gptworks.tokenizer import StreamDecoder
 
 PIECES_AT_ONCE = 32
-"""A request that does not stream wakes its reader only after this many pieces, and at a text's end."""
+"""Number of unread pieces that wake the reader of a request without streaming. A text's end also wakes the reader."""
 
 LEAST_LOGPROB = -9999.0
 """Replaces −inf, which JSON cannot represent."""
@@ -58,7 +58,7 @@ class Order:
 
     @property
     def n_made(self) -> int:
-        """Number of texts that the engine computes for each prompt; 1 if it only scores the prompt."""
+        """Number of texts that the engine computes for each prompt; 1 if the engine only scores the prompt."""
         return self.n if self.generates else 1
 
 
@@ -189,7 +189,7 @@ class Generation:
             )  # fmt: skip
 
     async def deltas(self) -> AsyncGenerator[list[Delta]]:
-        """Yield the deltas of all choices, in lists, as they come. Leaving the loop cancels the rest."""
+        """Yield the deltas of all choices, in lists, as they come. Leaving the iteration cancels unfinished texts."""
         clock = RequestClock(self.model.metrics, self.began)
         async with aclosing(self.stream.batches()) as batches:
             async for batch in batches:
@@ -221,7 +221,11 @@ class Generation:
 
 
 def check_size(service: Service, model: ServedModel, order: Order, n_prompts: int) -> tuple[int, int]:
-    """Return the numbers of a request's texts and, at most, log-probabilities; raises an APIError if too many."""
+    """Return a request's number of texts and maximum number of log-probabilities.
+
+    Raises:
+        APIError: one of the numbers is too large.
+    """
     n_choices, n_texts, settings = n_prompts * order.n, n_prompts * order.n_made, order.settings
     if n_choices > MAX_TEXTS:
         raise invalid("n", f"{n_prompts} prompts and {order.n} texts of each; one request may ask for {MAX_TEXTS}.")
@@ -243,10 +247,12 @@ def check_size(service: Service, model: ServedModel, order: Order, n_prompts: in
 
 
 async def compiled(service: Service, model: ServedModel, settings: SamplingSettings, caller: Caller) -> Grammar | None:
-    """Return the grammar that constrains a request's texts, compiled if it is new; None: they are not constrained.
+    """Return the grammar that constrains a request's texts, compiled if new; None without a constraint.
 
     Raises:
-        APIError, UserError: the grammar cannot be compiled, or too many schemas wait.
+        UserError: the grammar cannot be compiled.
+        APIError: too many schemas wait, or the server is about to stop.
+        QueueFull: the grammars in use have reached their memory limit.
     """
     if settings.json_schema is None and settings.regex is None:
         return None

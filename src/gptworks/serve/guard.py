@@ -67,8 +67,11 @@ class Guard:
             log_request(scope, answer.status, time.monotonic() - began, caller.n_tokens)
 
     def _client(self, scope: Scope) -> str:
-        """Return the name of a request's client: the digest of its key if keys are required and it sends one, else its
-        address."""
+        """Return the name of a request's client.
+
+        If keys are required and the request has a key, the name is the key's digest. Otherwise, it is the client's
+        address.
+        """
         authorization = Headers(scope=scope).get("authorization")
         if self._keys and authorization:
             return _digest(authorization.partition(" ")[2]).hex()
@@ -93,7 +96,7 @@ class Guard:
             caller.works = False
 
     def _admit(self, scope: Scope, headers: Headers) -> None:
-        """Raises an APIError if the request is refused before its body is read."""
+        """Raise an APIError if the request must be refused before its body is read."""
         settings = self._service.settings
         if settings.local_names_only and not _is_local(headers.get("host", "")):
             raise APIError(403, "this server answers only to names of this machine; --api-key opens it to others.",

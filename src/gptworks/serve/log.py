@@ -1,5 +1,7 @@
-"""The server's log: errors, and a line for each request except those for /health. A separate thread writes the lines,
-so a full pipe delays no request."""
+"""The server's log: errors, and a line for each request except requests for /health.
+
+A separate thread writes the lines, so a full pipe delays no request.
+"""
 
 import logging
 import queue
@@ -20,8 +22,10 @@ _LAST_LINES_SECONDS = 2.0
 
 
 def log_request(scope: Scope, status: int | None, seconds: float, n_tokens: int) -> None:
-    """Log one line: address, method, path, status, milliseconds, tokens read and written. The status None, of a request
-    whose client left without an answer, is logged as nginx's 499."""
+    """Log one line about a request: address, method, path, status, milliseconds, tokens read and written.
+
+    status: None if the client left before the answer; the line then has 499, as in nginx.
+    """
     if not _REQUESTS.isEnabledFor(logging.INFO):
         return
     path = scope.get("raw_path", b"").decode("latin-1")[:200]

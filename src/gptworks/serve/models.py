@@ -54,7 +54,7 @@ class Tokens:
         return self.check(ids, param)
 
     def check(self, ids: list[int], param: str) -> list[int]:
-        """Return the given ids. Raises an APIError if they are too many, or one of them is not in the vocabulary."""
+        """Return the given ids. Raises an APIError if there are too many, or if an id is not in the vocabulary."""
         if len(ids) > self.context:
             message = f"{len(ids)} tokens; this model's context is {self.context}."
             raise invalid(param, message, code="context_length_exceeded")
@@ -68,7 +68,7 @@ class Tokens:
         return "".join([*map(decoder.push, ids), decoder.flush()])
 
     def spell(self, token: int) -> tuple[str, list[int] | None]:
-        """Return a token's spelling, which no other token has, and its bytes, or None if tokens do not spell bytes."""
+        """Return a token's spelling, which no other token has, and its bytes (None if tokens do not spell bytes)."""
         return self._speller.spell(token)
 
     @functools.cached_property
@@ -108,10 +108,11 @@ class ServedModel:
         return self.engine.chat_template
 
     def template(self, source: str | None) -> ChatTemplate:
-        """Return the model's chat template; if it has none, the template with this source. Slow for a new source.
+        """Return the model's chat template or, without one, the template with this source. Slow for a new source.
 
         Raises:
-            APIError: the model has no template, and there is no source. UserError: the source does not compile.
+            APIError: the model has no template, and `source` is None.
+            UserError: the source does not compile.
         """
         if source is None or self.engine.chat_template is not None:
             return self.chat_template
@@ -126,6 +127,6 @@ class ServedModel:
 
 
 def check_name(name: str) -> None:
-    """Raises a UserError if `name` cannot be a model's name."""
+    """Raise a UserError if `name` cannot be a model's name."""
     if not _NAME.fullmatch(name):
         raise UserError(f"{name!r} cannot be a model's name: use up to 128 letters, digits and . _ : -")

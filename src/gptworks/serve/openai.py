@@ -21,7 +21,7 @@ from gptworks.config.sampling import sampling
 from gptworks.serve.wire import MAX_CHARACTERS, Wire
 
 MAX_TOKENS = 1 << 20
-"""Maximum number of tokens in a request, and bound of token ids; a model's context ends a text much earlier."""
+"""Maximum number of tokens in a request. Token ids are below this number too."""
 MAX_MESSAGES = 1024
 MAX_STOPS = 16
 
@@ -37,7 +37,7 @@ _Lists = Annotated[list[TokenIds], _SEVERAL]
 
 
 def _as_prompts(value: Any) -> Any:
-    """Return prompts as a list: a single prompt, given as text or token ids, becomes a list of one."""
+    """Return prompts as a list: a single prompt, given as text or token ids, becomes a list with one element."""
     is_ids = isinstance(value, list) and value and type(value[0]) is int
     prompts = [value] if is_ids or isinstance(value, str) else value
     if _kind(prompts) is None:
@@ -174,7 +174,7 @@ class Frame(BaseModel):
 
 
 class Completion(Frame):
-    """A completion, or a chunk of a streamed one."""
+    """A completion, or a chunk of a streamed completion."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -256,8 +256,8 @@ class ResponseFormat(Wire):
 
 
 class ChatRequest(SamplingFields):
-    """A conversation to continue. Three fields are vLLM's. `chat_template_kwargs` sets variables of the chat template.
-    With `continue_final_message`, the answer continues the final message, which must be an assistant's. If
+    """A conversation to continue. Three fields are from vLLM's API. `chat_template_kwargs` sets variables of the chat
+    template. With `continue_final_message`, the answer continues the final message, which must be an assistant's. If
     `add_generation_prompt` is given, it must be the opposite of `continue_final_message`."""
 
     messages: Messages

@@ -1,8 +1,8 @@
 """uvicorn's HTTP protocol with limits on incomplete requests, and on clients that do not read their answers.
 
-A connection ends if its headers are too long or take too long, if it sends much more than a body may have, or if its
-answers stay unread for too long. If there are too many connections, the one that has been idle longest is closed; if
-none is idle, the new one is refused.
+A connection ends if its headers are too long or take too long, if it sends far more bytes than a body may have, or if
+its answers stay unread for too long. If there are too many connections, the server closes the connection that has been
+idle longest. If no connection is idle, the server refuses the new connection.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ KERNEL_BYTES = 1 << 17
 """Size of a connection's send buffer; the system's default takes megabytes for each slow reader."""
 
 _LOOKS = (0.02, 0.1)
-"""Seconds after a client stops sending at which its connection is checked. Later, each sweep checks the connection."""
+"""Delays, in seconds after a client stops sending, of two checks of the connection. Later, each sweep checks it."""
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -66,11 +66,12 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether to finish the current answer after the client stops sending, since it may still read.
+        """Return whether to finish the current answer after the client stops sending, since the client may still read.
 
-        A client that closed the connection looks the same. Browser pages and streams of `Service.watch` are assumed to
-        have closed it. To test other clients, the server sends `100 Continue` in HTTP/1.1 if no answer has begun.
-        Clients ignore this line, but if the connection is closed, the client's system answers with a reset.
+        A client that closed the connection looks the same. Browser pages and readers of `Service.watch` streams are
+        assumed to have closed the connection. To test other clients, the server sends `100 Continue` in HTTP/1.1 if no
+        answer has begun. Clients ignore this line, but if the connection is closed, the client's system answers with a
+        reset.
         """
         if self._idle or self.cycle.more_body or self.transport.is_closing():
             return False  # asyncio then closes the transport
@@ -85,7 +86,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return True
 
     def _leave_if_gone(self) -> None:
-        """End a half-closed connection after a reset, which asyncio would notice only when it reads or writes."""
+        """End a half-closed connection after a reset, which asyncio would notice only at its next read or write."""
         socket_ = self.transport.get_extra_info("socket")
         with contextlib.suppress(OSError):
             if self._half_closed and socket_ is not None and socket_.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

@@ -1,4 +1,4 @@
-"""Start and end the server: uvicorn with our protocol. After a first signal, it finishes the current requests."""
+"""Start and end the server: uvicorn with our protocol. After a first signal, the server finishes current requests."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ _TICKS_PER_SECOND = 10  # of uvicorn's main loop
 _CLOSING_SECONDS = 2
 """Maximum number of seconds that the server waits for its connections to close when it ends."""
 _SPARE_FILES = 128
-"""Number of open files reserved for other uses than connections."""
+"""Number of open files that are reserved for other uses than connections."""
 _BACKLOG = 100
 """Maximum number of connections that wait to be accepted; each takes an open file."""
 _FEWEST_FILES = 16
@@ -32,8 +32,11 @@ _SHORT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that runs until a signal comes or an engine fails. It then refuses new requests, and lets the
-    current ones finish within `drain_seconds`. A second signal ends the server immediately."""
+    """A uvicorn server that runs until a signal comes or an engine fails.
+
+    The server then refuses new requests, and lets the current requests finish within `drain_seconds`. A second signal
+    ends the server immediately.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service, started: Callable[[int], None]) -> None:
         super().__init__(config)

@@ -15,7 +15,7 @@ from gptworks.serve.settings import MAX_WATCHING, MAX_WATCHING_EACH, ServerSetti
 from gptworks.serve.sign_in import SignIn
 
 _NEED_NO_SLOT = 16
-"""Number of requests accepted beyond one per text, for work that needs no slot: tokenizing, embeddings, model lists."""
+"""Number of requests accepted in addition to one per text, for work without a slot, such as tokenizing."""
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class Caller:
     n_numbers: int = 0
     """Maximum number of log-probabilities in the request's answer."""
     compiles: bool = False
-    """Whether the request's schema waits or is being compiled."""
+    """Whether the request's schema is being compiled or waits to be compiled."""
     n_tokens: int = 0
     """Number of tokens read and written for the request."""
     tasks: set[Task] = field(default_factory=set)
@@ -69,8 +69,8 @@ class Service:
         """Threads that wait for schemas to compile; separate, so that no text waits for a schema."""
         self.embedding_thread = ThreadPoolExecutor(1, "gptworks embeddings")
         self.sign_in: SignIn | None = None
-        """The studio's sign-in; if set, requests need a session or an API key, except for the guard's open paths and
-        the sign-in itself."""
+        """The studio's sign-in; None without the studio. With a sign-in, requests need a session or an API key, except
+        for the guard's open paths and the sign-in itself."""
         self.draining = False
         """Whether the server is about to end and accepts no new requests."""
         self.bodies_bytes = 0
@@ -91,7 +91,7 @@ class Service:
             model.loop.start()
 
     def add(self, name: str, engine: Engine) -> ServedModel:
-        """Serve one more model; return it."""
+        """Serve one more model; return its `ServedModel`."""
         engine.max_waiting = self.settings.max_waiting
         tokens, metrics = Tokens(engine, self.settings), self.metrics.add(name, engine.statistics)
         model = self._models[name] = ServedModel(name, engine, EngineLoop(engine), tokens, metrics)
@@ -110,7 +110,7 @@ class Service:
         return tuple(self._models.values())
 
     def get(self, name: str | None) -> ServedModel:
-        """Return the model with this name, or the first if `name` is None; raises an APIError if there is none."""
+        """Return the model with this name (None: the first model); raises an APIError if there is no such model."""
         model = next(iter(self.models), None) if name is None else self._models.get(name)
         if model is None:
             known = ", ".join(self._models) or "none yet"
@@ -126,7 +126,7 @@ class Service:
 
     @property
     def max_texts(self) -> int:
-        """Maximum number of texts that run or wait, over all models."""
+        """Maximum number of texts that run or wait, for all models together."""
         return sum(self.settings.max_waiting + model.engine.most_texts for model in self.models)
 
     @property
@@ -166,12 +166,12 @@ class Service:
         return sum(one.works for one in tuple(self.callers))
 
     def held(self, client: str, number: Callable[[Caller], int]) -> tuple[int, int]:
-        """Return the sums of a number of each caller: over one client's requests, and over all requests."""
+        """Return two sums of `number(caller)`: over the requests of one client, and over all requests."""
         counted = [(one.client, number(one)) for one in tuple(self.callers)]
         return sum(n for name, n in counted if name == client), sum(n for _, n in counted)
 
     def watch(self, caller: Caller) -> None:
-        """Turn a request into a stream of changes, which is not work; raises an APIError if there are too many."""
+        """Count a request as a stream of changes instead of work; raises an APIError if there are too many streams."""
         n, n_all = self.held(caller.client, lambda one: one.watches)
         if n >= MAX_WATCHING_EACH or n_all >= MAX_WATCHING:
             raise APIError(
@@ -181,7 +181,7 @@ class Service:
         caller.works, caller.watches = False, True
 
     def take_places(self, caller: Caller, n_texts: int, n_numbers: int = 0) -> None:
-        """Reserve texts and log-probabilities of the client's share until `leave`; raises an APIError if too many."""
+        """Count texts and log-probabilities of a request until `leave`; raises an APIError if there are too many."""
         (held, _), each = self.held(caller.client, lambda one: one.n_texts), self.max_texts_each
         if held + n_texts > each:
             found = f"{n_texts} texts in one request" if n_texts > each else f"this client has {held} unfinished texts"
@@ -207,7 +207,7 @@ class Service:
 
     @property
     def failure(self) -> str | None:
-        """A message with a failed engine's model and type of error; None: no engine has failed. After a failure,
+        """A message with a failed engine's model and type of error; None if no engine has failed. After a failure,
         requests are refused."""
         for model in self.models:
             if (failure := model.loop.check()) is not None:

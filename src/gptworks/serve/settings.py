@@ -7,8 +7,8 @@ from gptworks.errors import UserError
 MAX_TEXTS = 128
 """Maximum number of texts of one request: prompts times continuations. Each text has its own copy of its prompt."""
 MAX_LOGPROB_NUMBERS = 1 << 20
-"""Maximum log-probabilities in an answer, or of the unread tokens of a streamed one: tokens times (1 + alternatives).
-Each takes about 220 bytes of memory."""
+"""Maximum number of log-probabilities in an answer: tokens times (1 + alternatives). In a streamed answer, only unread
+tokens count. Each log-probability takes about 220 bytes of memory."""
 MAX_WATCHING, MAX_WATCHING_EACH = 64, 32
 """Maximum number of streams that keep open pages up to date: of all clients, and of one client."""
 MAX_SCHEMA_BYTES = 1 << 16
@@ -28,9 +28,9 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages may call the server; `*`: all origins."""
     local_names_only: bool = True
-    """Answer only requests whose Host is localhost, a name below it or a loopback address; /health always answers. A
-    web page whose domain name was redirected to this machine after loading (DNS rebinding) sends another Host. Use this
-    with a loopback address and no API keys."""
+    """Answer only requests whose Host is localhost, a subdomain of localhost or a loopback address; /health always
+    answers. A web page whose domain name was redirected to this machine after loading (DNS rebinding) sends another
+    Host. Use this with a loopback address and no API keys."""
     max_waiting: int = 128
     """Maximum number of texts that wait for a slot of one model; further requests are answered with 429."""
     max_logprob_numbers: int = 1 << 21
@@ -39,7 +39,7 @@ class ServerSettings:
     """Maximum share of the slots, of the queue and of `max_logprob_numbers` that one client may use. A client is an API
     key, or an address if no keys are needed. 1: no limit, for use behind a proxy."""
     max_schemas: int = 16
-    """Maximum number of schemas that wait or are being compiled (two at a time); further ones are answered with 429."""
+    """Maximum number of schemas that wait or are being compiled (two at a time); further requests get a 429."""
     max_schemas_each: int = 4
     """Maximum number of one client's schemas that wait or are being compiled."""
     max_body_bytes: int = 1 << 20
@@ -53,9 +53,9 @@ class ServerSettings:
     """Maximum bytes of a refused body to read and drop. Many clients read the answer only after sending the body."""
     max_connections: int = 1024
     max_pipelined: int = 8
-    """Maximum number of requests that a connection may send while an earlier one is being answered."""
+    """Maximum number of requests that a connection may send while an earlier request is being answered."""
     max_unread_pieces: int = 1024
-    """Maximum number of unread tokens of a request, for each text that it asks for; with more, it is cancelled."""
+    """Maximum number of a request's unread tokens, per text of the request; with more, the request is cancelled."""
     header_seconds: float = 10.0
     """Maximum time for a request's headers to arrive."""
     body_seconds: float = 20.0

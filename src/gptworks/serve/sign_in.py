@@ -62,16 +62,19 @@ class SignIn:
 
 
 def cookie_name(scope: Scope) -> str:
-    """Return the name of the session cookie for a request. It contains the port of the browser's
-    address (which may be forwarded to the server's port), because all ports of a host share cookies."""
+    """Return the name of the session cookie for a request.
+
+    The name contains the port in the browser's address, because all ports of a host share cookies. This port may be
+    forwarded to the server's port.
+    """
     host = Headers(scope=scope).get("host", "")
     port = host.rpartition(":")[2] if ":" in host and not host.endswith("]") else "80"
     return f"gptworks-{port if port.isdecimal() and port.isascii() else (scope.get('server') or ('', 0))[1]}"
 
 
 def cookies_of(scope: Scope, name: str) -> list[str]:
-    """Return the values of a request's cookies of this name, at most `_MOST_COOKIES`: other servers of the host may
-    have set some too."""
+    """Return the values of a request's cookies with this name, at most `_MOST_COOKIES`. Other servers of the host may
+    have set cookies with this name too."""
     lines = Headers(scope=scope).getlist("cookie")
     pairs = [part.strip().partition("=") for line in lines for part in line.split(";")]
     return [value for found, _, value in pairs if found == name][:_MOST_COOKIES]

@@ -40,7 +40,7 @@ REFUSED = {
     "cache_prompt": "prompts with the same beginning share its computation automatically",
 }
 """Unsupported fields of OpenAI's, vLLM's and llama.cpp's APIs, with the reasons. A request may still contain any
-unsupported field with null, or one of these with a value in `_REQUESTS_NOTHING`."""
+unsupported field with null, or a field of this table with its values in `_REQUESTS_NOTHING`."""
 
 _REQUESTS_NOTHING: dict[str, tuple[Any, ...]] = {
     "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (False, True),

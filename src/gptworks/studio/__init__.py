@@ -4,7 +4,7 @@ browser ─► serve's guard ─► page (static files) · play (texts), read �
 
 library     finds run folders below the given ones      play        texts with the probabilities of their tokens
 loaded      loads engines; limits memory of idle ones   page        the static files and their headers
-runs        curves of many runs, results of tries   feed        reads runs' logs in one thread for all clients
+runs        curves of many runs, results of tries       feed        reads runs' logs in one thread for all clients
 app         the server's app with the studio's routes   state       objects that the routes share
 start       a recipe's form and plan; starting runs     checking    checks a recipe's text in a limited process
 processes   training runs as processes                  form        the form, from the recipe's schema

@@ -55,8 +55,8 @@ def _printable(tree: Any) -> Any:
 
 
 def plain(tree: Any) -> Any:
-    """Return the tree in a form that JSON can hold. Non-finite numbers become strings, as in metrics.jsonl. Other
-    objects become strings too."""
+    """Return the tree in a form that JSON can hold. Non-finite numbers become strings, as in metrics.jsonl, and so do
+    objects of other types."""
     if isinstance(tree, dict):
         return {printable(str(key)): plain(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):

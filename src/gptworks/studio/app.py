@@ -31,7 +31,7 @@ def create_studio(
     read_only: bool = False,
     runs_at_once: int = 1,
 ) -> FastAPI:
-    """Create the studio's ASGI app for run folders, or folders that contain them. Its state is `app.state.studio`.
+    """Create the studio's ASGI app for run folders, or folders that contain runs. The state is `app.state.studio`.
 
     Without folders, the studio uses the folder `runs` in the working folder. The first run creates it if needed.
 
@@ -64,7 +64,8 @@ def _default_folder(read_only: bool) -> Path:
     """Return the folder `runs` in the working folder. It may not exist yet.
 
     Raises:
-        UserError: `runs` is not a folder; or it does not exist, and the working folder is a run or `read_only` is set.
+        UserError: `runs` is not a folder; or `runs` does not exist, and the working folder is a run or `read_only` is
+            set.
     """
     if DEFAULT_RUNS.is_dir():
         return DEFAULT_RUNS

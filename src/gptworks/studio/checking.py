@@ -41,7 +41,7 @@ _UNMEASURED = "the run shows this machine's speed once it trains"
 _LIMITS = Limits(seconds=8.0, n_bytes=3 << 30)
 _WAIT_SECONDS = 30.0
 _GRACE_SECONDS = 1.0
-"""Seconds that a question has to finish after its client has left. If it finishes, its process is kept for the next."""
+"""Seconds for answering a question after its client has left. Then the process is killed if it still works."""
 _Result = TypeVar("_Result")
 
 
@@ -196,7 +196,7 @@ def _without_given(text: str) -> str:
 
 
 def _shortest(tree: Tree, section: str, whole: Recipe) -> Tree:
-    """Return the tree without the settings of a section that can be removed without changing the recipe `whole`."""
+    """Return the tree without those settings of a section whose removal leaves the recipe `whole` unchanged."""
     for name, value in (_at(tree, section) if section else tree).items():
         path = f"{section}.{name}" if section else name
         with contextlib.suppress(UserError):
@@ -342,7 +342,7 @@ def read_within(tree: Tree, question: Tree) -> Recipe:
 
 def places(recipe: Recipe) -> Iterable[tuple[str, Place, str]]:
     """Yield the setting, the kind and the value of each path or address in a recipe and in its sweep's choices, except
-    settings that starting a run sets."""
+    settings in GIVEN_BY_THE_START."""
     ranges = {} if recipe.sweep is None else recipe.sweep.ranges
     for one in settings(recipe):
         if one.place is None or one.path in GIVEN_BY_THE_START:
@@ -375,8 +375,8 @@ def check_within(name: str, file: str, paths: Iterable[Path], folders: Sequence[
     `file` is an address.
 
     Args:
-        name, file: what the error names: a setting, and its value.
-        instead: what the error advises.
+        name, file: a setting and its value, which the error names.
+        instead: the alternative that the error suggests.
     """
     roots = list(map(os.path.realpath, folders))
     for path in paths:

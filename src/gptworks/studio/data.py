@@ -36,8 +36,8 @@ MOST_SHOWN = 4096
 """Maximum number of tokens that an answer shows, over all its rows."""
 MOST_ROWS = 32
 MOST_HELD = 1 << 22
-"""Maximum number of tokens in the samples of an answer, shown or not. Each sample counts as many tokens as the
-context has. One sample is always allowed."""
+"""Maximum number of tokens in the samples of an answer, shown or not. Each sample counts as a full context. One
+sample is always allowed."""
 MOST_HITS = 100
 MOST_INDEXED = 1 << 25
 """Maximum bytes of text that a request indexes. This takes a few seconds."""
@@ -232,7 +232,7 @@ def _tokenized(tokenizer: Tokenizer, text: str) -> Tree:
 
 
 def _of_rows(of: Opened, body: RowsRequest, rows: Sequence[Row]) -> Tree:
-    """Return a part of each row as JSON, from token `first` on; if there is a model, with the tokens' losses."""
+    """Return a part of each row as JSON, from token `first` on. If there is a model, add the tokens' losses."""
     n = min(body.n, MOST_SHOWN // len(rows))
     if body.first and all(body.first >= len(row.ids) for row in rows):
         raise UserError(
@@ -245,7 +245,7 @@ def _of_rows(of: Opened, body: RowsRequest, rows: Sequence[Row]) -> Tree:
 
 
 def _nats(model: GPT, rows: Sequence[Row], end: int, check: Check) -> list[list[float | None]]:
-    """Return the loss in nats of each row's tokens, up to token `end`; None for later tokens and those without a loss.
+    """Return each row's losses in nats, up to token `end`; None for later tokens and for tokens without a loss.
 
     Raises:
         UserError: a row is too long to read, or has a token that the model lacks.

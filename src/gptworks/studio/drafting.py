@@ -1,4 +1,4 @@
-"""Draft a recipe for a folder as `gptworks init` does, in a process that reports what it has found so far.
+"""Draft a recipe for a folder as `gptworks init` does, in a process that reports its findings.
 
 python -m gptworks.studio.drafting FOLDER MINUTES NAME prints a line of JSON for each finding.
 """
@@ -21,9 +21,10 @@ from gptworks.errors import RunError, UserError, shortened
 from gptworks.files.fetch import REACH
 
 MOST_KINDS, MOST_REASONS, N_PASSAGES = 200, 8, 6
-"""Maximum numbers in an answer: of kinds of files, of notes and of reasons for each kind, and of passages."""
+"""An answer has at most MOST_KINDS kinds of files, MOST_REASONS notes and MOST_REASONS reasons for each kind, and
+N_PASSAGES passages."""
 MOST_LEFT_OUT, MOST_WORDS = 1_000, 300
-"""Maximum number of left-out files in an answer, and of characters of the line that names a file and the reason."""
+"""Maximum number of left-out files in an answer, and maximum length of the line about each of these files."""
 MOST_TEXT = 100_000
 """Maximum number of characters in a recipe's text."""
 _PAUSE_SECONDS = 0.2
@@ -34,7 +35,7 @@ Tree = dict[str, Any]
 
 @dataclass
 class Drafting:
-    """A process that drafts a recipe, and what it has found so far."""
+    """A process that drafts a recipe, with its findings so far."""
 
     folder: str
     minutes: float
@@ -45,7 +46,7 @@ class Drafting:
     """Whether the process was asked to stop."""
 
     def __post_init__(self) -> None:
-        weakref.finalize(self, self.process.kill)  # runs at exit too, when nobody is left to read the draft
+        weakref.finalize(self, self.process.kill)  # at exit too, since nobody can read the draft then
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -54,7 +55,7 @@ class Drafting:
         return self._reader.is_alive()
 
     def describe(self) -> Tree:
-        """Return what was asked for, the state (working, ready, failed or cancelled) and what was found."""
+        """Return the request's values, the state (working, ready, failed or cancelled) and the findings."""
         state = "working" if self.is_working else "cancelled" if self.asked else "failed"
         if "draft" in self.found:
             state = "ready"
@@ -70,7 +71,7 @@ class Drafting:
         assert self.process.stdout is not None
         with self.process.stdout as lines:
             for line in lines:
-                if line.endswith("\n"):  # else the process was killed while it wrote the line
+                if line.endswith("\n"):  # otherwise the process was killed while it wrote the line
                     self.found |= json.loads(line)
         code = self.process.wait()
         if code and not self.asked:
@@ -85,7 +86,7 @@ class Drafts:
 
     def __init__(self) -> None:
         self.last: Drafting | None = None
-        """The newest draft."""
+        """The newest draft; None before the first."""
         self._lock = threading.Lock()
 
     def begin(self, folder: str, minutes: float, name: str) -> Drafting:
@@ -118,7 +119,7 @@ class Drafts:
 def main() -> None:
     """Look at the folder, draft the recipe, and print each finding."""
     folder, minutes, name = sys.argv[1:]
-    out, sys.stdout = sys.stdout, sys.stderr  # what libraries print must not mix with the lines of JSON
+    out, sys.stdout = sys.stdout, sys.stderr  # keep output of libraries out of the lines of JSON
     reported = 0.0
 
     def send(**found: Any) -> None:
@@ -141,7 +142,7 @@ def main() -> None:
 
 
 def _texts(texts: Texts) -> Tree:
-    """Return the files by kind, those left out in whole or in part, and passages, as JSON."""
+    """Return the files by kind, the files left out in whole or in part, and passages, as JSON."""
     kinds, left_out = texts.table(), reasons(texts.items)
     return {
         "n_read": texts.read.total(), "n_files": texts.n_files, "n_bytes": texts.n_bytes,
@@ -158,7 +159,7 @@ def _kind(kind: Kind) -> Tree:
 
 
 def _draft(draft: Draft) -> Tree:
-    """Return the recipe's text, and what its run costs, as JSON."""
+    """Return the recipe's text and the costs of its run, as JSON."""
     plan, text = draft.plan, draft.text()
     if len(text) > MOST_TEXT:  # leave the table of files out of the comments
         text = draft.file(draft.lines())

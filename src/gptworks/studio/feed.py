@@ -42,11 +42,11 @@ class Feed:
         return await self._in_thread(lambda: work(self.watch))
 
     def changes(self) -> "Changes":
-        """Return a handle with which one client waits for changes from now on."""
+        """Return an object with which one client waits for changes that happen after this call."""
         return Changes(self._clients)
 
     async def _poll(self) -> None:
-        """Read logs until no client listens and `ask` has not been called for a while."""
+        """Read logs until no client listens and the last call of `ask` is `_IDLE_SECONDS` ago."""
         looked_at = time.monotonic()
         while self._clients or time.monotonic() - self._asked_at < _IDLE_SECONDS:
             if time.monotonic() - looked_at > 2 * _EVERY_SECONDS:
@@ -67,8 +67,8 @@ class Feed:
         return {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
 
     def _fault(self, run: RunFolder) -> str | None:
-        """Return why a run is skipped (a link leads out of the given folder, or the run's folder is not readable),
-        else None."""
+        """Return the reason for skipping a run: a link that leads out of the given folder, or a run folder that cannot
+        be read. Return None for other runs."""
         try:
             changed = run.folder.stat().st_mtime_ns
             if self._inside.get(run.id) != changed:

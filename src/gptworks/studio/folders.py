@@ -1,5 +1,6 @@
-"""List the folders and files that the studio may read, for the Home tab, and the recipes that a person wrote, for the
-Start tab: YAML files in the working folder and in the given folders. Links are not followed.
+"""List the folders and files that the Home tab may read, and the user's own recipes for the Start tab.
+
+The user's own recipes are YAML files in the working folder and in the given folders. Links are not followed.
 """
 
 import itertools
@@ -22,7 +23,7 @@ MOST_SHOWN = 300
 MOST_RECIPES = 500
 _SECTION = re.compile(r"^(model|tokenizer|data|train|objective|adapter|initialize_from)[ \t]*:", re.MULTILINE)
 _LEAST_SECTIONS = 2
-"""Minimum number of a recipe's sections in a YAML file for it to count as a recipe, valid or not."""
+"""Minimum number of recipe sections in a YAML file that counts as a recipe, valid or not."""
 
 Tree = dict[str, Any]
 
@@ -36,14 +37,14 @@ def entries(folder: str | None, words: str, allowed: Sequence[str]) -> Tree:
     """Return the subfolders and files of a folder, sorted by name.
 
     Args:
-        folder: the folder's path; None: return the allowed folders or, if there is only one, its entries.
-        words: return only entries whose names contain this, in any case.
+        folder: the folder's path; None for the list of allowed folders or, if there is only one, for its entries.
+        words: text that the names of the returned entries contain, in upper or lower case.
 
     Returns:
         `path` (None for the list of allowed folders); `above`, the folder and the allowed folders around it,
-        outermost first; the first `MOST_SHOWN` of `folders` and of `files`, each with its `name`, its `path` (None if
-        the name is not UTF-8, so that a request cannot state it) and a file's `n_bytes`; the numbers `n_folders` and
-        `n_files` of all that were found; and `notes` on what is left out.
+        outermost first; `folders` and `files`, at most `MOST_SHOWN` of each, with their `name`, their `path` (None if
+        it is not UTF-8, since JSON cannot represent it) and, for files, `n_bytes`; `n_folders` and `n_files`, the
+        numbers of all folders and files found; and `notes` on entries that are left out.
 
     Raises:
         UserError: the folder is not allowed, or cannot be read.
@@ -102,7 +103,7 @@ def _first(entries: dict[str, Tree]) -> list[Tree]:
 def _size(entry: "os.DirEntry[str]") -> int | None:
     try:
         return entry.stat(follow_symlinks=False).st_size
-    except OSError:  # it was deleted
+    except OSError:  # the file was deleted
         return None
 
 
@@ -119,8 +120,8 @@ def _stated(path: str | Path) -> str | None:
 
 
 def own_recipes(roots: Sequence[Path]) -> dict[str, Path]:
-    """Return the recipes by name: the path relative to the working folder, or the whole path for files outside of it. A
-    requested file is looked up among these names, and never used as a path.
+    """Return the user's own recipes by name. A name is the path relative to the working folder, or the whole path of a
+    file outside of it. A requested file is looked up among these names, and never used as a path.
 
     A recipe next to a run folder of the same name is left out: the run's own recipe can be used instead.
     """
@@ -154,6 +155,6 @@ def _is_recipe(file: Path) -> bool:
     try:
         file.name.encode()
         text = read_text(file, MAX_BYTES)
-    except (UserError, OSError, UnicodeEncodeError):  # it cannot be read, or no request can state its name
+    except (UserError, OSError, UnicodeEncodeError):  # the file cannot be read, or no request can state its name
         return False
     return len({*_SECTION.findall(text)}) >= _LEAST_SECTIONS

@@ -1,4 +1,4 @@
-"""Make the page's form for a recipe from the schema that `gptworks schema` prints: the settings, by section."""
+"""Make the page's form for recipes from the schema that `gptworks schema` prints."""
 
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ Tree = dict[str, Any]
 
 _INPUTS = {"integer": "number", "number": "number", "boolean": "switch", "string": "text"}
 GIVEN_BY_THE_START = ("name", "run_dir")
-"""Settings that starting a run sets from the new run's name."""
+"""Settings that follow from the name of a new run."""
 COMMON = {
     "seed",
     *(f"model.{name}" for name in ("context_length", "n_layers", "d_model", "n_heads", "dropout_residual")),
@@ -37,8 +37,7 @@ _TOPICS = {
         "log_every": "evaluations, checkpoints and samples", "early_stopping_patience": "training: stops and spikes",
     },
 }  # fmt: skip
-"""Titles of the groups into which a large section is divided, by the first setting of each group, in the schema's
-order."""
+"""Titles of the groups of each large section, by the first setting of each group in the schema's order."""
 
 
 @cache
@@ -46,10 +45,11 @@ def form() -> list[Tree]:
     """Return the form's groups in the schema's order, with all settings except those in GIVEN_BY_THE_START.
 
     A group is a section, or a part of a large section. It has `path`, `title`, `help`, `optional`, `fields` and
-    `kinds`, which maps the values of the section's `type` to their help and is None for a section without kinds.
+    `kinds`. `kinds` maps the values of the section's `type` to their help. It is None for a section without kinds.
 
     A field has `path`, `name`, `help`, `bounds`, `input` (number, switch, choice, text or yaml), `choices`, `default`,
-    `nullable`, `common` (whether it is often changed), and `kinds`: the section's kinds that have the field; None: all.
+    `nullable`, `common` (whether users often change the setting) and `kinds` (the section's kinds that have the field,
+    or None for all kinds).
     """
     schema = recipe_schema()
     groups = (group for group in _groups(schema, "", schema["$defs"]) if group["fields"] or group["optional"])
@@ -57,7 +57,7 @@ def form() -> list[Tree]:
 
 
 def _parts(group: Tree) -> list[Tree]:
-    """Return a section of the form, or the groups into which it is divided."""
+    """Return the groups of a section: the section itself, or several parts of a large section."""
     if (titles := _TOPICS.get(group["path"])) is None:
         return [group]
     parts: list[Tree] = []
@@ -105,7 +105,7 @@ def _groups(section: Tree, path: str, definitions: Tree, help: str = "", optiona
 
 
 def _members(section: Tree, definitions: Tree) -> dict[str | None, Tree]:
-    """Return the schema of each kind of a section, by the value of its `type`; the key is None if it has no kinds."""
+    """Return the schema of each kind of a section, by the value of `type`. A section without kinds has the key None."""
     if "oneOf" not in section:
         return {None: section}
     kinds = section["discriminator"]["mapping"]
@@ -137,7 +137,7 @@ def _field(path: str, name: str, one: Tree) -> Tree:
 
 
 def _bounds(one: Tree) -> str:
-    """Return the bounds of a number as a sentence; empty if it has none, or only bounds of ENDLESS or more."""
+    """Return a sentence with the bounds of a number; empty without bounds below ENDLESS."""
     least, most = one.get("minimum"), one.get("maximum", ENDLESS)
     if one.get("type") == "integer" and "exclusiveMinimum" in one:
         least = one["exclusiveMinimum"] + 1
@@ -153,8 +153,9 @@ def _words(words: str, bound: float | None) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Return a setting's value as typed in the form: as in an override, but mappings and lists of mappings as
-    lines of YAML.
+    """Return a setting's value as a user types it in the form.
+
+    Mappings and lists of mappings are lines of YAML. Other values are as in an override.
     """
     if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value)):
         return yaml.safe_dump(value, sort_keys=False, allow_unicode=True).strip()

@@ -23,7 +23,8 @@ from gptworks.studio.state import Studio, studio_of
 
 router = APIRouter(include_in_schema=False)
 actions = APIRouter(include_in_schema=False, dependencies=[writable])
-"""Routes for choosing a folder and for drafting a recipe in a process. A read-only studio rejects requests to them."""
+"""Routes for choosing a folder and for drafting a recipe in a process. A read-only studio rejects requests to
+these routes."""
 MOST_SAMPLES, MOST_CHARACTERS = 4, 4_000
 """Maximum number of samples of a run in an answer, and of characters of a prompt or a text."""
 _PATH = r"^[^\x00]+$"
@@ -45,7 +46,7 @@ async def home(request: Request) -> Response:
 
 @actions.post("/studio/home/look")
 async def look(request: Request) -> Response:
-    """Begin to look at a folder of texts, and to draft a recipe for it, in a process."""
+    """Start a process that reads a folder of texts and drafts a recipe for it."""
     studio, body = studio_of(request), await body_of(request, LookRequest)
     folder = Path(os.path.expanduser(body.folder))  # noqa: PTH111 (Path.expanduser raises an error for an unknown user)
 
@@ -75,7 +76,7 @@ async def folders(
 
 @actions.post("/studio/home/cancel")
 async def cancel(request: Request) -> Response:
-    """End the process that looks at a folder."""
+    """End the process that drafts a recipe."""
     studio = studio_of(request)
     await studio.checks.in_thread(studio.drafts.cancel)
     return _answer(studio)
@@ -83,17 +84,18 @@ async def cancel(request: Request) -> Response:
 
 @router.get("/studio/home/run")
 async def progress(request: Request, run: RunName) -> Response:
-    """Return how far a run has trained; see `_progress`."""
+    """Return a run's progress in training; see `_progress`."""
     feed = studio_of(request).feed
     return as_json(await feed.ask(lambda watch: _progress(watch.use([run])[0] if run in watch.runs else None)))
 
 
 def _progress(one: Watched | None) -> dict[str, Any]:
-    """Return a run's last `step`, its `steps` (`train.max_steps`, if set), the `share` done, the `seconds_left` at its
-    pace so far, its `first_loss` and newest `loss`, their `unit`, and the `samples` of the newest step with samples.
+    """Return a run's last `step`, its `steps` (`train.max_steps`, if set), the `share` done, the `seconds_left` at the
+    average speed so far, the first and newest training losses `first_loss` and `loss`, their `unit`, and the `samples`
+    of the newest step with samples.
 
-    `share` and `seconds_left` are None without `train.max_steps` and `train.max_minutes`. Until the log is read to its
-    end, `step` is 0, and all values except `steps` are empty.
+    `share` and `seconds_left` are None if neither `train.max_steps` nor `train.max_minutes` is set. Until the log is
+    read to its end, `step` is 0, and all values except `steps` are empty.
     """
     found: dict[str, Any] = dict.fromkeys(("steps", "share", "seconds_left", "first_loss", "loss", "unit"))
     found |= {"step": 0, "samples": []}

@@ -33,7 +33,7 @@ _FEWER = "are listed: give the studio a folder with fewer of them, such as gptwo
 _READ = ("recipe.yaml", "changes.json", "metrics.jsonl", "outcome.json", "tokenizer", "checkpoints", CONSOLE)
 """Entries of a run folder that the studio reads."""
 _READ_SECONDS = 10.0
-"""Seconds after which recipes that were never read are left to the next description of the runs."""
+"""Seconds for which one description of the runs reads recipes. The next description reads the remaining recipes."""
 _FRESH_SECONDS = 2.0
 """Seconds for which the list of runs is reused before folders are searched again."""
 
@@ -43,7 +43,7 @@ class RunFolder:
     """A run: a folder that holds a recipe.yaml."""
 
     id: str
-    """The run's path below the given folder, or its name if the run itself was given; changed if not unique."""
+    """The run's path below the given folder, or its name if the run itself was given, made unique if necessary."""
     folder: Path
     root: Path
     """The given folder that contains the run. No link in the run's folder may lead out of the given folder."""
@@ -94,7 +94,7 @@ def _trained(found: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 
 def best_step(found: Sequence[Checkpoint]) -> int:
-    """Return the best step recorded by the newest checkpoint, `found[0]`, if `found` has it; else the newest step."""
+    """Return the best step that the newest checkpoint, `found[0]`, records, or the newest step if `found` lacks it."""
     best = found[0].best_step
     return best if best is not None and any(one.step == best for one in found) else found[0].step
 
@@ -109,7 +109,7 @@ class Library:
         self._found: dict[str, RunFolder] = {}
         self._looked_at = -math.inf
         self.notice: str | None = None
-        """A notice that the list omits runs because there are too many runs or folders; None if it omits none."""
+        """A notice that the list omits runs, since there are too many runs or folders; None if the list is complete."""
         self.recipes = Recipes()
 
     @property
@@ -118,7 +118,7 @@ class Library:
         return None if self.roots[0].is_dir() else self.roots[0]
 
     def runs(self) -> dict[str, RunFolder]:
-        """Return the runs by id, newest first, then ordered by the given folders and by name."""
+        """Return the runs by id, newest first, then in the order of the given folders and of the runs' paths."""
         with self._lock:
             if time.monotonic() - self._looked_at > _FRESH_SECONDS:
                 found = sorted(self._look().values(), key=lambda run: -run.started)
@@ -129,7 +129,8 @@ class Library:
         """Return the run with this id, after checking its links and reading its recipe within limits.
 
         Raises:
-            APIError: no run has this id. UserError: a link leads out of the folders, or the recipe is rejected.
+            APIError: no run has this id.
+            UserError: a link leads out of the given folder, or the recipe is rejected.
         """
         run = self.find(name)
         self.recipes.of(run.folder)
@@ -139,7 +140,8 @@ class Library:
         """Return the run with this id, after checking its links but not its recipe.
 
         Raises:
-            APIError: no run has this id. UserError: a link leads out of the folders.
+            APIError: no run has this id.
+            UserError: a link leads out of the given folder.
         """
         run = self._found.get(name) or self.runs().get(name)
         if run is None or not (run.folder / "recipe.yaml").is_file():

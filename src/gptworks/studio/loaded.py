@@ -17,8 +17,8 @@ from gptworks.studio.library import Library, RunFolder
 from gptworks.units import readable
 
 SHARE_OF_MEMORY = 0.25
-"""Default fraction of the memory that idle engines may hold: of all memory of a GPU, or of a host's memory that is
-available at the start."""
+"""Default fraction of memory that idle engines may hold. This is a fraction of all memory of a CUDA GPU, and otherwise
+of the host memory that is available at the start."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Loaded:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that the engine uses; while it loads, the size of its weights' file."""
+        """Memory that the engine uses; while the engine loads, the size of its weights' file."""
         return self.model.result().engine.held_bytes if self.is_there else self.n_bytes
 
     @property
@@ -68,7 +68,7 @@ class Wanted:
 
 
 class Engines:
-    """Loads and removes engines of a library's runs. Call its methods in asyncio's thread; files are read in others."""
+    """Loads and removes engines of a library's runs. Call its methods in asyncio's thread. Other threads read files."""
 
     def __init__(self, service: Service, library: Library, device: str, backend: BackendName) -> None:
         self._service, self._library, self._backend, self._device = service, library, backend, device
@@ -99,8 +99,8 @@ class Engines:
         return found is not None and found.is_there
 
     async def load_ahead(self, wanted: Wanted, caller: Caller) -> bool:
-        """Load a checkpoint's engine before a request needs it, unless it and the engines in use would hold more than
-        `max_idle_bytes`. Engines that are already loading finish first. Like with `take`, the engine stays loaded at
+        """Load a checkpoint's engine before a request needs it, if this engine and the engines in use together hold at
+        most `max_idle_bytes`. Engines that are already loading finish first. As with `take`, the engine stays loaded at
         least until `caller` leaves.
 
         Returns:
@@ -171,7 +171,7 @@ class Engines:
         engine = load(wanted.run.folder, wanted.checkpoint.step, device=self._device, backend=self._backend)
         try:
             engine.begin()
-        except EngineFailed as error:  # raised as a RunError: only this load fails, no engine that serves
+        except EngineFailed as error:  # only this load has failed, not an engine in use
             raise RunError(f"{wanted.name} could not be loaded: {type(error.error).__name__}.") from error
         return engine
 

@@ -42,7 +42,7 @@ class SheetRequest(Chosen):
 
 class WeightsRequest(Chosen):
     against: Which = None
-    """Another checkpoint of the run, to compare with; null: no comparison."""
+    """The checkpoint of the run to compare with, or null for no comparison."""
     tensor: Annotated[str, Field(min_length=1, max_length=512)]
 
 
@@ -67,7 +67,7 @@ def _verify(wanted: Wanted) -> None:
 
 @router.post("/sheet")
 async def model_sheet(request: Request) -> Response:
-    """Return the parts of a model and of one of its blocks, with the cost of each part, and the totals."""
+    """Return the parts of a model and of one block, the cost of each part, and the totals."""
     studio, body = studio_of(request), await body_of(request, SheetRequest)
     wanted = await studio.engines.find(body.model, body.checkpoint)
 
@@ -89,14 +89,14 @@ def _of_tensor(one: StoredWeights) -> Tree:
 
 @router.post("/weights")
 async def model_weights(request: Request) -> Response:
-    """Return a tensor's histogram and moments at one checkpoint, or at two with the relative change between them. For a
-    short vector, also return the elements."""
+    """Return a tensor's histogram and moments at one or two checkpoints, the relative change between two checkpoints,
+    and the elements of a short vector."""
     return await _of_checkpoints(request, _weights)
 
 
 @router.post("/spectrum")
 async def model_spectrum(request: Request) -> Response:
-    """Return a matrix's singular values at one checkpoint or at two."""
+    """Return a matrix's singular values, divided by the largest, and its ranks at one or two checkpoints."""
     return await _of_checkpoints(request, _spectra)
 
 

@@ -59,7 +59,7 @@ class PlaySettings(Wire, SamplingConfig):
 
 RunName = Annotated[str, Field(min_length=1, max_length=4096)]
 Which = Literal["best", "last"] | Annotated[int, Field(ge=0)] | None
-"""The checkpoint to use: its step, "best" or "last"; None: the best."""
+"""The checkpoint to use: its step, "best" or "last"; None for the best."""
 
 
 class Chosen(Wire):
@@ -101,7 +101,7 @@ async def state(request: Request) -> Response:
 
 @router.post("/studio/load")
 async def load(request: Request) -> Response:
-    """Load a model before a text is requested, if idle models may hold that much. Return whether it is loaded."""
+    """Load a model before a text is requested, if the memory limit allows this. Return whether the model is loaded."""
     body, engines = await body_of(request, Chosen), _engines_of(request)
     if engines is None:
         service_of(request).get(body.model)

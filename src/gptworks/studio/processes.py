@@ -42,7 +42,7 @@ class Training:
 
     @property
     def exit_code(self) -> int | None:
-        """The process's exit code; 0 also if the process stopped on request. None while the process is running."""
+        """The process's exit code, with 0 for a process that stopped on request; None while the process runs."""
         code = self.process.poll()
         return 0 if code == UNFINISHED else code
 
@@ -56,7 +56,7 @@ class Processes:
     started: dict[str, Training] = field(default_factory=dict)
     """Processes that this studio has started, by the run's name, newest last; the oldest ended ones are dropped."""
     asked: dict[str, int] = field(default_factory=dict)
-    """Ids of the processes started elsewhere that were asked to stop, by the run's name."""
+    """Ids of processes that were started elsewhere and asked to stop here, by the run's name."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def check_room(self) -> None:
@@ -90,14 +90,14 @@ class Processes:
             return self.started[name]
 
     def stop(self, name: str, folder: Path | None) -> None:
-        """Ask the process that trains a run to stop after its step and save. Before the first step, the process ends.
+        """Ask the process that trains a run to save and stop after its current step, or to end before its first step.
 
         Args:
-            folder: the run's folder, to find a process that was started elsewhere; None: unknown.
+            folder: the run's folder, to find a process that was started elsewhere; None if unknown.
 
         Raises:
-            UserError: no process trains the run; the process was asked already; or it was started elsewhere, and
-                cannot be found or, on this system, not be signalled safely.
+            UserError: no process trains the run; the process was already asked to stop; or a process started elsewhere
+                cannot be found, or cannot be signalled safely on this system.
         """
         with self._lock:
             training = self.started.get(name)
@@ -140,8 +140,8 @@ def console_lines(folder: Path) -> list[str]:
 
 
 def _ask_holder(found: int, folder: Path) -> None:
-    """Ask the process `found` to stop if it still holds the run folder's lock. Another process may have its id
-    by now."""
+    """Ask the process `found` to stop if it still holds the run folder's lock. The system may have given the id to
+    another process."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(found)
         try:

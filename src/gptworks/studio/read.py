@@ -40,7 +40,7 @@ _SNIPPET_TOKENS = 24
 class ReadRequest(Chosen):
     text: Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)] | None = None
     document: Annotated[int, Field(ge=0, lt=2**53)] | None = None
-    """Number of a document in the validation split."""
+    """Index of a document in the validation split."""
     tokens: (
         Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=2, max_length=MOST_TOKENS)] | None
     ) = None
@@ -63,7 +63,7 @@ class TokenRequest(ReadRequest):
     token: Annotated[int, Field(ge=0)] | None = None
     """Id of the token whose logit at `index` is attributed to the model's parts; null: the token in the text."""
     against: Annotated[int, Field(ge=0)] | None = None
-    """Id of a token whose logit is subtracted from the logit of `token`; null: nothing is subtracted."""
+    """Id of a token whose logit is subtracted from the logit of `token`, or null."""
 
 
 class StepsRequest(ReadRequest):
@@ -96,7 +96,7 @@ async def documents(request: Request) -> Response:
 
 @router.post("/text")
 async def read_text(request: Request) -> Response:
-    """Return a text's tokens and their losses under one checkpoint, or under two, compared by segments of the text."""
+    """Return a text's tokens and losses under one or two checkpoints. Two are also compared by segments of the text."""
     studio, body = studio_of(request), await body_of(request, TextRequest)
     reading = await reading_of(studio, request, body)
     other = None if body.against is None else await reading_of(studio, request, body.against)
@@ -134,7 +134,7 @@ def _of_text(reading: Reading, text: TokenizedText, nats: Costs) -> Tree:
 
 @router.post("/token")
 async def read_token(request: Request) -> Response:
-    """Return causes of one token: attention, logit lens, and how much each part of the model adds to its logit."""
+    """Explain one token: return the attention, the logit lens, and the contribution of each model part to its logit."""
     body = await body_of(request, TokenRequest)
 
     def read(reading: Reading, check: Check) -> Tree:

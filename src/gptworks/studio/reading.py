@@ -100,18 +100,18 @@ class OpenData:
 
 @dataclass(frozen=True)
 class Reading:
-    """A checkpoint with its loaded model and the runs' data. Its methods are slow."""
+    """A checkpoint, its loaded model, and the open data of runs. The methods are slow."""
 
     wanted: Wanted
     model: ServedModel
     data: OpenData
 
     def text(self, text: str | None, document: int | None, tokens: list[int] | None) -> TokenizedText:
-        """Tokenize what to read: the given text, a document of the run's validation split, or the given token ids.
+        """Return a text, a document of the run's validation split, or token ids as a `TokenizedText`.
 
         Raises:
-            UserError: the text has too many tokens, or the token ids have one that the model lacks; or there is no such
-                document, or no data (see `OpenData.of`).
+            UserError: the text has too many tokens; the model lacks one of the token ids; the document does not exist;
+                or the data cannot be opened (see `OpenData.of`).
         """
         if tokens is not None:
             check_ids(self.model.engine.model, np.array(tokens))
@@ -125,7 +125,7 @@ class Reading:
             raise UserError(f"{error} Paste a text instead.") from None
 
     def same_text(self, text: TokenizedText, other: "Reading") -> TokenizedText:
-        """Return `text`, which was tokenized for the model of `other`, tokenized for this reading's model."""
+        """Return the text of the reading `other`, tokenized for this reading's model."""
         mine, theirs = (fingerprint(one.model.engine.tokenizer) for one in (self, other))
         return text if mine == theirs else TokenizedText.of_text(self.model.engine.tokenizer, "".join(text.pieces))
 

@@ -26,7 +26,7 @@ MOST_CHARACTERS = 1 << 19
 MOST_KEPT = 4_000
 """Maximum number of cached recipes and rejections."""
 _WAIT_SECONDS = 20.0
-"""Limit of elapsed time, in addition to CPU time, since reading may wait for a disk."""
+"""Maximum elapsed seconds for reading a recipe. The limit of CPU time does not count waiting for a disk."""
 
 _SHARED = Confined(
     "gptworks.studio.recipes",
@@ -37,7 +37,7 @@ _SHARED = Confined(
 
 
 def main() -> None:
-    """Answer the parent's questions: each gives the `path` of a recipe, relative to `cwd`, and asks for its values."""
+    """Answer the parent's questions. A question has a recipe's `path` relative to `cwd`, the answer its settings."""
     serve(lambda setup: _values)
 
 

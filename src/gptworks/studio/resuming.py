@@ -1,4 +1,4 @@
-"""Find out what changes, and how much training is left, if a run or a fork of it resumes with a given recipe."""
+"""Find the changed settings and the remaining training of a run, or its fork, that resumes with a given recipe."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -70,14 +70,14 @@ class Extension:
     edits: list[tuple[str, str]]
     """Each setting that limits the run's length, paired with its value as typed: the run's own, or a larger value."""
     why: str | None
-    """Why the run's own length is too short, as a sentence; None if it suffices."""
+    """A sentence on why the run's own length is too short; None if that length suffices."""
 
 
 def extension(run: RunFolder, forked_at: int | None = None) -> Extension:
     """Return a length with which a run, or its fork from step `forked_at`, has training left.
 
-    This is the run's own length. If no training is left, or if a fork has less than a tenth of `train.max_steps` left,
-    the run's own length is added to what is done.
+    This is the run's own length, unless no training is left or a fork has less than a tenth of `train.max_steps` left.
+    Then the length is raised so that about the run's own length is left.
     """
     recipe, last = load_recipe(run.folder), _last_step(run)
     done = forked_at if forked_at is not None else last if last is not None else _newest_step(run)
@@ -98,7 +98,7 @@ def _newest_step(run: RunFolder) -> int:
 
 
 def _last_step(run: RunFolder) -> int | None:
-    """Return the last step of a run that finished; None for another run."""
+    """Return the last step of a finished run; None for other runs."""
     outcome = read_outcome(run.folder)
     return outcome.step if not isinstance(outcome, str) and outcome.reason == "finished" else None
 

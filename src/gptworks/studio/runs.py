@@ -1,5 +1,5 @@
-"""Routes of the Runs tab: the curves of many runs, their differences, and conclusions, as in `gptworks report` and
-`gptworks compare`; and the results of `gptworks try`. The files may be hostile, and are only read.
+"""Routes of the Runs tab: curves as in `gptworks report`, comparisons as in `gptworks compare`, and results of
+`gptworks try`. Runs' files may be hostile. These routes write no files.
 """
 
 import asyncio
@@ -39,15 +39,15 @@ MOST_SAMPLES = 100
 MOST_CHARACTERS = 20_000
 """Maximum number of characters of a sample's prompt, and of its text, in an answer; the rest is cut off."""
 MOST_BEGUN = 32
-"""Number of curves in an answer for which the first records of an unread log are always read. For later curves, they
-are read only if the answer's time for reading is not over; otherwise these curves are empty until a later answer."""
+"""Number of curves in an answer for which the first records of an unread log are always read. If the time for
+reading (`MOMENT_SECONDS`) is over, further curves of unread logs are empty in this answer."""
 _AT_ONCE = 8
 """Number of curves that are computed before other requests may use the feed's thread."""
 _LIVE_SECONDS = 0.5
 """Minimum seconds between two events of the live feed."""
 MOST_TRIES = 100
 MOST_TRY_BYTES = 1 << 20
-"""Maximum size of a try's file, in bytes."""
+"""Maximum size of a file that `gptworks try` has written, in bytes."""
 
 Names = Annotated[list[str], Query(alias="run", min_length=1, max_length=MOST_RUNS)]
 Axis = Literal["step", "tokens", "seconds"]
@@ -61,7 +61,7 @@ def _used(watch: Watch, names: list[str], asked_at: float | None = None, *, begi
 
 
 async def _rows(feed: Feed, names: set[str] | None = None) -> list[dict[str, Any]]:
-    """Return the rows of the list of runs for `names`; None: for all runs."""
+    """Return the rows of the list of runs: of the runs in `names`, or of all runs if `names` is None."""
 
     def made(watch: Watch) -> list[dict[str, Any]]:
         started = {name: run.started for name, run in feed.library.runs().items()}
@@ -79,8 +79,8 @@ async def _rows(feed: Feed, names: set[str] | None = None) -> list[dict[str, Any
 
 
 def _origin(one: Watched, named: Mapping[str, Mapping[Path, str]]) -> dict[str, Any] | None:
-    """Return the run that `one` was forked from: its name `run`, the `step`, and its `id`; None if `one` is not a fork.
-    If several listed runs have this name, `id` names the run next to the fork. `id` is None if no run fits.
+    """Return the origin of a fork: the name of the `run`, the `step`, and the run's `id`. None if `one` is not a fork.
+    If several listed runs have this name, `id` names the run in the fork's parent folder. `id` is None if no run fits.
 
     Args:
         named: ids of runs by their folder's name, then by their folder.
@@ -113,8 +113,9 @@ async def curves(
     log: bool = False,
     raw: bool = False,
 ) -> Response:
-    """Return curves of runs' figures in a window of an axis, with fewer points but all spikes, and the bands of
-    `validation.loss`. With `raw`, also return the curves without smoothing if `smooth` is above 0."""
+    """Return curves of runs' figures between `from` and `to` on the axis `x`, and the bands of `validation.loss`. A
+    curve has at most `points` points, which show all spikes. With `raw`, also return unsmoothed curves if `smooth` is
+    above 0."""
     infinite = float("inf")
     view = View(x, -infinite if low is None else low, infinite if high is None else high, points, smooth, log)
     names, keys = list(dict.fromkeys(run)), list(dict.fromkeys(key))
@@ -140,7 +141,7 @@ async def curves(
 def _curves_of(
     wanted: list[tuple[str, str]], views: dict[str, View], asked_at: float, *, begins: bool
 ) -> Callable[[Watch], list[str]]:
-    """Return a function for `Feed.ask` that returns curves as JSON text: the feed's thread does the slow encoding."""
+    """Return a function for `Feed.ask` that returns curves as JSON text. The feed's thread does the slow encoding."""
 
     def made(watch: Watch) -> list[str]:
         found = []
@@ -182,7 +183,7 @@ def _drawn_band(band: Band, runs: list[str], axis: str) -> dict[str, Any]:
 
 @router.get("/studio/runs/step")
 async def step_of(request: Request, run: str, at: Annotated[float, Query(ge=0)], x: Axis = "step") -> Response:
-    """Return the last training record and the last evaluation of a run up to a point of training."""
+    """Return a run's last training record and last evaluation up to the point `at` of the axis `x`."""
 
     def look(watch: Watch) -> dict[str, Any]:
         (one,) = _used(watch, [run])
@@ -231,7 +232,7 @@ async def samples(request: Request, run: Names, most: Annotated[int, Query(ge=1,
 
 @router.get("/studio/runs/live")
 async def live(request: Request) -> Response:
-    """Send rows of the list of runs as events: first all rows, then those that change."""
+    """Send rows of the list of runs as events: first all rows, then changed rows."""
     studio = studio_of(request)
     await studio.feed.ask(lambda watch: None)
     studio.service.watch(caller_of(request))
@@ -260,13 +261,13 @@ async def _live(studio: Studio, changes: Changes) -> AsyncGenerator[list[dict[st
 
 @router.get("/studio/tries")
 async def list_tries(request: Request) -> Response:
-    """Return the tries whose runs are listed, each with its change, its verdict in words, and the ids of its runs."""
+    """Return the results of `gptworks try` for listed runs, each with its change, its verdict and its runs' ids."""
     tries: Tries = request.app.state.tries
     return as_json(await studio_of(request).feed.ask(tries.rows))
 
 
 class Tries:
-    """Reads tries, and caches each until one of its files changes. Call its methods in the feed's thread."""
+    """Reads the results of `gptworks try`, cached until a file changes. Call its methods in the feed's thread."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed

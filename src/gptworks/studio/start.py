@@ -92,7 +92,7 @@ class ResumeRequest(Wire):
 
 class ChangesRequest(ResumeRequest):
     step: Annotated[int, Field(ge=0)] | None = None
-    """Step of the checkpoint to fork from; None: resume the run itself."""
+    """Step of the checkpoint to fork from; None if the run itself resumes."""
 
 
 class ForkRequest(ChangesRequest):
@@ -154,7 +154,7 @@ async def _checked(studio: Studio, body: _Recipe, *edits: tuple[str, str | None]
 
 @router.get("/studio/start")
 async def begin(request: Request) -> Response:
-    """Return the recipes that a new recipe can be based on, and the form."""
+    """Return the recipes that a new recipe can be based on, the devices that a plan can use, and the form."""
     studio = studio_of(request)
     root = studio.library.roots[0]
     files = await studio.checks.in_thread(lambda: own_recipes(studio.library.roots))
@@ -185,7 +185,7 @@ async def plan(request: Request) -> Response:
 async def processes(
     request: Request, run: Annotated[list[str], Query(max_length=MOST_ASKED, default_factory=list)]
 ) -> Response:
-    """Return the states and the last lines of output of the runs that were started here and of the runs `run`."""
+    """Return the state and the last output lines of each run that this studio started, and of the runs in `run`."""
     studio = studio_of(request)
 
     def look() -> list[dict[str, Any]]:
@@ -217,7 +217,7 @@ async def start_new(request: Request) -> Response:
 
 @actions.post("/studio/start/resume")
 async def resume(request: Request) -> Response:
-    """Resume a run with changed settings."""
+    """Resume a run with the settings of the given recipe."""
     studio, body = studio_of(request), await body_of(request, ResumeRequest)
     run, text = await _changed_text(studio, body)
 
@@ -234,7 +234,7 @@ async def resume(request: Request) -> Response:
 
 @actions.post("/studio/start/fork")
 async def fork_run(request: Request) -> Response:
-    """Fork a run at a checkpoint into a new folder, with changed settings."""
+    """Fork a run at a checkpoint into a new folder, and train the fork with the settings of the given recipe."""
     studio, body = studio_of(request), await body_of(request, ForkRequest)
     folder = new_folder(studio.library.roots[0], body.name)
     run, text = await _changed_text(studio, body)
@@ -266,7 +266,7 @@ async def extend(request: Request, run: RunName, step: Annotated[int | None, Que
 
 @actions.post("/studio/start/stop")
 async def stop(request: Request) -> Response:
-    """Ask a run to stop after its step, and to save a checkpoint."""
+    """Ask a run to stop after its current step, and to save a checkpoint."""
     studio, body = studio_of(request), await body_of(request, StopRequest)
     found = studio.library.runs().get(body.run)
     folder = None if found is None else found.folder
@@ -286,7 +286,7 @@ def new_folder(root: Path, name: str) -> Path:
     """Return the folder for a new run, which does not exist yet.
 
     Raises:
-        APIError: the name is not valid, or a folder or a recipe in `root` has it; or `root` is itself a run.
+        APIError: the name is invalid or already used in `root`, or `root` is itself a run.
     """
     if not _NAME.fullmatch(name) or name == "recipe":
         raise APIError(400, f"name={name[:128]!r}: letters, digits, '.', '_' and '-', at most 100, a letter or digit "

@@ -78,6 +78,7 @@ class Studio:
 
 
 def studio_of(request: Request) -> Studio:
-    """Return the state of the studio that received a request. Not for routes of Play: their state may be `Served`."""
+    """Return the state of the studio that received a request. Routes of Play must not call this function, because their
+    state may be `Served`."""
     studio: Studio = request.app.state.studio
     return studio

@@ -1,8 +1,8 @@
 """The settings that a resumed run may change, and `changes.json`: the run folder's record of the changes made.
 
-The user must allow each change that affects the loss curve (`--change SETTING`); other changes are only recorded. The
-record also holds the checkpoints from which the run was forked, and the overrides of its command lines, which a resumed
-run uses again.
+Some settings can never change. The user must allow each change that affects the loss curve (`--change SETTING`); other
+changes are only recorded. The record also holds the checkpoints from which the run was forked, and the overrides of its
+command lines, which a resumed run uses again.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ CHANGES = "changes.json"
 _MOST_BYTES = 1 << 24
 
 Changes = dict[str, tuple[Any, Any]]
-"""Old and new value of each changed setting, by its path, such as `train.max_steps`; None: unset."""
+"""Old and new value of each changed setting, by its path, such as `train.max_steps`; None for an unset value."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Change:
 
     @classmethod
     def between(cls, before: Recipe, now: Recipe, step: int) -> Self | None:
-        """Return the record of the settings that differ between two recipes of a run; None if none does."""
+        """Return the record of the settings that differ between two recipes of a run; None if no setting differs."""
         changes = changed(before, now)
         exact = not inexact(before, now, changes, step)
         return cls(step, {path: list(pair) for path, pair in changes.items()}, exact) if changes else None
@@ -81,13 +81,13 @@ class History:
         return all(change.exact for change in self.changes)
 
     def origin_rows(self) -> dict[str, str]:
-        """Return table rows of the origins: label and text; empty if the run is not a fork."""
+        """Return the origins as table rows, text by label; empty if the run is not a fork."""
         names = list(map(str, self.origins))
         rows = {"forked from": "".join(names[:1]), "and that one from": ", and that one from ".join(names[1:])}
         return {key: words for key, words in rows.items() if words}
 
     def change_rows(self) -> dict[str, str]:
-        """Return table rows of the changes, by step. Changes made at the same step share a row."""
+        """Return the changes as table rows, text by label. Changes made at the same step share a row."""
         rows: dict[str, str] = {}
         for change in self.changes:
             step, words = f"from step {change.step:,}", change_words(change.settings)
@@ -103,7 +103,8 @@ class History:
 
 
 def read_history(run_dir: Path) -> History:
-    """Read the run folder's record of changes; return an empty one if it has none, raise UserError if it is damaged."""
+    """Read the run folder's record of changes; return an empty record if the file is missing. Raise UserError if the
+    file is damaged."""
     path = run_dir / CHANGES
     try:
         return TypeAdapter(History).validate_python(unsealed_json(read_regular(path, _MOST_BYTES, inside=run_dir)))
@@ -126,12 +127,12 @@ def settings_at(run_dir: Path, step: int) -> list[str]:
 
 
 def load_to_resume(source: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Recipe, list[str]]:
-    """Load the recipe of a resumed run: the file, changed by the run's earlier command lines, then by `overrides`.
-    Settings of `model` and `train` missing from all three keep the run's values, even if the defaults have changed.
+    """Load the recipe of a resumed run: `source`, changed by the run's earlier command lines, then by `overrides`.
+    Settings of `model` and `train` that all three leave out keep the run's values, even if the defaults have changed.
     `model.vocab_size` and `train.micro_batch_size` are derived again.
 
     Returns the recipe, and the earlier command lines' settings that it uses again. If `source` is a folder, or the run
-    has not started yet, these are `load_recipe(source, overrides)` and an empty list.
+    has not started yet, returns `load_recipe(source, overrides)` and an empty list.
 
     Raises:
         UserError: the recipe is wrong (see `gptworks.recipe.load_recipe`), or the run folder's record is damaged.
@@ -161,11 +162,11 @@ def changed(before: Recipe, now: Recipe) -> Changes:
 
 
 def check_changes(before: Recipe, now: Recipe, asked: Collection[str] = (), forked_at: int | None = None) -> Changes:
-    """Return the changes of settings that a resumed run makes, if it may make all of them.
+    """Return the changes of settings that a resumed or forked run makes, after checking that they are allowed.
 
     Args:
         asked: paths of settings or sections that may change although the loss curve depends on them.
-        forked_at: the step from which a fork continues; None: the run resumes from its newest checkpoint.
+        forked_at: the step from which a fork continues; None if a run resumes from its newest checkpoint.
 
     Raises:
         UserError: a changed setting may never change, or affects the loss curve and is not in `asked`;
@@ -222,7 +223,7 @@ def _progress_at(run_dir: Path, step: int) -> Progress | None:
     """Return the progress at the newest checkpoint up to `step` whose progress can be read; None if there is none."""
     for checkpoint in checkpoints(run_dir):
         if checkpoint.step <= step:
-            with contextlib.suppress(OSError, UserError):  # a run resumes from the one before a damaged checkpoint
+            with contextlib.suppress(OSError, UserError):  # a resumed run passes over damaged checkpoints too
                 return Progress.of(checkpoint)
     return None
 
@@ -261,7 +262,7 @@ def inexact(before: Recipe, now: Recipe, changes: Iterable[str], done: int) -> l
         if done
         and _role(now, path) == "recorded"
         and not (path in _LENGTH and _same_rates(before, now, done))
-        and not path.startswith("data.anneal")  # `_check_anneal` refuses changes to samples already read
+        and not path.startswith("data.anneal")  # `_check_anneal` refuses changes that affect samples already read
     ]
 
 
@@ -269,8 +270,8 @@ _LENGTH = {f"train.{name}" for name in ENDS}
 
 
 def _same_rates(before: Recipe, now: Recipe, done: int) -> bool:
-    """Whether the first `done` steps have the same learning rates and the same `train.future_weights` with the new run
-    length as with the old one; False if that is unknown."""
+    """Whether the new run length would leave the learning rates and the weights of future tokens in the first `done`
+    steps unchanged; False if unknown."""
     trains, step = (before.train, now.train), done - 1
     if any(train.future_weights_fall for train in trains):
         return False
@@ -299,8 +300,8 @@ def record(run_dir: Path, step: int, change: Change | None, overrides: Sequence[
     """Add the change made at `step`, and `overrides`, to the run folder's record; return the record. Call this before
     recipe.yaml is written.
 
-    The last recorded change is removed if a crash kept it out of recipe.yaml, whose settings are `before`. Changes at
-    later steps are moved to `step`, because these steps will run again.
+    If a crash kept the last recorded change out of recipe.yaml (`before`), the change is removed. Changes at later
+    steps are moved to `step`, because the steps after `step` will run again.
     """
     history = read_history(run_dir)
     values = {} if before is None else {s.path: to_jsonable_python(s.value) for s in settings(before)}

@@ -3,9 +3,9 @@
 Rank 0 makes the files, all ranks write their parts of the tensors into them at the same time, and rank 0 adds the state
 and the manifest. The files are the same on any number of ranks.
 
-The header of a safetensors file gives the offset of every element, so that ranks need not send each other tensors.
-`torch.distributed.checkpoint` would write metadata that can run code when read, or one file of parts per rank,
-which every reader would have to combine.
+The header of a safetensors file determines the position of every element, so that ranks need not send each other
+tensors. `torch.distributed.checkpoint` would write metadata that can run code when read, or a file for each rank. Every
+reader would have to combine these files.
 """
 
 import json
@@ -45,7 +45,7 @@ class TensorPart(NamedTuple):
     shape: tuple[int, ...]
     """The shape of the complete tensor."""
     place: tuple[slice, ...]
-    """The part's position in the tensor: a slice of each dimension."""
+    """The part's position in the tensor: one slice for each dimension."""
     values: Tensor
     """The elements; on the meta device if another rank writes the complete tensor."""
 
@@ -71,12 +71,14 @@ def save_checkpoint(
     state: dict[str, Any],
     writers: Writers = ONE_WRITER,
 ) -> Checkpoint:
-    """Write `checkpoints/step-<step>`, or without optimizer_tensors `weights-<step>`, completely or not at all.
+    """Write a checkpoint, completely or not at all, and return it.
+
+    Its folder is `checkpoints/step-<step>`, or `checkpoints/weights-<step>` without `optimizer_tensors`.
 
     Args:
         model_tensors, optimizer_tensors: this rank's parts, on the CPU or meta device. Rank 0 passes a part of
             every tensor.
-        writers: the ranks that write. Each of them calls this function.
+        writers: the ranks that write. Each rank calls this function.
 
     Raises:
         RunError: on rank 0, the checkpoint could not be written. Earlier checkpoints are unchanged, and no partial one
@@ -148,7 +150,7 @@ def _add_parts(parent: Path, files: Files, writers: Writers) -> None:
 
 
 def _check(reports: list[str], files: Files) -> None:
-    """Raise RunError if a rank reports an error, or the ranks' reported bytes are not those of the complete tensors."""
+    """Raise RunError if a rank reports an error, or the reported bytes do not add up to the complete tensors."""
     for report in reports:
         if not report.isdigit():
             raise RunError(report)
@@ -170,7 +172,7 @@ def _make_file(path: Path, parts: Mapping[str, TensorPart]) -> None:
         header[name] = {"dtype": dtypes[values.dtype], "shape": shape, "data_offsets": (at, end)}
         at = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # aligns the tensors, sorted by element size above
+    text += b" " * (-len(text) % 8)  # aligns all tensors: they are sorted by element size above
     with open_new(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + at)
@@ -212,9 +214,9 @@ def _runs(part: TensorPart) -> Iterator[tuple[int, int]]:
 
 
 class CheckpointWriter:
-    """Saves checkpoints during training. Each rank copies its parts of the tensors, and its thread writes the copies.
+    """Saves checkpoints during training. Each rank copies its parts of the tensors, and a thread writes the copies.
 
-    At most one save is in flight. The next call, or the end of the `with`, raises the error of a failed save.
+    At most one save is in flight. The next call of a method, or the end of the `with`, raises a failed save's error.
     """
 
     def __init__(self, run_dir: Path, keep: int, keep_every: int = 0, writers: Writers = ONE_WRITER) -> None:
@@ -236,11 +238,13 @@ class CheckpointWriter:
             self.wait()
 
     def save(self, step: int, tensors: Mapping[str, Iterable[tuple[str, TensorPart]]], state: dict[str, Any]) -> None:
-        """Wait for the earlier save, or raise RunError if it failed; copy the parts, and begin to write them. All ranks
-        call this.
+        """Wait for the earlier save; then copy the parts, and begin to write the copies. All ranks call this.
 
         Args:
-            tensors: this rank's parts of the `model` and, unless only weights are saved, of the `optimizer`.
+            tensors: this rank's parts and their names, under `model` and, unless only weights are saved, `optimizer`.
+
+        Raises:
+            RunError: the earlier save failed.
         """
         self.wait()
         copies = {kind: {name: part.copied() for name, part in named} for kind, named in tensors.items()}
@@ -261,14 +265,14 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until no save is in flight; raise RunError if it failed."""
+        """Wait for the save in flight, if any; raise RunError if this save failed."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             in_flight.result()
 
 
 Signature = tuple[tuple[str, Stamp | None], ...]
-"""Name and stamp of each file of a checkpoint."""
+"""Name of each file of a checkpoint, with its `Stamp`."""
 
 
 def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: set[Signature] | None = None) -> None:
@@ -276,9 +280,10 @@ def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: set[Signatu
 
     A full checkpoint has the optimizer's state, so that a run can resume from it. These are kept:
 
-    - the newest `keep` undamaged full checkpoints, and the best checkpoint that each of them names
-    - without counting towards `keep`, because a run never rolls back to them: the newest full checkpoint if it was
-      saved after a skipped step, and damaged full ones newer than the last counted one
+    - the newest `keep` full checkpoints that are undamaged and were not saved after a skipped step
+    - in addition, the newest full checkpoint even if saved after a skipped step, and each damaged full checkpoint newer
+      than the oldest of those `keep`
+    - the best checkpoint named in each undamaged checkpoint above
     - with `keep_every`, full checkpoints at multiples of `keep_every` steps, and the weights of step 0
     - the newest checkpoint with only weights, if newer than every undamaged full one
 
@@ -318,8 +323,8 @@ def remove_old(run_dir: Path, keep: int, keep_every: int = 0, known: set[Signatu
 
 
 def remove_newer(run_dir: Path, step: int, *, weights_only: bool = False) -> None:
-    """Delete the checkpoints after a step (with `weights_only`, those without optimizer state) or raise RunError. The
-    newest is first, so that an interrupted deletion can be repeated."""
+    """Delete the checkpoints after a step; with `weights_only`, only those without optimizer state. Raise RunError if
+    that fails. The newest checkpoint is deleted first, so that an interrupted deletion can be repeated."""
     try:
         for checkpoint in all_checkpoints(run_dir):
             if checkpoint.step > step and (checkpoint.weights_only or not weights_only):
@@ -336,5 +341,5 @@ def _is_whole(checkpoint: Checkpoint, known: set[Signature]) -> bool:
 
 
 def _signature(checkpoint: Checkpoint) -> Signature:
-    """Return the name and stamp of each file."""
+    """Return the name and the stamp of each of the checkpoint's files."""
     return tuple((path.name, stamp(path)) for path in sorted(checkpoint.folder.iterdir()))

@@ -35,17 +35,17 @@ def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = 
     """Create a run folder that continues from a checkpoint of another run, and return it; `gptworks train INTO
     --resume` trains it.
 
-    The folder appears complete or not at all, and does not depend on the source: the checkpoint's files, which no run
-    changes, are hard links where the file system allows them, and all other files are copies.
+    The folder appears complete or not at all, and does not depend on the source. The checkpoint's files are hard links
+    where the file system allows them, because no run changes these files. All other files are copies.
 
     Args:
-        step: the step of the checkpoint; None: the last checkpoint from which the run can resume.
+        step: the step of the checkpoint, or None for the last checkpoint from which the run can resume.
         into: the new run folder; it must be missing or empty.
         overrides: `key.path=value` settings to change. The source's own changes after that step do not apply.
 
     Raises:
-        UserError: the checkpoint is missing, damaged or has only weights; a setting is wrong or cannot change; or
-            `into` is in use.
+        UserError: the checkpoint is missing, damaged, imported or quantized, or has only weights; a setting is wrong or
+            cannot change; or `into` is in use, lies in the source or has no usable name.
         RunError: the disk is full, or writing fails.
     """
     checkpoint = _checkpoint_of(source, step)
@@ -83,11 +83,11 @@ def fork(source: Path, step: int | None, into: Path, overrides: Sequence[str] = 
 
 
 def origin_of(text: str) -> tuple[Path, int | None]:
-    """Parse `RUN`, `RUN@STEP`, `RUN@best` or `RUN@last`; return the run folder and the step (None: the last).
+    """Parse `RUN`, `RUN@STEP`, `RUN@best` or `RUN@last`; return the run folder, and the step or None for the last.
 
     Raises:
-        UserError: `text` has another form; or it asks for `best`, and the run has no checkpoint or its newest one names
-            no best step.
+        UserError: `text` has another form; or it asks for `best`, and the run has no checkpoint or its newest
+            checkpoint names no best step.
     """
     folder, at, which = text.rpartition("@")
     if not at or Path(text).is_dir():
@@ -126,7 +126,7 @@ def _checkpoint_of(source: Path, step: int | None) -> Checkpoint:
 
 
 def _take_files(source: Path, checkpoint: Checkpoint, progress: Progress, recipe: Recipe, aside: Path) -> None:
-    """Copy or link the files that a fork needs into the new folder `aside`; the log ends at the checkpoint."""
+    """Copy or link the files that a fork needs into the new folder `aside`; cut the log after the checkpoint's step."""
     best = checkpoint_of_step(source, progress.best_step)
     start = Checkpoint(source / "checkpoints" / "weights-000000")
     for taken in [checkpoint, *(one for one in dict.fromkeys([best, start]) if one != checkpoint and one.is_whole)]:

@@ -56,7 +56,7 @@ def train(
     overrides: Sequence[str] = (),
     prepare: Callable[[Recipe], Prepared] = prepare_data,
 ) -> Outcome:
-    """Train the recipe's model until the run's planned end, until it stops improving, or until a stop signal arrives.
+    """Train the recipe's model until the run's planned end, until its loss stops improving, or until a signal stops it.
 
     Args:
         recipe: the settings of the model, the data and the training.
@@ -132,8 +132,7 @@ class Run(Session):
 
     def training_step(self) -> None:
         """Do one training step: compute the batch's gradients, and apply them or, if they are anomalous, skip them.
-        After `max_skipped_steps` skipped steps in a row, roll back, or raise a RunError if `max_rollbacks` forbids
-        it."""
+        After `max_skipped_steps` skipped steps in a row, roll back; raise a RunError if no rollback is possible."""
         started = time.perf_counter()
         progress, settings = self.progress, self.settings
         self.state.writer.check()
@@ -185,7 +184,8 @@ class Run(Session):
         return Step(factor, losses, norm, skipped, by_layer)
 
     def evaluate(self) -> bool:
-        """Evaluate on the validation split, or the part that the recipe sets; return whether no signal interrupted."""
+        """Evaluate on the validation split, or on the part of it that the recipe sets. Return False if a signal
+        interrupted the evaluation, else True."""
         progress = self.progress
         try:
             with (

@@ -22,13 +22,13 @@ class Prefetcher:
         self._next: tuple[tuple[int, int], Future[tuple[range, list[Batch]]]] | None = None
 
     def step(self, position: int, step: int) -> StepBatches:
-        """Return the micro-batches of step number `step` (from 0), whose first sample has index `position`, on the
-        device, or on the CPU if the objective generates answers for them; start to prefetch those of the next step."""
+        """Return the micro-batches of step `step` (from 0), whose first sample has index `position`. Start to prefetch
+        the next step. The batches are on the device, or on the CPU if the objective generates answers for them."""
         is_prefetched = self._next is not None and self._next[0] == (position, step)
         numbers, made = self._next[1].result() if self._next and is_prefetched else self._make(position, step)
         following = position + self._train.batch_size_at(step), step + 1
         self._next = (following, self._pool.submit(self._make, *following))
-        # batches of prompts that are still to be answered hold only their indices, which the CPU reads
+        # batches of prompts without answers hold only the prompts' indices, which the CPU reads
         to = torch.device("cpu") if self._objective.generates else self._device
         rows = [tuple(x.to(to, non_blocking=to.type == "cuda") for x in batch) for batch in made]
         n_targets, n_tokens = sum(map(self._objective.count, made)), sum(batch[0].numel() for batch in made)
@@ -54,14 +54,15 @@ class Prefetcher:
 
 
 BLOCK = 256
-"""Number of samples in a block: a run reads the first rows of all windows of a block, then all second rows, etc."""
+"""Number of samples in a block. If windows are cut into rows, a run reads the first row of each window of a block, then
+the second row of each window, and so on."""
 
 
 def cut_windows(first: int, size: int, n_rows: int) -> Iterator[tuple[int, int, int]]:
     """Yield the rows to read for `size` samples from index `first`, if each sample's window is cut into `n_rows` rows.
 
-    Up to `BLOCK` rows of a step come from different windows, since rows of the same window are similar. Which row is
-    the k-th of the run depends only on k and `n_rows`. A complete block contains each row of its windows once.
+    Up to `BLOCK` successive rows come from different windows, because rows of one window are similar. The run's k-th
+    row depends only on k and `n_rows`. A complete block contains each row of its windows once.
 
     Yields:
         index of a sample, index of a row, and n: read this row in the windows of n samples from this sample on.

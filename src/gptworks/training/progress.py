@@ -43,15 +43,15 @@ class GradientEstimate:
         self.n_steps += 1
 
     def deviations(self, norm: float) -> float:
-        """Return by how many standard deviations, of at least 0.05, a norm's logarithm exceeds the mean; 0 in the first
-        `WARMUP_STEPS`."""
+        """Return the number of standard deviations by which the norm's logarithm exceeds the mean; 0 in the first
+        `WARMUP_STEPS` steps. A standard deviation below 0.05 counts as 0.05."""
         if self.n_steps < WARMUP_STEPS:
             return 0.0
         return (math.log(max(norm, 1e-30)) - self.mean) / max(math.sqrt(self.variance), 0.05)
 
 
 def anomaly(train: TrainConfig, estimate: GradientEstimate, loss: float, norm: float) -> str | None:
-    """Return the reason to skip a step with this loss and gradient norm; None: apply the step."""
+    """Return the reason to skip a step with this loss and gradient norm; None to apply the step."""
     if not math.isfinite(loss):
         return "its loss is not finite"
     if not math.isfinite(norm):
@@ -71,11 +71,11 @@ class Progress:
     step: Count = 0
     """Number of training steps done, including skipped ones."""
     samples: Count = 0
-    """Number of samples in these steps: windows, rows, pairs or answers, the unit of `batch_size`."""
+    """Number of samples in these steps. A sample is a window, a row, a pair or an answer, as for `batch_size`."""
     tokens: Count = 0
     """Number of tokens that the model has read in training, including padding."""
     seconds: Seconds = 0.0
-    """Time in training steps over all sessions, without evaluations, samples and checkpoints."""
+    """Seconds spent in training steps in all sessions, without evaluations, generated samples and checkpoints."""
     skipped: Count = 0
     skipped_in_a_row: Count = 0
     rollbacks: Count = 0
@@ -98,7 +98,7 @@ class Progress:
         return self.samples + self.samples_passed
 
     def require_training(self, run_dir: Path) -> None:
-        """Raise UserError if the run in `run_dir` was imported, not trained, so that it cannot be resumed."""
+        """Raise UserError if the run in `run_dir` was imported and so has no training to resume."""
         if not self.data_fingerprint:
             raise UserError(
                 f"{run_dir} was imported and has no training to resume: start a run from it with "
@@ -131,8 +131,8 @@ class Length:
         self._recipe, self._train, self._samples = recipe, recipe.train, samples
 
     def total_steps(self, progress: Progress) -> int | None:
-        """Return the number of steps after which the run ends, if neither time nor patience ends it before; None: only
-        time limits it. Assumes that `batch_size` stays as it is."""
+        """Return the number of steps after which the run ends, unless time or patience ends it earlier; None if
+        only time limits the run. Assumes that `batch_size` stays unchanged."""
         train, samples = self._train, self._samples.per_epoch
         planned = planned_steps(train, self._samples.context_length, DataSize(samples_per_epoch=samples))[0]
         if train.epochs is None or progress.samples == progress.step * train.batch_size:
@@ -150,11 +150,11 @@ class Length:
         return min(1.0, max(shares))
 
     def due(self, progress: Progress, every: int) -> bool:
-        """Whether an action done every `every` steps, and at the end of the run, is due now; if `every` is 0, never."""
+        """Whether an action is due that is done every `every` steps and at the run's end; False if `every` is 0."""
         return every > 0 and (progress.step % every == 0 or self.share_done(progress) >= 1)
 
     def end_reason(self, progress: Progress, stop_asked: str | None) -> str | None:
-        """Return the reason why the run ends now; None: it continues."""
+        """Return the reason why the run ends now; None if it continues."""
         patience = self._train.early_stopping_patience
         if stop_asked:
             return f"stopped by {stop_asked}"
@@ -181,7 +181,7 @@ class Length:
 
     def check_resume(self, progress: Progress) -> None:
         """Raise UserError if `epochs` limits the run to less than it has done. `changes.check_changes` has checked the
-        other limits, for which it need not know the data."""
+        other limits, which do not depend on the data."""
         total = self.total_steps(progress)
         if total is not None and total < progress.step:
             raise UserError(
@@ -191,12 +191,13 @@ class Length:
 
 
 def rate_factor(train: TrainConfig, step: int, progress: float) -> float:
-    """Return learning rate / peak rate at step `step` (from 0), when the fraction `progress` of the run is done.
+    """Return the learning rate at step `step` (from 0) divided by the peak rate. `progress` is the fraction of the run
+    that is done.
 
     Warmup is linear over `warmup_steps`. Then, with schedule "cosine", the rate follows half a cosine until the end of
     the run (Loshchilov & Hutter, 2017); with "wsd", it stays constant and then falls linearly over the last
     `decay_fraction` of the run (Hu et al., 2024; Hägele et al., 2024). Both end at `final_rate_fraction`. With
-    "constant", it stays at 1.
+    "constant", the factor stays at 1.
     """
     if step < train.warmup_steps:
         return (step + 1) / train.warmup_steps

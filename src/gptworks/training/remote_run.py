@@ -1,5 +1,5 @@
-"""Trains in the mirror, the local copy, of a remote folder. `remote_run` claims the folder, fetches its files, uploads
-the files that training writes, and shows other processes that this one is alive.
+"""Lets a run train in the mirror of a remote folder, a local copy. `remote_run` claims the folder, fetches its files,
+uploads the files that training writes, and shows other processes that this process is alive.
 """
 
 import contextlib
@@ -23,18 +23,21 @@ from gptworks.training.signals import SCHEDULERS, stop_signals
 from gptworks.training.uploads import Uploads
 
 BEAT_SECONDS, STALE_SECONDS = 20.0, 80.0
-"""A session's object is rewritten every BEAT_SECONDS; if it is older than STALE_SECONDS, the session has died."""
+"""A session's object in the store is rewritten every BEAT_SECONDS. If the object is older than STALE_SECONDS, the
+session has died."""
 
 
 @contextlib.contextmanager
 def remote_run(run_dir: Path, ranks: Ranks, report: Report) -> Iterator[Callable[[], str | None]]:
-    """Return a context in which `run_dir`, if it is the mirror of a remote folder, belongs to this run. Rank 0 uploads.
-    The context gives a function that returns, on rank 0, "SIGTERM" once another process has taken the folder, else
-    None.
+    """Return a context in which the remote folder of the mirror `run_dir` belongs to this run, and rank 0 uploads to
+    the folder. If `run_dir` is not a mirror, the context does nothing.
+
+    The context yields a function. On rank 0, the function returns "SIGTERM" once another process has taken the folder,
+    else None; on other ranks, always None.
 
     Raises:
-        UserError: another process trains there, `run_dir` is only part of a mirror, or the store refuses access.
-        RunError: the store fails; at the end: files could not be uploaded, or another process has taken the folder.
+        UserError: another process trains in the folder, `run_dir` lies inside a mirror, or the store refuses access.
+        RunError: the store fails, files could not be uploaded at the end, or another process has taken the folder.
     """
     if (url := url_of(run_dir)) is None:
         yield lambda: None
@@ -45,7 +48,7 @@ def remote_run(run_dir: Path, ranks: Ranks, report: Report) -> Iterator[Callable
     if not ranks.is_rank_zero:
         ranks.from_rank_zero(lambda: None)
         yield lambda: None
-        with stop_signals(SCHEDULERS):  # a signal does not end ranks, and their store, before the uploads
+        with stop_signals(SCHEDULERS):  # a signal does not end this rank before rank 0 has uploaded
             ranks.from_rank_zero(lambda: None)
         return
     session = Session(Remote(url), report)
@@ -84,7 +87,7 @@ def remote_run(run_dir: Path, ranks: Ranks, report: Report) -> Iterator[Callable
 
 
 class Session:
-    """This process's claim on a remote folder: an object with the next number, which only one process can make."""
+    """This process's claim on a remote folder: an object in the store whose number only one process can get."""
 
     def __init__(self, remote: Remote, report: Report) -> None:
         self.remote, self._report = remote, report
@@ -99,13 +102,13 @@ class Session:
         self._number, self._over, self._lock = 0, threading.Event(), threading.Lock()
         self._beats = threading.Thread(target=self._beat, daemon=True, name="store")
         self.taken_by: str | None = None
-        """Description of the process that has claimed the folder after this one; None: none has."""
+        """Description of the process that has claimed the folder after this one; None if there is none."""
 
     def claim(self, mirror: Path) -> None:
         """Claim the folder if the last session has ended or died; start to give signs of life; make the mirror current.
 
         Raises:
-            UserError: another process trains there, or the store refuses access.
+            UserError: another process trains in the folder, or the store refuses access.
             RunError: the store fails.
         """
         remote = self.remote
@@ -113,7 +116,7 @@ class Session:
         entries = remote.entries()
         last = last_session(remote, entries)
         if last is None:
-            remote.put(probe, b"")  # shows that this process may write
+            remote.put(probe, b"")  # fails unless this process may write
             remote.remove(probe)
         elif not last.get("ended") and not self._is_dead(last):
             self._wait(last, probe)
@@ -128,7 +131,7 @@ class Session:
             remote.put(name, text, new=True)
         except FileExistsError:
             now = last_session(remote, remote.entries()) or {}
-            if now.get("token") != self._own["token"]:  # otherwise, a try that seemed to fail has made the object
+            if now.get("token") != self._own["token"]:  # otherwise, an attempt that seemed to fail made the object
                 raise UserError(self._in_use(now)) from None
         self._beats.start()
         try:
@@ -149,8 +152,8 @@ class Session:
             raise
 
     def _wait(self, last: dict[str, Any], probe: str) -> None:
-        """Wait until a session's last sign of life is older than STALE_SECONDS; raise UserError if it gives another
-        one, or another process has claimed the folder."""
+        """Wait until a session's last sign of life is older than STALE_SECONDS; raise UserError if the session gives
+        another one first, or another process claims the folder."""
         name = self._name(last["number"])
         age = before = self.remote.age_seconds(name, probe)
         if age < STALE_SECONDS:
@@ -174,7 +177,7 @@ class Session:
         )
 
     def _is_dead(self, last: dict[str, Any]) -> bool:
-        """Whether the process of a session ran on this machine and is gone."""
+        """Whether the process of a session ran on this machine and has ended."""
         process, machine = last.get("process"), self._own.get("machine")
         if machine is None or last.get("machine") != machine or type(process) is not int or not 0 < process < 1 << 31:
             return False
@@ -238,7 +241,7 @@ class Session:
 
 
 def _machine() -> str | None:
-    """Return an id of this start of the machine and this process's PID namespace; None if unknown."""
+    """Return an id of the machine's current boot and this process's PID namespace; None if unknown."""
     with contextlib.suppress(OSError, UserError):
         boot = read_regular(Path("/proc/sys/kernel/random/boot_id"), 100).decode().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

@@ -45,7 +45,7 @@ def open_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ()) 
 
 
 def is_in_use(folder: Path) -> bool:
-    """Whether a process has opened the run folder; False if unknown, as on Windows. Writes nothing, follows no link."""
+    """Whether a process has opened the run folder; False if unknown, as on Windows. Does not write or follow links."""
     return is_locked(folder / ".lock")
 
 
@@ -54,8 +54,8 @@ def check_run_folder(recipe: Recipe, resume: bool, change: Collection[str] = ())
 
     Raises:
         UserError: the folder is a file or contains a link to a path outside of it; it holds a run and `resume` is
-            false, or holds other files; a changed setting is fixed or must be listed in `change`; or the tokenizer's
-            files have changed.
+            false; it holds files that are not a run's; a changed setting is fixed or must be listed in `change`; or the
+            tokenizer's files have changed.
     """
     folder = recipe.run_dir
     if folder.exists() and not folder.is_dir():

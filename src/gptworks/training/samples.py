@@ -90,7 +90,7 @@ def _position(sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], n_step
 def _check(
     run_dir: Path, recipe: Recipe, sizes: list[tuple[int, int]], jumps: list[tuple[int, int]], step: int
 ) -> None:
-    """Raise UserError if `_position` contradicts the first checkpoint at or after `step`; without one, the last."""
+    """Raise UserError if `_position` contradicts the first checkpoint at or after `step`, or else the last one."""
     found = sorted(all_checkpoints(run_dir), key=lambda one: one.step)
     near = next((one for one in found if one.step >= step), found[-1] if found else None)
     if near is None:

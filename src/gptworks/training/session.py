@@ -1,5 +1,5 @@
-"""A session of a run: builds the objects that train it, and starts from its newest checkpoint, from another run's
-weights, or from random weights."""
+"""A session of a run: builds the objects that train the run, and starts from the run's newest checkpoint, from another
+run's weights, or from random weights."""
 
 import torch
 
@@ -44,7 +44,7 @@ class Session:
         self.setup, self.recipe, self.settings, self.ranks, self.display = setup, recipe, recipe.train, ranks, display
         self.parallel = choose_parallel(recipe, ranks, device, setup.layout)
         has_room = setup.need is not None and setup.need.gathers_once
-        self.parallel.gathers_once = not ranks.all_reduce_max(not has_room)  # true if all ranks have room
+        self.parallel.gathers_once = not ranks.all_reduce_max(not has_room)  # true only if all ranks have enough memory
         with ranks.busy():
             self.objective = choose_objective(recipe, setup.prepared.folder, verify=ranks.is_rank_zero)
         torch.manual_seed(recipe.seed)
@@ -67,7 +67,7 @@ class Session:
         self.norms = LayerNorms(self.model, self.parallel, recipe.train.log_every)
 
     def _samples(self) -> list[Beginning]:
-        """Return the texts that the run's samples continue: held-out beginnings, then the recipe's prompts; none
+        """Return the texts that the run's samples continue: held-out beginnings, then the recipe's prompts; empty
         without `train.sample_every`."""
         train, held_out = self.settings, self.objective.samples.validation_shards
         if not train.sample_every:
@@ -92,8 +92,8 @@ class Session:
         return self.state.progress
 
     def restore(self) -> bool:
-        """Restore the newest undamaged checkpoint bit for bit; if the run has none, load `initialize_from`'s weights.
-        Return whether the run starts at step 0, because no checkpoint was restored.
+        """Restore the newest undamaged checkpoint bit for bit. If the run has no checkpoint, load the weights of
+        `initialize_from`, if set. Return whether the run starts at step 0, without a checkpoint.
 
         Raises:
             UserError: the run folder, its checkpoints or the weights of `initialize_from` cannot be used; or the run

@@ -49,7 +49,7 @@ class PreparedRun:
     ranks: Ranks = ALONE
     layout: Layout = ONE_DEVICE
     need: Need | None = None
-    """The memory that the run needs; None: not planned."""
+    """The memory that the run needs; None if not planned."""
     resume: bool = False
     overrides: Sequence[str] = ()
     """The command line's `key.path=value` settings and a chosen number of threads, stored in the run folder for a
@@ -102,7 +102,7 @@ def prepare_run(
         threads, words = free
         display.message(words)
         resolved = resolved.model_copy(update={"train": recipe.train.model_copy(update={"threads": threads})})
-        overrides = [*overrides, f"train.threads={threads}"]  # a resumed run repeats each bit only with this number
+        overrides = [*overrides, f"train.threads={threads}"]  # a resumed run is bit-identical only with the same number
     return PreparedRun(resolved, prepared, device, precision, ranks, layout, needed, resume, overrides)
 
 
@@ -116,7 +116,7 @@ def check_train(recipe: Recipe, resume: bool = False, n_ranks: int = 1, change: 
 def start_checks(
     recipe: Recipe, resume: bool = False, n_ranks: int = 1, change: Collection[str] = ()
 ) -> list[tuple[str, Callable[[], None]]]:
-    """Return the checks of `check_train`, each as (name of what it checks, function that raises UserError)."""
+    """Return the checks of `check_train`, each as (name of the checked item, function that raises UserError)."""
     return [
         ("run folder", lambda: check_run_folder(recipe, resume, change)),
         ("weights to start from", lambda: check_start(recipe, resume)),
@@ -128,7 +128,7 @@ def start_checks(
 
 
 def check_parallel(recipe: Recipe, n_ranks: int) -> None:
-    """Raise UserError, which explains why, if `n_ranks` ranks cannot train the recipe (`gptworks.planning.arrange`)."""
+    """Raise UserError, with the reason, if `n_ranks` ranks cannot train the recipe (`gptworks.planning.arrange`)."""
     if (refused := refusal(recipe, n_ranks, recipe.train.precision)) is not None:
         raise UserError(str(refused))
 
@@ -161,7 +161,7 @@ def check_memory(
 
 
 def _advised(change: Change) -> str:
-    """Return a change as arguments of `gptworks train`, and the memory that the run would need with it, as text."""
+    """Return, as text, the command-line arguments of a change and the memory that the changed run would need."""
     what = list(change.overrides)
     if change.n_ranks != change.n_ranks_before:
         what += [f"on {change.n_ranks} devices (`gptworks launch --nproc`)"]

@@ -14,7 +14,7 @@ NOTICE: signal.Signals | None = getattr(signal, "SIGUSR1", None)
 SCHEDULERS = (signal.SIGTERM,) if NOTICE is None else (signal.SIGTERM, NOTICE)
 """Signals that a scheduler sends before it ends a job."""
 
-_BREAK: signal.Signals | None = getattr(signal, "SIGBREAK", None)  # only Windows has it: Ctrl-Break, and `ASK` below
+_BREAK: signal.Signals | None = getattr(signal, "SIGBREAK", None)  # on Windows only; Ctrl-Break and `ASK` send it
 
 STOPS = (signal.SIGINT, *SCHEDULERS) if _BREAK is None else (signal.SIGINT, signal.SIGTERM, _BREAK)
 """Signals that stop a run after its step, with a checkpoint."""
@@ -33,7 +33,7 @@ UNFINISHED = 75
 
 
 def exit_code_of(stop: str | None) -> int:
-    """Return the exit code of a run that the signal `stop` has stopped; 0 after SIGINT (Ctrl-C) or None (no signal)."""
+    """Return the exit code of a run that the signal `stop` has stopped; 0 for SIGINT (Ctrl-C) or None (no signal)."""
     return 0 if stop in (None, signal.SIGINT.name) else UNFINISHED
 
 
@@ -68,7 +68,7 @@ def _mask(how: str) -> None:
 
 @contextmanager
 def stop_signals(wanted: Sequence[signal.Signals] = STOPS) -> Iterator[Callable[[], str | None]]:
-    """Catch signals; yield a function that returns the name of the first, or None.
+    """Catch signals; yield a function that returns the name of the first signal caught, or None.
 
     After the first SIGINT or SIGTERM, a second one acts as usual and ends the process. SIGUSR1 never ends it, because a
     scheduler sends SIGUSR1 first and SIGTERM when the time is over. Outside the main thread, no signal is caught.

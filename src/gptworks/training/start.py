@@ -1,4 +1,4 @@
-"""Loads the weights of another run, from which a run starts instead of from random weights."""
+"""Loads another run's weights, with which a new run starts instead of random weights."""
 
 from pathlib import Path
 
@@ -17,12 +17,13 @@ from gptworks.training.distributed.ranks import ALONE, Ranks
 
 
 def check_start(recipe: Recipe, resume: bool = False) -> None:
-    """Check that `initialize_from` can be used, before any work is done; in a resumed run, check its newest checkpoint.
+    """Check that `initialize_from` can be used, before any work is done. For a resumed run, check the run's newest
+    checkpoint instead.
 
     Raises:
-        UserError: `initialize_from` is not a run folder, has another model or fewer heads than an adapter needs, or is
-            unset though `adapter` is set; the weights to start from are quantized; or embeddings of added tokens would
-            not be trained.
+        UserError: `initialize_from` is not a run folder, has another model, lacks heads that an adapter needs, or is
+            unset although `adapter` is set; the weights to start from are quantized; or embeddings of added tokens
+            would not be trained.
     """
     source = recipe.initialize_from
     if resume and (own := checkpoints(recipe.run_dir)):
@@ -99,7 +100,8 @@ def starting_weights(recipe: Recipe, tokenizer: Tokenizer, report: Report, ranks
 
 
 def with_future_heads(weights: dict[str, Tensor], model: ModelConfig, report: Report) -> dict[str, Tensor]:
-    """Return the weights with `model`'s heads for tokens after the next: drop surplus heads, add others as zeros."""
+    """Return the weights with `model`'s heads for tokens after the next: drop surplus heads, and add missing
+    heads as zeros."""
     names = [f"{FUTURE_HEADS}{i}.weight" for i in range(model.n_future_tokens - 1)]
     dropped = [name for name in weights if name.startswith(FUTURE_HEADS) and name not in names]
     new = {name: torch.zeros(model.d_model, model.d_model) for name in names if name not in weights}
@@ -110,7 +112,8 @@ def with_future_heads(weights: dict[str, Tensor], model: ModelConfig, report: Re
 
 
 def with_new_tokens(weights: dict[str, Tensor], n_before: int, n_now: int, n_rows: int) -> dict[str, Tensor]:
-    """Return the weights with new tokens n_before … n_now - 1, embedded as the mean of the earlier ones (Hewitt, 2021).
+    """Return the weights with rows for the new tokens n_before … n_now - 1: each is the mean row of the earlier tokens
+    (Hewitt, 2021).
 
     Args:
         n_rows: number of rows of the new embedding, if the old one has fewer; rows from n_now on belong to no token.

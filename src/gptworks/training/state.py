@@ -1,5 +1,5 @@
-"""The state of a run: its progress, weights, their average and the optimizer. A run resumed from a checkpoint continues
-bit for bit."""
+"""The state of a run: its progress, weights, average of the weights, and optimizer. A run resumed from a checkpoint
+continues bit for bit."""
 
 import time
 from collections.abc import Collection, Iterator
@@ -50,7 +50,7 @@ class WeightAverage:
 
     @property
     def model_tensors(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint's model: averages, and those weights that have no average."""
+        """The tensors of a checkpoint's model: the averages, and the weights without an average."""
         return {name: p.detach() for name, p in self.parameters.items()} | self.tensors
 
     @property
@@ -59,16 +59,18 @@ class WeightAverage:
         return {f"{name}/{_OWN}": self.parameters[name].detach() for name in self.tensors}
 
     def own_in(self, stored: Collection[str]) -> set[str]:
-        """Return the names of `own_tensors` that a checkpoint must hold, given the names of the tensors that it stores:
-        all of them, or none if the run had no average yet. A run that has given up its average still has its weights
-        there."""
+        """Return the names of `own_tensors` that a checkpoint must hold, given the names of its stored tensors.
+
+        If the checkpoint has no average, the result is empty. If the run has since given up its average, the result has
+        the stored names.
+        """
         trained = (name for name, parameter in self.parameters.items() if parameter.requires_grad)
         found = {f"{name}/{_OWN}" for name in trained} & set(stored)
         return found | self.own_tensors.keys() if found else found
 
     def restore(self, model_tensors: dict[str, Tensor], optimizer_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Restore weights and averages from a checkpoint's tensors; return the optimizer's own tensors. An average that
-        the checkpoint lacks begins with its weights."""
+        """Restore weights and averages from a checkpoint's tensors; return the optimizer's state tensors. If the
+        checkpoint has no average, an average begins with the checkpoint's weights."""
         own = {key.removesuffix(f"/{_OWN}"): t for key, t in optimizer_tensors.items() if key.endswith(f"/{_OWN}")}
         self._set(model_tensors | own)
         self.tensors = {name: model_tensors[name].to(tensor.device).clone() for name, tensor in self.tensors.items()}
@@ -91,7 +93,7 @@ class WeightAverage:
 
 
 class TrainingState:
-    """A run's progress, weights, their average and the optimizer."""
+    """A run's progress, weights, average of the weights, and optimizer."""
 
     def __init__(self, recipe: Recipe, step: TrainStep, progress: Progress, display: Display) -> None:
         self._recipe, self._step, self._display = recipe, step, display
@@ -141,14 +143,14 @@ class TrainingState:
             self._step.scaler.load_state_dict(progress.scaler)
 
     def roll_back(self, reason: str) -> int:
-        """Restore the newest checkpoint before a series of skipped steps, delete later ones, and skip all batches read
-        since it. Return the step from which the run went back.
+        """Restore the newest checkpoint before a series of skipped steps, delete later checkpoints, and skip all
+        batches read since then. Return the step from which the run went back.
 
         Args:
             reason: why the last step was skipped.
 
         Raises:
-            RunError: no checkpoint precedes the skipped steps, or the run has rolled back too often already.
+            RunError: no checkpoint precedes the skipped steps, or `max_rollbacks` rollbacks are done.
         """
         train, ranks, broken = self._recipe.train, self._step.ranks, self.progress
         with ranks.busy():
@@ -172,8 +174,12 @@ class TrainingState:
         return broken.step
 
     def save(self, *, weights_only: bool = False) -> None:
-        """Begin to write a checkpoint of this step, with `weights_only` without the optimizer's state, unless a full
-        one exists; the writer deletes those no longer kept. Raise RunError if an earlier save failed."""
+        """Begin to write a checkpoint of this step, unless a full checkpoint of it exists. The writer then deletes
+        checkpoints that are no longer kept. Raise RunError if the earlier save failed.
+
+        Args:
+            weights_only: leave out the optimizer's state.
+        """
         if self._saved_step == self.progress.step:
             return
         step, parts = self._step, self._step.parallel.parts

@@ -1,5 +1,5 @@
-"""The training step: forward and backward passes over micro-batches, then an update. The training loop runs it, and so
-do the trace and the measurement of a step (rehearsal/)."""
+"""The training step: forward and backward passes over micro-batches, then an update. The training loop runs training
+steps, and so do the trace and the measurement of a step (rehearsal/)."""
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,17 +22,17 @@ from gptworks.training.record.speed import Stopwatch
 
 @dataclass
 class StepLosses:
-    """Mean losses of a step over the targets of all ranks. The host reads all of them when one is first used."""
+    """Mean losses of a step over the targets of all ranks. The host reads all values when one of them is first used."""
 
     scalars: Scalars
-    """The mean `loss`; the sum of each figure, named `sum/FIGURE`; and `count/FIGURE`, by which a figure in `counted`
-    is divided instead of `n_targets`."""
+    """The mean `loss`; the sum of each figure, as `sum/FIGURE`; and the divisor of each figure in `counted`, as
+    `count/FIGURE`. The divisor of other figures is `n_targets`."""
     n_targets: int
     names: Sequence[str]
     """The names of all figures."""
     counted: Collection[str]
     expert_tokens: Tensor | None
-    """Number of tokens routed to each expert of each layer on all ranks, int64 [L, E]; None: no experts."""
+    """Number of tokens routed to each expert of each layer on all ranks, int64 [L, E]; None without experts."""
 
     @cached_property
     def loss(self) -> float:
@@ -56,7 +56,7 @@ class Step:
     norm: float
     """Norm of the gradients before clipping."""
     skipped: str | None
-    """The reason why the gradients were not applied; None: they were applied."""
+    """The reason why the gradients were not applied; None if they were applied."""
     by_layer: dict[str, list[float]]
     """Root mean square of each layer's outputs, and norm of its gradients; empty if this step does not record them."""
 
@@ -94,7 +94,7 @@ class TrainStep:
             n_targets: number of targets in all micro-batches of all ranks.
             seed: the step's seed. Dropout depends only on the seed and the micro-batch's number, so that a resumed run
                 needs no generator state.
-            numbers: the number of each micro-batch within the step; None: 0, 1, ….
+            numbers: the number of each micro-batch within the step; None means 0, 1, ….
         """
         total = torch.zeros((), device=self.model.device)
         sums: dict[str, Tensor] = {}
@@ -135,7 +135,7 @@ class TrainStep:
 
     def gradient_norm(self) -> float:
         """Undo the loss scaling of the step's gradients, and return their norm over all ranks. On CUDA, the host reads
-        the step's losses together with the norm: it waits once a step."""
+        the step's losses together with the norm, so that it waits for the device only once a step."""
         self.optimizer.unscale(self.scaler)
         return self.parallel.gradient_norm(scalars=self._scalars)
 
@@ -154,8 +154,8 @@ class TrainStep:
 
 
 class LayerNorms:
-    """Measures the norms of each block's outputs and gradients every `every` steps: they show where a deep model
-    diverges."""
+    """Measures the norms of each block's outputs and gradients every `every` steps. The norms show where a deep
+    model diverges."""
 
     def __init__(self, model: GPT, parallel: Parallel, every: int) -> None:
         self._model, self._parallel, self._every = model, parallel, every

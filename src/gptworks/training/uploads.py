@@ -20,10 +20,10 @@ from gptworks.files.mirror import CHECKPOINTS, SEAL
 from gptworks.files.remote import Remote
 
 _POLL_SECONDS, _SMALL_SECONDS = 0.5, 60.0
-"""Times between two looks for new checkpoints, and between two uploads of all other files."""
+"""Seconds between two checks for new checkpoints, and between two uploads of all other files."""
 _MOST_WAIT_SECONDS = 60.0
 END_SECONDS = 600.0
-"""At the end of a run without an error, failed uploads are tried again for this time."""
+"""Seconds for which failed uploads are tried again at the end of a run without an error."""
 _WHOLE_BYTES = 1 << 26
 
 
@@ -43,18 +43,18 @@ class Uploads:
         Args:
             may_write: returns whether this process may change the store. Called before each change; the argument is
                 whether a reader of the folder sees the change.
-            fetched: whether the mirror's files, except tensors of checkpoints, are those of the store.
+            fetched: whether the mirror's files, except tensors of checkpoints, equal the store's.
         """
         self._remote, self._mirror, self._report, self._may_write = remote, mirror, report, may_write
         self.over = threading.Event()
         self.is_complete = False
         self._names = set(remote.entries())
-        """Objects in the store."""
+        """Names of the objects in the store."""
         self._sent: dict[str, Stamp | None] = {}
-        """Stamp of each file outside checkpoints, and of each manifest, whose contents the store has."""
+        """Files whose contents the store has: stamps of manifests and of files outside checkpoints, by name."""
         self._sent_at = -float("inf")
         self._n_failed = 0
-        for folder in self._checkpoints():  # some are in the store: fetched, or uploaded by an earlier session
+        for folder in self._checkpoints():  # the store may have some from an earlier session
             name = f"{CHECKPOINTS}/{folder}/{SEAL}"
             with contextlib.suppress(FileNotFoundError, UserError):
                 if name in self._names and remote.read(name, 1 << 24) == read_regular(
@@ -84,7 +84,7 @@ class Uploads:
         """Upload all that is left, unless another process has taken the folder.
 
         Args:
-            failed: whether the run ends with an error; then try once, and only report files that are left.
+            failed: whether the run ends with an error; if so, try once, and only report files that are left.
 
         Raises:
             RunError: something could not be uploaded, and the run ends without an error.
@@ -121,9 +121,9 @@ class Uploads:
         return [name.removesuffix(f"/{SEAL}") for name in [*found, *self._small()] if not self._is_sent(name)]
 
     def _upload(self, small: bool) -> None:
-        """Upload new checkpoints, the newest first, and delete from the store those that training has deleted, except
-        the one that `_resumable` returns; with `small`, upload all other files that have changed. Whatever fails raises
-        RunError, UserError or OSError."""
+        """Upload new checkpoints, newest first, and delete checkpoints from the store that training has deleted, except
+        the result of `_resumable`. With `small`, also upload all other changed files. Raise RunError, UserError or
+        OSError if anything fails."""
         while True:
             here = self._checkpoints()
             sealed = [folder for folder in here if self._is_sent(f"{CHECKPOINTS}/{folder}/{SEAL}")]
@@ -211,7 +211,7 @@ class Uploads:
         return now is not None and self._sent.get(name) == now
 
     def _checkpoints(self) -> list[str]:
-        """Return the names of the complete checkpoints here, the newest first."""
+        """Return the names of the mirror's complete checkpoints, newest first."""
         found = (self._mirror / CHECKPOINTS).glob(f"[!.]*/{SEAL}")
         names = [path.parent.name for path in found]
         return sorted(names, key=lambda name: (_order(name), name), reverse=True)
@@ -227,7 +227,7 @@ class Uploads:
             ]
             paths = [above / each for each in files if not each.startswith(".")]
             found += [path for path in paths if not (self._mirror / path).is_symlink()]
-        # The recipe is first: a folder with only other files is not a run's. Sums follow the files that they list.
+        # The recipe is first: without it, a folder is not a run. Checksums follow the files that they list.
         order = sorted(found, key=lambda path: (path.name != "recipe.yaml", path.parent, path.name == SUMS_FILE, path))
         return [path.as_posix() for path in order]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """The result of a filter that drops a document. A filter may give only few different reasons: each is counted."""
+    """The result of a filter that drops a document. A filter may give only few reasons: each is counted separately."""
 
     reason: str
 
@@ -20,10 +20,11 @@ class Filter:
     """Keeps, changes or drops a document. A subclass annotates `settings` with its settings class."""
 
     version = 1
-    """Increased when the same settings begin to change texts in another way, so that datasets are built again."""
+    """Version of the filter. Raise it when the same settings give other texts, so that datasets are built again."""
 
     def __init__(self, settings: Any) -> None:
-        """Raises UserError if a library or a file that the settings need is missing or broken."""
+        """Take the filter's settings. Raises UserError if a library or a file that the settings need is
+        missing or broken."""
         self.settings = settings
 
     def apply(self, text: str) -> str | Dropped:
@@ -32,14 +33,14 @@ class Filter:
 
 
 class RuleFilter(Filter):
-    """Drops a document that breaks a rule, and changes none."""
+    """Drops documents that break a rule, and keeps all others unchanged."""
 
     def apply(self, text: str) -> str | Dropped:
         return next((Dropped(reason) for reason, is_broken in self.rules(text) if is_broken), text)
 
     def rules(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yield, for one rule after the other, the reason to drop the document and whether it breaks the rule. A rule
-        is asked for only if the document breaks none before it."""
+        """Yield (reason to drop the document, whether the document breaks the rule) for each rule. The caller stops at
+        the first broken rule."""
         raise NotImplementedError
 
 

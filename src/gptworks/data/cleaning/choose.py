@@ -9,13 +9,13 @@ from gptworks.data.registry import by_settings
 FILTERS = by_settings("gptworks.data.cleaning", Filter)
 """Maps each settings class to its filter class. Filters that compare documents are in `duplicates` instead."""
 PART_BYTES = 1 << 24
-"""Larger documents are cleaned in parts of this size, each treated as a separate document."""
+"""Maximum bytes of a document to clean. Parts of a larger document are cleaned as separate documents."""
 
 
 def clean_signature(settings: tuple[FilterConfig, ...]) -> list[str]:
-    """Return what decides, besides the settings, how texts are cleaned: for each `decontaminate` filter, the sha256 of
-    the word sequences that it looks for; for each filter with a version above 1, its type and version. Raises UserError
-    if a task file of a `decontaminate` filter is missing or broken."""
+    """Return values that identify how texts are cleaned, apart from the settings: the sha256 of the word sequences of
+    each `decontaminate` filter, and the type and version of each filter with a version above 1. Raises UserError if a
+    task file of a `decontaminate` filter is missing or broken."""
     sequences = [DecontaminationFilter(one).signature() for one in settings if isinstance(one, Decontaminate)]
     versions = ((one.type, FILTERS[type(one)].version) for one in settings if type(one) in FILTERS)
     return sequences + [f"{name} {version}" for name, version in versions if version > 1]
@@ -31,7 +31,8 @@ class Cleaner:
     """Cleans documents one by one, and counts the documents that each filter kept, changed and dropped."""
 
     def __init__(self, settings: tuple[FilterConfig, ...]) -> None:
-        """Take a recipe's filters, without those that compare documents; errors: see `choose_filters`."""
+        """Take the filters of a recipe. Filters that compare documents are ignored. Raises UserError like
+        `choose_filters`."""
         self._filters = choose_filters(settings)
         self.take_counts()
 

@@ -15,8 +15,8 @@ _GENERATED = re.compile(
 
 
 class GeneratedFilter(RuleFilter):
-    """Drops files whose first lines say that they were generated, as in the data of Codex (Chen et al. 2021) and
-    StarCoder (Li et al. 2023)."""
+    """Drops files whose first lines say that a program generated the file, as in the data of Codex (Chen et al. 2021)
+    and StarCoder (Li et al. 2023)."""
 
     settings: GeneratedCode
 
@@ -44,9 +44,9 @@ _LITERAL = re.compile(r"[\"'0-9]")
 
 
 class TableFilter(RuleFilter):
-    """Drops files in which at least `min_lines` lines are data, and these have more than the share `max_data` of all
-    characters. A line of data has only literals (numbers, strings and their separators), perhaps with a comment; a line
-    of only brackets is not data. White space at the ends of lines does not count."""
+    """Drops files in which at least `min_lines` lines are data, and these lines have more than the share `max_data` of
+    all characters. A line of data has only literals (numbers, strings and their separators), perhaps with a comment; a
+    line of only brackets is not data. White space at the ends of lines does not count."""
 
     settings: CodeTables
 

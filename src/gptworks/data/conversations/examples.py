@@ -3,7 +3,8 @@
 The learned tokens are the assistant's answers, each with its end token. Rendering finds the answers with any template:
 the turns before an answer are rendered with the generation prompt, which gives exactly the text that a model reads
 before it answers. In the whole conversation, the answer follows this text and includes the end token. If a token would
-span the border of an answer, both sides are encoded separately, because the model reads one side and writes the other.
+span the border of an answer, the answers and the text between them are encoded separately, because the model reads one
+side of the border and writes the other.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -51,7 +52,7 @@ def write_examples(
     processes: int,
     report: Report,
 ) -> tuple[Origin, ...]:
-    """Encode each record's conversations and write them to its split. Return the files or datasets that were read.
+    """Encode each record's conversations and write them to the record's split. Return the files or datasets read.
     Raises UserError, which names the record, if the template refuses a conversation."""
     origins: list[Origin] = []
     unknown = special_tokens(template.tokenizer).unk
@@ -100,7 +101,8 @@ def _flags(record: Conversation, example: Example) -> int:
 
 
 def _hashes(messages: list[Message]) -> tuple[int, int, int]:
-    """Return hashes of all turns, the turns before the last answer, and that answer, without case and white space."""
+    """Return hashes of all turns, the turns before the last answer, and the last answer. Case and the amount of white
+    space do not matter."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=len(messages))
     return _hash(messages), _hash(messages[:last]), _hash(messages[last : last + 1])
 
@@ -118,8 +120,8 @@ AnyRecord = Conversation | Pair
 def encode_records(
     template: ChatTemplate, records: Iterable[AnyRecord], processes: int
 ) -> Iterator[tuple[AnyRecord, list[Example]]]:
-    """Yield each record with the examples of its conversations, in order. More processes than this one work only if
-    there is enough to encode. Raises UserError, which names the record, if the template refuses a conversation."""
+    """Yield each record with the examples of its conversations, in order. Other processes start only if there is enough
+    to encode. Raises UserError, which names the record, if the template refuses a conversation."""
     batches = batches_of(iter(records), _characters, _BATCH_CHARACTERS)
     packed = pack_tokenizer(template.tokenizer), template.source
     for batch, encoded in in_order(batches, _examples_encoder, packed, processes, least=_BATCHES_WORTH_A_POOL):
@@ -145,9 +147,9 @@ def _encode_record(template: ChatTemplate, record: AnyRecord) -> list[Example]:
 def encode_conversation(
     template: ChatTemplate, messages: Sequence[Message], unlearned: Collection[int] = ()
 ) -> Example:
-    """Encode a conversation and mark its learned tokens: those of the assistant's messages, except the messages with
-    the indices in `unlearned`. Raises UserError if the template refuses these turns, or writes a turn differently when
-    other turns follow, so that the text which a model reads before an answer cannot be found."""
+    """Encode a conversation and mark the tokens of the assistant's messages as learned, except the messages with the
+    indices in `unlearned`. Raises UserError if the template refuses these turns, or writes a turn differently when
+    other turns follow. In the second case, the text that a model reads before an answer cannot be found."""
     guarded, guard = template.guarded(messages)
     whole = template.render(guarded)
     answering = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i not in unlearned]

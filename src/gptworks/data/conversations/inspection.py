@@ -40,8 +40,8 @@ _CAUSED_BY_TOKENS = ("no-end-token", "answers-altered")
 
 
 def refuse_faults(findings: Sequence[Finding], allowed: Sequence[str]) -> None:
-    """Raise a UserError if there are faults that the recipe does not allow. Its message names each fault, with advice
-    unless another fault causes it."""
+    """Raise a UserError if there are faults that the recipe does not allow. The message names each fault, and gives
+    advice for faults that no other fault causes."""
     stops = {finding.name: finding for finding in findings if finding.name not in allowed}
     if stops:
         caused = _CAUSED_BY_TOKENS if "tokens-not-special" in stops else ()
@@ -53,7 +53,7 @@ def refuse_faults(findings: Sequence[Finding], allowed: Sequence[str]) -> None:
 
 
 class _Examples:
-    """The examples of a split, and findings that name the records of faulty ones."""
+    """The examples of a split, and findings that name the records of faulty examples."""
 
     def __init__(self, prepared: Prepared, split: Split, context: int, noun: str = "examples") -> None:
         self.shards, self.noun, self._manifest = TokenShards(prepared.folder, split), noun, prepared.manifest
@@ -105,8 +105,8 @@ def inspect_conversations(recipe: Recipe, prepared: Prepared) -> Inspection:
         "files": _files(prepared),
         "n_examples": len(examples.n_tokens),
         "n_validation": len(held_out.records),
-        "n_tokens": n_tokens,  # inputs of the training examples: all tokens of each but the last, up to the context
-        "n_learned": n_learned,  # learned tokens of the training examples, each counted up to the context
+        "n_tokens": n_tokens,  # inputs of the training examples (all tokens but the last) within the context
+        "n_learned": n_learned,  # learned tokens of the training examples within the context
         "n_cut": int((examples.n_tokens - 1 > context).sum()),
         "n_rows": n_rows,
         "fill": n_tokens / (n_rows * context),  # the rest is padding or tokens between examples
@@ -222,7 +222,7 @@ _FLAGS: tuple[tuple[DataFault, int, str, str], ...] = (
     ("answers-altered", ALTERED, "have an answer whose text the chat template changes or adds to",
      "The model would learn other text than the answer: check the template."),
 )  # fmt: skip
-"""Faults of conversations that flags state: each fault, its flag, and the message."""
+"""Faults of conversations that a flag marks: the fault's name, its flag, a description and advice."""
 
 
 def _about_length(train: _Examples, n_tokens: int, context: int) -> list[Finding]:
@@ -247,7 +247,7 @@ def _about_length(train: _Examples, n_tokens: int, context: int) -> list[Finding
 
 def _about_held_out(answered: npt.NDArray[np.bool_], context: int, noun: str) -> list[Finding]:
     """Return a finding if no held-out example has an answer within the context, so that no evaluation is possible.
-    `answered`: whether each has one, [n]; `noun`: the word for the examples."""
+    `answered`: whether each example has an answer there, [n]; `noun`: the word for the examples."""
     if answered.any():
         return []
     text = (
@@ -277,7 +277,7 @@ def _about_repetition(train: _Examples, held_out: _Examples) -> list[Finding]:
 
 
 def _about_tokens(recipe: Recipe, prepared: Prepared) -> Iterator[Finding]:
-    """Yield faults in the records' keys, the chat template, the tokenizer, the run to start from and the objective."""
+    """Yield findings about the records' keys, the chat template, the tokenizer, the base run and the objective."""
     manifest, template, base = prepared.manifest, prepared.chat_template, recipe.initialize_from
     assert template is not None
     yield from _about_keys(manifest)
@@ -330,7 +330,7 @@ def _about_keys(manifest: Manifest) -> Iterator[Finding]:
 
 
 def _learned_counts(shards: TokenShards, context: int) -> tuple[Int64s, Int64s]:
-    """Return the number of learned tokens of each example, [n], and the number of those within the context, [n]."""
+    """Return each example's number of learned tokens, [n], and its number of learned tokens in the context, [n]."""
     starts = shards.document_starts()
     n = len(starts)
     learned, kept = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)

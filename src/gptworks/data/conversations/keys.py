@@ -18,7 +18,7 @@ Fields = Mapping[str, Any]
 Shape = Literal["alpaca", "sharegpt", "messages", "preferences"]
 
 QUESTIONS = ("instruction", "prompt", "question", "query")
-"""Fields that hold a question; if a record has none of them, `input` holds it."""
+"""Fields that hold a question; if a record has none of them, `input` holds the question."""
 ANSWERS = ("output", "response", "completion", "answer")
 _ALL: tuple[Shape, ...] = ("alpaca", "sharegpt", "messages", "preferences")
 _INSTRUCTIONS: tuple[Shape, ...] = ("alpaca", "preferences")
@@ -105,8 +105,8 @@ _ABOUT_SIDES = re.compile(r"[_-](model|source|id|name|rank|length|len|tokens)$|^
 
 
 def is_stated(fields: Fields, name: str) -> bool:
-    """Return whether a key has a value. null, empty texts and empty lists do not count, since tables fill missing cells
-    with them."""
+    """Return whether a key has a value. Null and empty texts, lists and objects do not count, since tables fill missing
+    cells with such values."""
     value = fields.get(name)
     return value is not None and not (isinstance(value, str | list | tuple | Mapping) and not value)
 
@@ -131,8 +131,8 @@ def unread_in_record(record: Fields, shape: Shape, messages: Sequence[Message]) 
 
 
 def unread_in_turn(turn: Fields, shape: Shape, answers: bool) -> Iterator[str]:
-    """Yield the keys of a turn that other programs honour and gptworks does not read. Outside answers, the assistant's
-    turns, a learning switch is yielded if it is on."""
+    """Yield the keys of a turn that other programs honour and gptworks does not read. `answers`: whether the turn is
+    the assistant's. In other turns, a learning switch is yielded if it is on."""
     for name in turn:
         if not is_stated(turn, name) or not isinstance(name, str):
             continue
@@ -158,7 +158,7 @@ def meaning(name: str, of_turn: bool) -> str:
 
 def learns(turn: Fields, number: int) -> bool:
     """Return whether an answer is learned, according to its `LEARNING_SWITCHES`. Raises ValueError if a switch is not
-    0, 1, false or true, or two contradict each other."""
+    0, 1, false or true, or two switches contradict each other."""
     switches: dict[str, bool] = {}
     for name in LEARNING_SWITCHES:
         if not is_stated(turn, name):
@@ -177,7 +177,7 @@ def learns(turn: Fields, number: int) -> bool:
 
 
 def _switch(value: Any) -> Any:
-    """Return a switch's value, a bool or a number also if it is written as text; anything else as it is."""
+    """Return a switch's value. The texts 0, false, 1 and true become numbers or bools; other values stay unchanged."""
     if isinstance(value, str):
         return {"0": 0, "false": 0, "1": 1, "true": 1}.get(value.strip().lower(), value)
     return value
@@ -224,8 +224,8 @@ def _about_sides(record: Fields, name: str, shape: Shape) -> bool:
 
 
 def misspelt(name: str, keys: Iterable[str]) -> str | None:
-    """Return the key that a name misspells; None if there is none. A misspelling differs in case or separators or, in
-    five letters or more, in one letter that is wrong, missing, added or swapped."""
+    """Return the key that a name misspells; None if there is none. A misspelling differs from the key in case or
+    separators. In names of at least five letters, one letter may also be wrong, missing, added or swapped."""
     plain = _joined(name)
     for key in keys:
         if name != key and plain == _joined(key):

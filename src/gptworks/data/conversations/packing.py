@@ -33,8 +33,8 @@ Text = tuple[Int64s, npt.NDArray[np.bool_], list[Piece]]
 
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Inputs, targets and positions, int64 [B, T] each, and the texts' starts, int32 [B, K]; or [T] and [K] for a single
-row. A start is the index in the row of a text's first token, and padding counts as a text; rows of fewer than K texts
-have T in the other places."""
+row. A start is the index of a text's first token in the row. Padding counts as a text. Rows of fewer than K texts have
+T in the remaining places."""
 
 
 class Examples:
@@ -100,18 +100,19 @@ class Pairs(Examples):
         return self.text(2 * pair + side)
 
     def says_nothing(self, pair: int) -> bool:
-        """Return whether a pair has no learning signal in the context: equal answers, or one with no learned token."""
+        """Return whether a pair has no learning signal within the context: its answers are equal, or one of them has no
+        learned token."""
         (chosen, learned), (rejected, other) = self.answer(pair, 0), self.answer(pair, 1)
         return np.array_equal(chosen, rejected) or not learned[1:].any() or not other[1:].any()
 
 
 def evaluation_rows(examples: Examples, n_rows: int = 0) -> Iterator[Rows]:
-    """Yield the rows in order: all if `n_rows` is 0, else at most that many, evenly spaced."""
+    """Return an iterator over at most `n_rows` evenly spaced rows, in order; 0: all rows."""
     return map(examples.row, evenly_spaced(len(examples.rows), n_rows))
 
 
 def held_out_rows(shards: TokenShards, recipe: Recipe) -> Iterator[Rows]:
-    """Return the validation rows of a run that learns answers; of preference pairs, only the chosen conversations."""
+    """Return the validation rows of a run that learns answers; for preference pairs, only the chosen conversations."""
     examples = Examples(shards, recipe.row_length, recipe.objective.packs)
     if recipe.data.preferences:  # a pair is two rows, the chosen answer first
         examples.rows = examples.rows[::2]
@@ -119,9 +120,9 @@ def held_out_rows(shards: TokenShards, recipe: Recipe) -> Iterator[Rows]:
 
 
 def laid_out(texts: Iterable[tuple[Int64s, npt.NDArray[np.bool_]]], width: int, n_starts: int) -> Rows:
-    """Return a row of `width` tokens that holds these texts in sequence, each given as tokens, [n], and whether each
-    token is learned, [n]; targets not learned are IGNORED. `n_starts` counts the texts, and the padding if there is
-    any, or more."""
+    """Return a row of `width` inputs with these texts in sequence. Each text is given by its tokens [n] and its mask of
+    learned tokens [n]; other targets are IGNORED. `n_starts` is at least the number of texts, with padding counted as a
+    text."""
     starts = np.full(n_starts, width, dtype=np.int32)
     inputs, positions = (np.zeros(width, dtype=np.int64) for _ in range(2))
     targets = np.full(width, IGNORED, dtype=np.int64)
@@ -143,7 +144,7 @@ def stack(rows: list[Rows]) -> Rows:
 
 
 def pack(lengths: Int64s, capacity: int) -> list[list[int]]:
-    """Pack items into few rows (best fit, longest first); return the items of each row. No length exceeds `capacity`.
+    """Pack items into few rows (best fit, longest first). Return each row's items. No length may exceed `capacity`.
 
     A bit set of the free space in rows makes the search fast: a million items take seconds.
     """
@@ -170,11 +171,12 @@ def pack(lengths: Int64s, capacity: int) -> list[list[int]]:
 # ---------------------------------------------------------------------- examples joined into conversations
 
 _ROUND_TOKENS = 8
-"""Lengths are rounded up to a multiple of this. A larger value gives more padding and more examples of equal length."""
+"""Lengths are rounded up to a multiple of this number. A larger number gives more padding, and more examples of equal
+length."""
 
 
 class Joint(NamedTuple):
-    """The tokens that a chat template writes around an exchange (question and answer) that follows another one."""
+    """The tokens that a chat template writes around an exchange (question and answer) that follows another exchange."""
 
     prefix: tuple[int, ...]
     """Tokens that begin a conversation, but not a later exchange."""
@@ -195,8 +197,8 @@ _PROBES = (("What is it?", "A tree."), ("  Où?\n", "Là-bas"), ("1 + 1 =", " 2\
 
 
 def find_joint(template: ChatTemplate) -> Joint:
-    """Return the tokens that the template writes between exchanges. Raises UserError if it writes no end token after an
-    answer, or writes later exchanges differently."""
+    """Return the tokens that the template writes between exchanges. Raises UserError if the template writes no end
+    token after an answer, or writes later exchanges differently."""
     joint, *others = {_joint(template, *first, *second) for first, second in permutations(_PROBES, 2)}
     if joint is None or others:
         raise UserError(
@@ -224,8 +226,8 @@ def _joint(template: ChatTemplate, question: str, answer: str, next_question: st
 
 
 def training_examples(shards: TokenShards, recipe: Recipe) -> Examples:
-    """Return the training examples in the rows that a run reads. Raises UserError like `Examples` and, for a run that
-    joins examples, like `find_joint`; or if there is no chat template."""
+    """Return the training examples in the rows that a run reads. Raises UserError as `Examples` does. If the run joins
+    examples, also raises UserError as `find_joint` does, or if there is no chat template."""
     if not recipe.objective.joins:
         return Examples(shards, recipe.row_length, recipe.objective.packs)
     folder = shards.folder / TOKENIZER_FOLDER
@@ -280,8 +282,8 @@ class JoinedExamples(Examples):
         return made
 
     def _end(self, ids: Int64s, learned: npt.NDArray[np.bool_]) -> int | None:
-        """Return the number of tokens of a conversation through the end token of its last answer; None if it does not
-        end with a learned answer, so that no exchange can follow."""
+        """Return the number of tokens of a conversation through the end token of its last answer. Return None if the
+        conversation does not end with a learned answer, so that no exchange can follow."""
         n_tail = len(self._joint.tail)
         end = len(ids) - n_tail
         ends_answer = end > 0 and bool(learned[end - 1]) and int(ids[end - 1]) in self._joint.ends

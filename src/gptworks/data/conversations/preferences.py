@@ -83,7 +83,7 @@ def _shared_prompt(stated: list[Message], sides: Mapping[str, list[Message]]) ->
     Raises ValueError if two copies contradict each other.
 
     The copies may differ in white space, the system message may be in only one copy, and a copy may hold only some of
-    another copy's turns. If the turns before the answers begin with the assistant, they continue the prompt.
+    another copy's turns. Turns before the answers that begin with the assistant continue the separate prompt.
     """
     places = {"the prompt": stated} | {f"`{name}`": turns for name, turns in sides.items()}
     systems = [(where, turns[0]) for where, turns in places.items() if turns and turns[0]["role"] == "system"]

@@ -82,7 +82,7 @@ class Conversation(Record):
 
     @property
     def prompt(self) -> list[Message]:
-        """The turns before the last answer; all turns if there are none before it, or if there is no answer."""
+        """The turns before the last answer; all turns if the last answer is the first turn, or there is no answer."""
         answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         return self.messages[: answers[-1] if answers else None] or self.messages
 
@@ -94,9 +94,9 @@ def is_held_out(prompt: list[Message], fraction: float) -> bool:
 
 
 def fraction_held_out(prompts: Iterable[list[Message]], fraction: float) -> float:
-    """Return a fraction with which `is_held_out` holds out at least one of these prompts: `fraction` if it is enough,
-    else the smallest that is. If all prompts are equal, return `fraction`. Reading stops at the first prompt that
-    `fraction` holds out."""
+    """Return a fraction with which `is_held_out` holds out at least one of these prompts: `fraction` if it is large
+    enough, else the smallest fraction that is. If all prompts are equal, return `fraction`. Reading stops at the first
+    prompt that `fraction` holds out."""
     nearest, farthest = 1.0, 0.0
     for prompt in prompts:
         place = _place(prompt)
@@ -165,8 +165,8 @@ class Turns:
     unlearned: frozenset[int] = frozenset()
     """Indices of the answers that are not learned."""
     unread: tuple[str, ...] = ()
-    """Keys of turns that other programs honour and gptworks does not read, each written as `turn.NAME`; and the names
-    of an Alpaca record's fields with further answers."""
+    """Keys of turns that other programs honour and gptworks does not read, each written as `turn.NAME`. For an Alpaca
+    record, the names of fields with further answers."""
 
     def __add__(self, other: "Turns") -> "Turns":
         after = frozenset(len(self.messages) + i for i in other.unlearned)
@@ -209,8 +209,8 @@ _SHAPES: dict[str, Callable[[Fields], Turns]] = {
 
 
 def with_system(record: Fields, turns: Turns) -> Turns:
-    """Return the turns, preceded by the record's system message unless they already begin with it. Raises ValueError if
-    the turns begin with a different system message, or the record states two that differ."""
+    """Return the turns, preceded by the record's system message unless the turns already begin with it. Raises
+    ValueError if the turns begin with a different system message, or the record states two different ones."""
     stated = [(name, read_text(record, name)) for name in ("system", "system_prompt") if is_stated(record, name)]
     if turns.messages and turns.messages[0]["role"] == "system":
         stated.append(("the first turn", turns.messages[0]["content"]))
@@ -233,8 +233,8 @@ def read_question(record: Fields, field: str) -> Message:
 
 
 def read_history(record: Fields) -> list[Message]:
-    """Return the earlier questions and answers of an Alpaca record, whose answers are learned like its last one, as in
-    LLaMA-Factory. Raises ValueError if `history` is not a list of [question, answer]."""
+    """Return the earlier questions and answers of an Alpaca record. These answers are learned too, as in LLaMA-Factory.
+    Raises ValueError if `history` is not a list of [question, answer]."""
     if not is_stated(record, "history"):
         return []
     history = record["history"]
@@ -251,9 +251,9 @@ def read_history(record: Fields) -> list[Message]:
 
 
 def read_turns(record: Fields, field: str, shape: Shape = "messages") -> Turns:
-    """Read the list of turns in a field: objects {role, content}, or {from, value} as in ShareGPT. `shape` decides if
-    the keys of the first turn do not. Raises ValueError if the field is not such a list, or a role or a learning switch
-    has an unknown value."""
+    """Read the list of turns in a field: objects {role, content}, or {from, value} as in ShareGPT. If the keys of the
+    first turn do not show which of the two, `shape` decides. Raises ValueError if the field is not such a list, or a
+    role or a learning switch has an unknown value."""
     if field not in record:
         raise ValueError(f"no field `{field}`; its fields are {', '.join(map(str, record)) or 'none'}")
     turns = record[field]

@@ -54,7 +54,8 @@ KINDS = {ending: kind for kind, endings in _ENDINGS.items() for ending in ending
 _READING_VERSION = 1
 """Raise this number when the same files give another text."""
 _KIND_VERSIONS = {"archive": 2}
-"""Versions of kinds; a kind that is not listed has 1. Raise a kind's number when only its files give another text."""
+"""Version of each kind; kinds that are not listed have version 1. Raise a kind's version when only files of this kind
+give another text."""
 _LOOKED_AT_RECORDS = 20
 
 
@@ -84,7 +85,7 @@ class Files(Source):
         units: list[Unit] = []
         for file in self.files():
             try:
-                units += [*self.units_of(file)]  # all or none, if an error comes late
+                units += [*self.units_of(file)]  # if an error comes late, no unit of the file is added
             except Exception as error:
                 _of_the_file(error, file)  # raises an error that is not about the file
         return units
@@ -105,8 +106,8 @@ class Files(Source):
         return self._read(unit, lambda error: None)
 
     def check(self) -> None:
-        """Look at all files, and warn of those left out. Raises UserError if no file can be read, or a file's sha256 is
-        not the stated one."""
+        """Look at all files, and warn about files that are left out, wholly or in part. Raises UserError if no file can
+        be read, or a file's sha256 is not the stated one."""
         for file in self.files() if self.settings.sha256 else ():
             self.check_sum(file)
         items = self.look()
@@ -128,8 +129,8 @@ class Files(Source):
         return [["files", _READING_VERSION, *missing, *versions], *(sums or contents(files))]
 
     def may_divide_texts(self) -> bool:
-        """Return whether a text file may have several units. It may if it is not compressed, and is a download (whose
-        size is unknown) or larger than a unit."""
+        """Return whether a text file may have several units: an uncompressed file that is larger than a unit, or an
+        uncompressed download, whose size is unknown."""
         downloads = [Path(url) for url, _ in self.settings.downloads]
         texts = (file for file in downloads or self.files() if self.kind(file) == "text" and not compression(file.name))
         return any(downloads or file.stat().st_size > base.UNIT_BYTES for file in texts)
@@ -148,7 +149,7 @@ class Files(Source):
 
         Args:
             most_bytes: bytes of text after which to stop reading a file that is not plain text, at the end of a unit;
-                the rest is estimated. None: read all.
+                the rest is estimated. If None, read all.
             progress: called with the numbers of files done and of all files.
         """
         entries = [*self.entries()]
@@ -164,7 +165,7 @@ class Files(Source):
         return (file if self.folder is None else file.relative_to(self.folder)).as_posix()
 
     def _outside(self, path: Path) -> str:
-        """Return the reason why a path of the folder is not a file to read; "" if it is one, or if the settings name
+        """Return the reason why a path of the folder is not read; "" if it is a file to read, or the settings name
         files."""
         if self.folder is None:
             return ""
@@ -257,8 +258,8 @@ class Files(Source):
         return Item(name, ending, n_bytes, None if is_sampled else documents, "", tuple(notes), lacks)
 
     def excerpts(self, item: Item, offsets: list[int], n_bytes: int) -> Iterator[list[str]]:
-        """Yield, for each byte offset in a file's text, about `n_bytes` of the text from the next line on, as a list of
-        one part per document. The offsets must ascend, and be less than the item's `n_bytes`."""
+        """Yield an excerpt of about `n_bytes` for each byte offset in a file's text. An excerpt begins with the next
+        line, and is a list with one part per document. The offsets must ascend and be below the item's `n_bytes`."""
         file = Path(item.file) if self.folder is None else self.folder / item.file
         units = [*self.units_of(file)]
         scale = item.n_bytes / max(1, sum(unit.size_bytes for unit in units))
@@ -346,7 +347,7 @@ def _ending(file: Path) -> str:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder, and the folders that are not entered, except those named in `NEVER_READ`. If the
+    """Yield the files below a folder, and the folders that are not entered, except folders in `NEVER_READ`. If the
     folder has a `.git` or a `.gitignore`, leave out ignored files, folders of other people's code, folders made by
     gptworks, and links. If a `.gitignore` cannot be read, or pathspec is not installed, warn with the reason, and use
     no `.gitignore` at all."""

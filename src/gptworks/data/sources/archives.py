@@ -65,11 +65,12 @@ class Archive(Source):
     endings = (".zip", ".tar")
 
     def __init__(self, settings: ArchiveSource, kinds: Mapping[str, str] | None = None) -> None:
-        """
+        """Take the settings of the source.
+
         Args:
             kinds: maps the ending of a member's name to the member's kind. If given, `format` "text" reads documents
-                and texts in any encoding, and members that are not read are reported to `skip`. None: the settings
-                alone state which members are read.
+                and texts in any encoding, and `read_unit` reports members of other kinds to `skip`. If None, the
+                settings alone state which members are read.
         """
         super().__init__(settings)
         self.kinds = kinds
@@ -199,7 +200,7 @@ def _check_path(file: Path, name: str) -> None:
 
 
 def _check_directory(stream: BinaryIO, file: Path) -> None:
-    """Stop with an error if the archive's list of members would fill the memory."""
+    """Raise a UserError if the archive's list of members is larger than MOST_DIRECTORY_BYTES: it would fill memory."""
     stream.seek(max(0, stream.seek(0, io.SEEK_END) - (1 << 16) - 98))
     tail = stream.read((1 << 16) + 98)
     end, end_of_large = tail.rfind(b"PK\5\6"), tail.rfind(b"PK\6\6")
@@ -244,8 +245,7 @@ def _zip_members(file: Path, start: int, end: int | None) -> Iterator[_Member]:
 
 
 class _BrokenHeader(Exception):
-    """Raised for a broken header of a tar member, which tarfile would take for the end of the archive, and for data
-    after the end."""
+    """A tar member's header is broken, which tarfile would take for the archive's end, or data follows the end."""
 
 
 class _Header(tarfile.TarInfo):

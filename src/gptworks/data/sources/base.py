@@ -28,7 +28,8 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a document, never empty and at most 2 × PIECE_BYTES long. Most documents are a single piece."""
+    """A part of a document, at least one character and at most 2 × PIECE_BYTES of UTF-8. Most documents are a single
+    piece."""
 
     text: str
     starts_document: bool
@@ -51,7 +52,7 @@ class Unit:
     """Index of the unit's first byte, row group or archive member in the file, or of its first file in a dataset,
     depending on the source."""
     end: int | None = None
-    """One after the unit's last byte, row group, member or file; None: the unit ends with the file or dataset."""
+    """One after the unit's last byte, row group, member or file; None if the unit ends with the file or dataset."""
 
 
 class Source:
@@ -69,26 +70,27 @@ class Source:
     size_known: ClassVar[bool] = True
     """Whether the files' sizes determine the amount of text."""
     files_checked: ClassVar[int | None] = None
-    """Number of files that `check` reads; None: all."""
+    """Number of files that `check` reads; None for all."""
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
 
     def files(self) -> list[Path]:
-        """Return the local files, sorted, or the downloads, which are fetched first. There is at least one, unless the
+        """Return the local files, sorted, or fetch the downloads and return their files. The list is empty only if the
         source leaves out files that cannot be read. Raises UserError if the source has no file, or a link in its folder
         leads out of the folder; RunError if a download failed."""
         return local_files(self.settings, self.endings)
 
     def units(self) -> list[Unit]:
-        """Return the parts that several processes may read in parallel, in order. They depend only on the files."""
+        """Return the units of all files, in order; several processes may read them in parallel. The units depend only
+        on the files and the settings."""
         return [unit for file in self.files() for unit in self.units_of(file)]
 
     def units_of(self, file: Path) -> Iterable[Unit]:
         return [Unit(file, about_unpacked_size(file))]
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
-        """Yield the documents of a unit, in pieces. A UserError names the file, and the place in it, that is broken."""
+        """Yield the documents of a unit, in pieces. Raises a UserError that names the broken file and the place."""
         raise NotImplementedError
 
     def read(self, file: Path) -> Iterator[Piece]:
@@ -127,11 +129,11 @@ class Source:
             )
 
     def signature(self) -> list[list[Any]]:
-        """Return the values that decide the source's text, as lists for JSON: files' contents, but not their paths."""
+        """Return lists, for JSON, that identify the source's text without the files' paths, usually by their sha256."""
         return [["sha256", one] for one in getattr(self.settings, "sums", ())] or contents(self.files())
 
     def size_bytes(self) -> int | None:
-        """Return the approximate size of the text; None if it is unknown before files are fetched or read."""
+        """Return the approximate size of the text in bytes; None if it is unknown before files are fetched or read."""
         is_local = self.size_known and getattr(self.settings, "path", "") is not None
         return sum(map(about_unpacked_size, self.files())) if is_local else None
 
@@ -142,7 +144,7 @@ def document(
     """Yield the UTF-8 bytes of a stream as the pieces of one document, without a byte order mark.
 
     Args:
-        file: the file to name in errors; None: the bytes are known to be text.
+        file: the file to name in errors; None if the bytes are known to be text.
         start, end: read only the pieces between these two offsets, which are from `borders`. A stream with `n_bytes`
             is read from its beginning, whatever `start` is.
         n_bytes: the number of bytes; required if the stream cannot seek.
@@ -188,8 +190,8 @@ def text_document(text: str) -> Iterator[Piece]:
 
 
 def borders(stream: BinaryIO) -> Iterator[int]:
-    """Yield byte offsets, about UNIT_BYTES apart, at which pieces of `document` begin. The pieces after such an offset
-    do not depend on those before it, because a piece ends with the last line break in PIECE_BYTES bytes."""
+    """Yield byte offsets, about UNIT_BYTES apart, at which pieces of `document` begin. Each offset follows the last
+    line break in a block of PIECE_BYTES bytes; `document` ends a piece there, wherever the reading began."""
     first = len(_BOM) if stream.read(len(_BOM)) == _BOM else 0
     for at in range(first + UNIT_BYTES, stream.seek(0, os.SEEK_END), UNIT_BYTES):
         stream.seek(at - PIECE_BYTES)
@@ -211,7 +213,8 @@ def grouped(file: Path, sizes: Iterable[int]) -> Iterator[Unit]:
 
 
 def _cut(data: bytes) -> int:
-    """Return a piece's length: up to the last line break, else without the last character, which may be incomplete."""
+    """Return the length in bytes of the piece at the beginning of `data`. The piece ends after the last line break, or,
+    without a line break, before the last character, which may be incomplete."""
     if newline := data.rfind(b"\n") + 1:
         return newline
     last = len(data) - 1

@@ -25,8 +25,8 @@ def choose_source(settings: AnySource) -> Source:
 
 def iter_documents(sources: Iterable[AnySource]) -> Iterator[Piece]:
     """Yield all text of the sources in pieces, with local files sorted by path. Empty documents are left out. Raises
-    UserError if a file is missing or binary, or a record is broken, and the message names the file and the place;
-    RunError if a download failed."""
+    UserError if a file is missing or binary, or a record is broken; RunError if a download failed. The message of a
+    UserError names the file and the place."""
     for source in sources:
         yield from choose_source(source).documents()
 
@@ -51,8 +51,8 @@ def count_documents(sources: Iterable[AnySource], limit: int) -> int:
 
 
 def total_bytes(sources: Iterable[AnySource]) -> int | None:
-    """Return the bytes of text that `iter_documents` reads, for a progress bar; None if a file is
-    compressed, or a source does not set `whole_files`."""
+    """Return the number of bytes that `iter_documents` reads, for a progress bar; None if a file is compressed, or a
+    source does not set `whole_files`."""
     chosen = [choose_source(source) for source in sources]
     if not all(one.whole_files for one in chosen):
         return None

@@ -82,7 +82,7 @@ class Code(_SourceFiles):
     def walk(self) -> Iterator[Path]:
         """Yield the files of all endings below the folder. Leave out links, caches, folders made by gptworks, and, if
         the settings say so, ignored files and vendored code. A folder that cannot be opened is yielded itself. Raises
-        UserError if a `.gitignore` cannot be read."""
+        UserError if a `.gitignore` cannot be read, or pathspec is not installed."""
         return self._walk(Path(self.settings.path).expanduser(), [])
 
     @property
@@ -98,8 +98,8 @@ class Code(_SourceFiles):
         )
 
     def _walk(self, folder: Path, rules: list[tuple[Path, Any]]) -> Iterator[Path]:
-        """Yield the files below a folder, with the exceptions of `walk`. `rules`: each folder above it that has a
-        `.gitignore`, with the patterns of that file."""
+        """Yield the files below a folder, with the exceptions of `walk`. `rules` has each folder above this folder that
+        has a `.gitignore`, with the file's patterns."""
         ignored = folder / ".gitignore"
         if self.settings.gitignore and ignored.is_file():
             rules = [*rules, (folder, _rules(ignored))]

@@ -44,7 +44,7 @@ def read_table(
 ) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the place (FILE:LINE) of each row, and its fields, or only `field`. The first row only names the columns.
     `CSVSource` describes `delimiter` and `quotes`, `read_lines` describes `opened`. `skip` takes the error of a
-    row that has another number of fields or wrong quotation marks.
+    row that has a wrong number of fields or wrong quotation marks.
 
     Raises:
         UserError: not exactly one column is named `field`, a row is too large, or a line is not UTF-8 text.
@@ -80,8 +80,8 @@ def read_table(
 
 
 def sniffed(head: bytes) -> str:
-    """Return the delimiter that divides most of a table's first lines into the same number of columns as the first
-    line, at least two; a comma if there is no such delimiter."""
+    """Return the delimiter that divides the largest share, at least half, of a table's first lines into as many columns
+    as the first line, at least two; a comma if there is no such delimiter."""
     lines = head.decode("utf-8-sig", "replace").splitlines(keepends=True)
     if len(lines) > 1 and len(head) >= _SNIFFED_BYTES:
         lines.pop()  # it may be cut off

@@ -24,7 +24,7 @@ _MARKS = (
 """Byte order marks and their encodings; UTF-32 comes first, since its little-endian mark begins with UTF-16's."""
 _CHUNK_BYTES = 1 << 16
 _GUESSED_BYTES = 1 << 18
-"""Number of bytes from which an encoding is guessed; they are around the first byte that is not UTF-8."""
+"""Number of bytes, around the first byte that is not UTF-8, from which an encoding is guessed."""
 
 
 class Encoding(NamedTuple):
@@ -32,19 +32,19 @@ class Encoding(NamedTuple):
 
     name: str
     guessed: bool
-    """Whether the encoding was guessed from the bytes; False: a mark states it, or the file is valid UTF-8."""
+    """Whether the encoding was guessed from the bytes; False if a mark states it, or the file is valid UTF-8."""
     n_bytes: int
     """Bytes of the text in UTF-8, including the byte order mark of a UTF-8 file."""
 
     @property
     def note(self) -> str:
-        """A note for the user; empty for UTF-8."""
+        """The encoding in words, for the user; empty for UTF-8."""
         return "" if self.name == UTF_8 else f"read as {self.name}{' (guessed)' if self.guessed else ''}"
 
 
 def find_encoding(file: Path) -> Encoding:
     """Find the encoding of a text file, which may be compressed, by reading all of it. Raises UserError if the file is
-    binary, in no encoding that can be found, or broken; OSError if the file cannot be read."""
+    binary or broken, or no encoding fits; OSError if the file cannot be read."""
     return _find_encoding(file, stamp(file))
 
 
@@ -54,7 +54,8 @@ def _find_encoding(file: Path, _: Any) -> Encoding:
 
 
 def decoded(data: bytes, name: Path) -> str:
-    """Decode a text in any encoding, without its byte order mark; errors, which name `name`: see `find_encoding`."""
+    """Decode a text in any encoding, without its byte order mark. Raises UserError if the text is binary, or no
+    encoding fits; `name` names the text in the error."""
     encoding = _found(name, lambda: io.BytesIO(data)).name
     return data.decode(encoding).removeprefix("\ufeff")
 
@@ -82,9 +83,9 @@ def _found(file: Path, opened: Open) -> Encoding:
 def guessed(data: bytes) -> str | None:
     """Return the likeliest encoding of bytes that are not UTF-8; None if none fits.
 
-    chardet ranks the encodings. An encoding that gives many words with both Latin and other letters is passed over,
-    since it may read Italian as Macedonian. If chardet is unsure, as for a few words, the result is cp1252 if the bytes
-    fit that encoding.
+    chardet ranks the encodings. An encoding that gives many words with both Latin and other letters is passed over:
+    otherwise, Italian may be read as Macedonian. If chardet is unsure, as for a text of a few words, the result is
+    cp1252 if the bytes fit cp1252.
     """
     import chardet
 
@@ -107,8 +108,8 @@ _MIXED = re.compile(r"[A-Za-z][\u0370-\u06ff]|[\u0370-\u06ff][A-Za-z]")
 
 
 def open_text(file: Path, encoding: str) -> BinaryIO:
-    """Open a text file as a stream of UTF-8 bytes. Reading raises UserError at bytes that are not text in `encoding`;
-    if that is `UTF_8`, the bytes are not checked."""
+    """Open a text file as a stream of UTF-8 bytes. Reading raises UserError at bytes that are not text in `encoding`.
+    With the encoding `UTF_8`, the bytes are not checked."""
     return _as_utf_8(open_file(file), encoding, file)
 
 
@@ -190,7 +191,7 @@ def _bytes_around(opened: Open, at: int) -> bytes:
 
 
 def _wide(head: bytes) -> str | None:
-    """Return utf-16-le or utf-16-be for mostly Latin text without a byte order mark; None if it is not UTF-16."""
+    """Return utf-16-le or utf-16-be if the zero bytes show mostly Latin text in this encoding; else None."""
     n_even, n_odd, half = head[::2].count(0), head[1::2].count(0), len(head) // 2
     if n_even == 0 and n_odd > 0.4 * half:
         return "utf-16-le"

@@ -1,8 +1,8 @@
-"""Take the text out of documents, in child processes with limits of time and memory, since documents may be hostile;
-and the sources of HTML, web crawls (WARC and WET) and PDF.
+"""Extraction of text from documents, and the sources of HTML, web crawls (WARC and WET) and PDF.
 
-The texts, except those of crawled pages, are kept in the cache, because a document is read several times: by `init`,
-for the tokenizer, for shards."""
+Child processes with limits of time and memory extract the text, since documents may be hostile. The texts, except those
+of crawled pages, are kept in the cache, because a document is read several times: by `init`, for the tokenizer, for
+shards."""
 
 import base64
 import contextlib
@@ -36,18 +36,19 @@ from gptworks.files.fetch import cache_folder
 LIMITS = Limits(seconds=120, n_bytes=2 << 30)
 """Limits of CPU time and memory for one document."""
 MOST_BYTES, MOST_PAGE_BYTES = 1 << 28, 1 << 24
-"""Maximum bytes of a document; of an HTML page, or of a text in a WET file."""
+"""Maximum bytes of a document, and of an HTML page or a text in a WET file."""
 MOST_TEXT_CHARACTERS = 1 << 24
 """Maximum characters of text in a document."""
 _WHAT = "such a document"
 _MAX_KEPT_BYTES = 1 << 28
 _FORM = 1
-"""Raise this number when the same document and packages give another text: texts in the cache are made again."""
+"""Raise this number when the same document and packages give another text, so that cached texts are not used."""
 
 
 def extracted(file: Path, kind: str) -> str:
-    """Return the text of a document, which may be compressed; `kind` is a key of `PACKAGES`. Raises UserError if it is
-    broken, encrypted or too large, or the package that reads it is missing; OSError if the file cannot be read."""
+    """Return the text of a document, which may be compressed; `kind` is a key of `PACKAGES`. Raises UserError if the
+    document is broken, encrypted or too large, or the package that reads it is missing; OSError if the file cannot be
+    read."""
     _check_installed(kind, str(file))
     max_bytes = MOST_PAGE_BYTES if kind == "html" else MOST_BYTES
     check_size(file.stat().st_size, max_bytes, f"{file}: ", _WHAT)
@@ -56,7 +57,8 @@ def extracted(file: Path, kind: str) -> str:
 
 
 def extracted_bytes(data: bytes, kind: str, where: str, keep: bool = True) -> str:
-    """Like `extracted`, given the document's bytes; `where` names it in errors, `keep` keeps the text in the cache."""
+    """Return the text of a document, given its bytes, like `extracted`. `where` names the document in errors. `keep`:
+    whether to keep the text in the cache."""
     _check_installed(kind, where)
     question = {"kind": kind, "data": base64.b64encode(data).decode("ascii")}
     return _kept(question, [None, None, hashlib.sha256(data).hexdigest()] if keep else None, where)
@@ -64,7 +66,7 @@ def extracted_bytes(data: bytes, kind: str, where: str, keep: bool = True) -> st
 
 def _kept(question: dict[str, Any], content: list[Any] | None, where: str) -> str:
     """Return the text from the cache, or ask the child and keep its answer. `content` identifies the document in the
-    cache; None: do not use it. Raises UserError if there is no text."""
+    cache; if it is None, the cache is not used. Raises UserError if there is no text."""
     reply = kept = None
     if content is not None:
         package = PACKAGES[question["kind"]]
@@ -172,7 +174,7 @@ def _warc_records(file: Path, stream: BinaryIO) -> Iterator[Any]:
         for record in ArchiveIterator(stream):
             yield record
             number += 1
-        if number and getattr(record.raw_stream, "limit", 1):  # `limit`: bytes missing; unset if headers are cut off
+        if number and getattr(record.raw_stream, "limit", 1):  # `limit` is the number of missing bytes
             raise EOFError("it is cut off")
     except (ArchiveLoadFailed, EOFError) as error:
         raise UserError(f"{file}: broken after {number:,} records ({reason_of(error)}). Get it again.") from None
@@ -206,7 +208,7 @@ class PDF(Source):
 
 
 def main() -> None:
-    """Answer the parent's questions: a document's kind, and its path or bytes. The answer is the text."""
+    """Answer the parent's questions. A question has a document's kind, and its path or bytes; an answer is the text."""
     serve(_prepare)
 
 

@@ -1,5 +1,5 @@
-"""Find the files of a source, local files or its downloads, and their sha256. A cache has the sha256 of large files by
-path, size, times and inode, so that an unchanged file is not read again."""
+"""Find the local files or downloads of a source, and their sha256. A cache stores the sha256 of large files by path,
+size, times and inode, so that an unchanged file is not read again."""
 
 import contextlib
 import glob
@@ -21,20 +21,21 @@ from gptworks.files.fetch import cache_folder, fetched
 from gptworks.files.mirror import fetched_data
 
 REMEMBERED_BYTES = 1 << 20
-"""The sha256 of smaller files is not cached, since reading such a file is as fast."""
+"""Minimum size of a file whose sha256 is cached; reading a smaller file again is as fast."""
 _SETTLED_NS = 2 * 10**9
-"""Minimum age, in ns, of a file's last change for caching: a second change within a clock tick would go unnoticed."""
+"""Minimum age, in nanoseconds, of a file's last change for its sha256 to be cached. Otherwise, a second change in the
+same tick of the file system's clock would not be noticed."""
 _MOST_KNOWN, _MAX_BYTES = 100_000, 1 << 26
 _THREADS = 8
 
 
 def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
-    """Return the files at a source's path, at least one, sorted; in a folder, only those with these endings, also
-    compressed. Without a path, fetch and return the source's downloads.
+    """Return the files at a source's path, at least one, sorted. From a folder, return only files with these endings,
+    compressed or not. Without a path, fetch and return the source's downloads.
 
     Raises:
         UserError: no file matches, the source has a `sha256` and its path is not one file, or a link in the folder
-            leads out of it.
+            leads out of the folder.
         RunError: a download failed.
     """
     if source.path is None:
@@ -55,7 +56,7 @@ def local_files(source: FileSource, endings: tuple[str, ...]) -> list[Path]:
 
 
 def given_path(path: str) -> Path:
-    """Return a source's path on this machine. If it is in an object store, it is fetched first."""
+    """Return a source's path on this machine. If the path is the URL of an object store, fetch the data first."""
     return fetched_data(path) if is_url(path) else Path(path).expanduser()
 
 
@@ -100,14 +101,14 @@ def walk(folder: Path, skipped_folders: Collection[str] = ()) -> Iterator[Path]:
 
 
 def is_made_here(folder: Path) -> bool:
-    """Return whether a folder is a dataset, the work on one, or a run."""
+    """Return whether gptworks made a folder: a dataset, an unfinished dataset, or a run."""
     if folder.name.startswith((".partial-", ".writing-")):
         return True
     dataset, run = (MANIFEST_FILE, TOKENIZER_FOLDER), ("recipe.yaml", "checkpoints")
     return any(all((folder / name).exists() for name in names) for names in (dataset, run))
 
 
-# -------------------------------------------------------------------------------------------------- their sha256
+# ------------------------------------------------------------------------------------------------ sha256 of files
 
 
 def contents(files: Iterable[Path]) -> list[list[Any]]:
@@ -141,7 +142,7 @@ def _read() -> dict[str, str]:
 
 
 def _write(known: dict[str, str]) -> None:
-    """Replace the cache. If several processes do this together, one wins, and the sums of the others are lost."""
+    """Replace the cache. If several processes do this at the same time, only the sums of the last are kept."""
     with contextlib.suppress(OSError, RunError):  # if the cache cannot be written, files are read again
         folder = cache_folder()
         make_folder(folder)

@@ -21,7 +21,7 @@ _LONGEST_WORD = 16
 
 
 class JSON(Fields):
-    """A source of files that are a list of objects, or an object that has the list under a key."""
+    """A source of JSON files that hold a list of objects, or an object with such a list under a key."""
 
     settings: JSONSource
     endings = (".json",)
@@ -33,9 +33,9 @@ class JSON(Fields):
 def read_json(
     file: Path, key: str | None = None, opened: BinaryIO | None = None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the place (file and number) of each object in the list under `key` (None: the file is the list), and the
-    object; `opened` as in `read_lines`. Raises UserError if the file is not JSON or has no such list, or an item is not
-    an object or is too large."""
+    """Yield the place (file and number) of each object in the list under `key`, and the object. If `key` is None, the
+    file is the list. `read_lines` describes `opened`. Raises UserError if the file is not JSON or has no such list, or
+    an item is not an object or is too large."""
     with opened or open_file(file) as stream:
         text = _Text(file, stream)
         if key is not None or text.peek() == "{":

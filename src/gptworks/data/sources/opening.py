@@ -41,7 +41,7 @@ def plain_name(name: str) -> str:
 
 
 def has_ending(name: str, endings: tuple[str, ...]) -> bool:
-    """Return whether a file's name, without the ending of its compression, has one of these endings in any case."""
+    """Return whether a file's name, without the ending of its compression, has one of these endings, ignoring case."""
     return plain_name(name).lower().endswith(tuple(ending.lower() for ending in endings))
 
 
@@ -52,8 +52,8 @@ def _full(name: str) -> str:
 
 
 def open_file(file: Path) -> BinaryIO:
-    """Open a file as a stream of its unpacked bytes. Raises UserError if the file is not a regular one, or the package
-    that unpacks it is not installed; or, while bytes are read, the compressed data proves broken or a bomb."""
+    """Open a file as a stream of its unpacked bytes. Raises UserError if the file is not a regular file, or the package
+    that unpacks it is not installed. Reading raises UserError if the compressed data is broken or a bomb."""
     return unpacked(open_regular(file), file)
 
 
@@ -64,14 +64,14 @@ def unpacked(stream: BinaryIO, name: Path) -> BinaryIO:
 
 
 def read_bounded(stream: BinaryIO, most_bytes: int, where: str, what: str) -> bytes:
-    """Return all bytes of a stream; errors as `check_size`."""
+    """Return all bytes of a stream. Raises the UserError of `check_size` if there are more than `most_bytes`."""
     data = stream.read(most_bytes + 1)
     check_size(len(data), most_bytes, where, what)
     return data
 
 
 def check_size(n_bytes: int, most_bytes: int, where: str, what: str) -> None:
-    """Raise a UserError, which begins with `where`, if there are more than `most_bytes`, the limit for `what`."""
+    """Raise a UserError, which begins with `where`, if `n_bytes` is above `most_bytes`, the limit for `what`."""
     if n_bytes > most_bytes:
         raise UserError(f"{where}larger than {most_bytes:,} bytes, the limit for {what}. Divide it, or leave it out.")
 
@@ -126,8 +126,8 @@ class _Unpacked(io.RawIOBase):
 
 
 class _Blocks(io.RawIOBase):
-    """Unpacks the streams in an xz or bzip2 file, one after the other. The standard library's own readers take as much
-    memory as the file asks for."""
+    """A stream of the unpacked bytes of an xz or bzip2 file, which may contain several compressed streams. `new` makes
+    a decompressor for each, with a memory limit for xz. The standard library's `LZMAFile` has no memory limit."""
 
     def __init__(self, packed: BinaryIO, new: Callable[[], lzma.LZMADecompressor | bz2.BZ2Decompressor]) -> None:
         self._packed, self._new = packed, new

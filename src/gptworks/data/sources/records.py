@@ -1,5 +1,5 @@
-"""Sources of records: JSONL, Parquet and Hugging Face datasets, in which one field is the text; and conversations and
-preference pairs, whose records `gptworks.data.conversations` reads."""
+"""Sources of records. In JSONL, Parquet and Hugging Face datasets, one field of a record is the text. The records of
+conversations and preference pairs are read by `gptworks.data.conversations`."""
 
 import json
 import os
@@ -39,7 +39,9 @@ class Fields(Source):
     """A source of files of records. The field that the settings name is the text."""
 
     def records(self, unit: Unit) -> Iterator[tuple[object, Mapping[str, Any]]]:
-        """Yield the place of each record, and the record: with all its fields, or with only the needed field."""
+        """Yield the place of each record of a unit, and the record.
+
+        The record may have only the field that is the text."""
         raise NotImplementedError
 
     def read_unit(self, unit: Unit) -> Iterator[Piece]:
@@ -115,7 +117,8 @@ class HuggingFace(Source):
 
 
 def _dataset_signature(settings: AnyDataset) -> list[list[Any]]:
-    """Return a dataset's signature: its name, configuration, split and revision, and the files of a local folder."""
+    """Return a dataset's signature: its name, configuration, split and revision, and the sha256 of a local folder's
+    files."""
     folder = Path(settings.dataset or "")
     check_tree(folder)
     name = ["huggingface", settings.dataset, settings.name, settings.split, *filter(None, [settings.revision])]
@@ -160,7 +163,8 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Line:
-    """The place of a line in a file. Counts the lines before `start` only when a message shows the line's number."""
+    """The place of a line in a file: the line with this number, from 1, after the byte offset `start`. The lines before
+    `start` are counted only when a message shows the place."""
 
     __slots__ = ("file", "number", "start")
 
@@ -182,7 +186,8 @@ def read_lines(
     """Yield the number of each line, from 1, and its bytes. Memory holds at most `most_bytes` of a line.
 
     Args:
-        start, end: read only the lines between these byte offsets of an uncompressed file; the first is number 1.
+        start, end: read only the lines between these byte offsets of an uncompressed file; the first line at `start`
+            has the number 1.
         opened: a stream of the bytes, if `file` is only a name.
 
     Raises:
@@ -201,7 +206,7 @@ def read_lines(
 
 
 def line_borders(file: Path) -> Iterator[int]:
-    """Yield offsets of line starts, about UNIT_BYTES apart; none in a compressed file or after an oversized line."""
+    """Yield byte offsets of lines, about UNIT_BYTES apart; none in a compressed file, or after an oversized line."""
     if compression(file.name):
         return
     with open_regular(file) as stream:
@@ -256,8 +261,8 @@ _BATCH_ROWS = 64
 def read_parquet(
     file: Path, field: str | None = None, start: int = 0, end: int | None = None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the place of each row of the row groups `start` to `end` - 1, and its fields, or only `field`. Raises
-    UserError if the file is broken, or has no column `field`."""
+    """Yield the place of each row, and its fields, or only `field`. Only the row groups `start` to `end` - 1 are read,
+    or all from `start` on if `end` is None. Raises UserError if the file is broken, or has no column `field`."""
     with _parquet_file(file) as table:
         groups = range(table.metadata.num_row_groups)
         row = sum(table.metadata.row_group(i).num_rows for i in groups[:start])
@@ -300,8 +305,8 @@ def _parquet_file(file: Path) -> Any:
 
 
 def iter_rows(where: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a dataset that `open_dataset` opened as `where`. Raises UserError if the library `datasets`
-    cannot read a row, such as one whose columns differ from those before it."""
+    """Yield the rows of a dataset that `open_dataset` opened; `where` names the dataset in errors. Raises UserError if
+    the library `datasets` cannot read a row, for example because its columns differ from earlier rows' columns."""
     n_read = 0
     try:
         for row in rows:
@@ -356,9 +361,9 @@ def listed_names(columns: list[str]) -> str:
 
 
 def text_field(rows: list[Mapping[str, Any]]) -> str:
-    """Return the field that is the text: one with a usual name, the only one with words, or one that is much longer
-    than the others; "" if there is no such field, so that all fields together are the text. Raises UserError if there
-    are no records, or no field has words."""
+    """Return the name of the field that is the text: a field with a usual name, the only field with words, or a field
+    that is much longer than the others. Return "" if there is no such field: all fields together are the text. Raises
+    UserError if there are no records, or no field has words."""
     if not rows:
         raise UserError("it holds no record")
     names = list(dict.fromkeys(name for row in rows for name in row))

@@ -9,13 +9,13 @@ from gptworks.terminal import one_line
 from gptworks.units import counted, readable
 
 HIDDEN = "hidden"
-"""The reason why a hidden file is skipped, which is also its kind."""
+"""The reason why hidden files are skipped, and also the kind of hidden files."""
 _LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A file of a folder, or an inner folder that is not entered, with its amount of text or why it is skipped."""
+    """A file of a folder, or an inner folder that is not entered: the amount of its text, or why it is skipped."""
 
     file: str
     """Path of the item, relative to the folder."""
@@ -30,7 +30,7 @@ class Item:
     notes: tuple[str, ...] = ()
     """How the file is read: its encoding, the field that is its text, or how many of its bytes were looked at."""
     lacks: str = ""
-    """Number of parts that are left out, such as broken records, with the first reason; empty if there are none."""
+    """Text with the number of parts left out, such as broken records, and the first reason; empty if there are none."""
     is_folder: bool = False
 
 
@@ -51,7 +51,7 @@ class Kind:
 
 
 def reasons(items: Iterable[Item]) -> list[str]:
-    """Return a line for each file that is skipped wholly or in part, with the reason; hidden files have none."""
+    """Return a line with the reason for each item, except hidden ones, that is skipped wholly or in part."""
     return [one_line(f"{item.file}: {item.why or item.lacks}") for item in _left_out(items)]
 
 
@@ -61,8 +61,8 @@ def count_files(items: Iterable[Item]) -> int:
 
 
 def count_left_out(items: Sequence[Item]) -> str:
-    """Return how many files that are not hidden are skipped wholly or in part, and how many folders are not entered,
-    such as `2 of 8 files and 1 folder`."""
+    """Return as text the number of files that are skipped wholly or in part, and of folders that are not entered, such
+    as `2 of 8 files and 1 folder`. Hidden items do not count as skipped."""
     left_out = _left_out(items)
     n_files = count_files(left_out)
     n_folders = len(left_out) - n_files
@@ -74,7 +74,8 @@ def _left_out(items: Iterable[Item]) -> list[Item]:
 
 
 def table(items: Iterable[Item]) -> list[Kind]:
-    """Return the items by kind: kinds with more text first, then kinds with more skipped items."""
+    """Return a `Kind` for each kind among the items. Kinds with more text come first; among kinds with equal text,
+    kinds with more skipped items."""
     by_kind: dict[str, list[Item]] = {}
     for item in items:
         by_kind.setdefault(item.kind, []).append(item)

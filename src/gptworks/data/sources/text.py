@@ -1,5 +1,5 @@
-"""The sources of plain text, UTF-8 files that hold one document each or documents of a given number of lines, and the
-words of subtitles."""
+"""Sources of UTF-8 text files, in which a document is a whole file or a given number of lines; and the words of
+subtitles."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -67,7 +67,7 @@ class Lines(PlainText):
         return units_between(file, line_borders(file) if self.settings.lines == 1 else self._borders(file))
 
     def _borders(self, file: Path) -> Iterator[int]:
-        """Yield offsets at which documents begin, about UNIT_BYTES apart; none in a compressed file."""
+        """Yield byte offsets at which documents begin, about UNIT_BYTES apart; none in a compressed file."""
         if compression(file.name):
             return
         sizes = (len(line) for _, line in read_lines(file, MOST_LINE_BYTES))

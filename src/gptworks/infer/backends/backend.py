@@ -27,8 +27,8 @@ SHORT_TOKENS = 16
 """Maximum tokens of a short chunk (decoding, checking draft tokens). Short chunks are computed together."""
 
 _CAPTURING = threading.Lock()
-"""A lock held during each capture: a second thread that began a capture would wait for the device, and CUDA forbids
-such a wait while another capture runs. A server has a thread for each model."""
+"""A lock held during each capture. Without the lock, a second thread that begins a capture would wait for the device,
+and CUDA forbids such a wait while another capture runs. A server has a thread for each model."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Backend(ABC):
 
     features: dict[int, tuple[int, Tensor]] | None = None
     """For each slot: the position of the first token whose logits were last computed, and the features [n_logits, C] of
-    these tokens. None: `compute` stores no features. Only `gptworks.infer.speculate.HeadsDraft` needs them."""
+    these tokens. None: `compute` stores no features. Only `gptworks.infer.speculate.HeadsDraft` uses them."""
 
     @abstractmethod
     def compute(self, chunks: Sequence[Chunk], on_cuda: bool = False) -> list[Tensor]:
@@ -99,7 +99,7 @@ class Backend(ABC):
             self.features.pop(target, None)
 
     def _keep(self, chunks: Sequence[Chunk], features: Tensor) -> None:
-        """Store features [n, C], a row for each row of the chunks' logits, if `self.features` is not None."""
+        """Store the features [n, C] of the rows of the chunks' logits, if `self.features` is not None."""
         parts = torch.split(features, [chunk.n_logits for chunk in chunks])
         for chunk, part in zip(chunks, parts, strict=True):
             if self.features is not None and chunk.n_logits:
@@ -153,7 +153,7 @@ class TorchBackend(Backend):
         return [*together.values(), *long]
 
     def _compute(self, chunks: list[Chunk], stays: bool) -> list[Tensor]:
-        """Compute chunks together; return the logits of each, on the model's device if `stays`, else on the CPU."""
+        """Compute chunks together; return each chunk's logits, on the model's device if `stays`, else on the CPU."""
         decodes = all(len(chunk.tokens) == chunk.n_logits == 1 for chunk in chunks)
         with eval_mode(self.model), torch.inference_mode():
             graphs = self._graphs if decodes else None
@@ -182,11 +182,11 @@ class TorchBackend(Backend):
 
 
 class DecodingGraphs:
-    """Computes decoding steps of a model on CUDA by graphs: one for each number of texts, captured when first needed.
+    """Computes decoding steps of a model with CUDA graphs, one for each number of texts, captured when first needed.
 
-    A graph launches all of a step's kernels together, which takes less time than one by one. It computes one token for
-    each of N texts of any length; to round N up to a power of two, the last text is computed several times. The graphs
-    share one memory pool, because their steps never overlap and their results are copied.
+    A graph launches all of a step's kernels together, which takes less time than separate launches. The graph computes
+    one token for each of N texts of any length. To round N up to a power of two, the last text is computed several
+    times. The graphs share one memory pool, because their steps never overlap and their results are copied.
     """
 
     def __init__(self, model: GPT, cache: SlotCache) -> None:
@@ -220,7 +220,7 @@ class DecodingGraphs:
 class _Graph:
     def __init__(self, model: GPT, cache: SlotCache, given: Tensor, shared: "_Graph | None") -> None:
         """Capture a step. `given`: token, slot and position of each text, int64 [3, N]. `shared`: a graph whose memory
-        pool this one uses too."""
+        pool the new graph uses too."""
         self._given = given.to(model.device)
 
         def step() -> tuple[Tensor, Tensor]:
@@ -252,8 +252,11 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def captures_graphs(model: GPT) -> bool:
-    """Whether CUDA graphs can decode with a model: Triton computes attention, and a step needs nothing from the host,
-    which rules out experts, rotary scaling by length, sharded weights, hooks and compiled blocks."""
+    """Whether CUDA graphs can decode with a model.
+
+    Triton must compute the attention, and a step must need nothing from the host. Models with experts, rotary scaling
+    by length, sharded weights, hooks or compiled blocks are therefore excluded.
+    """
     config, scaling = model.config, model.config.rope_scaling
     return (
         dispatch.chosen("cached_attention", model.head_weight).by == dispatch.TRITON
@@ -266,5 +269,5 @@ def captures_graphs(model: GPT) -> bool:
 
 
 def _addresses(model: GPT) -> tuple[int, ...]:
-    """Return the addresses of some of the weights; they differ after the model's weights have been replaced."""
+    """Return the addresses of some weights; the addresses differ after the model's weights have been replaced."""
     return tuple(x.data_ptr() for x in (model.head_weight, model.token_embedding.weight, *model.norm.parameters()))

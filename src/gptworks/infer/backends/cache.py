@@ -16,7 +16,7 @@ from gptworks.model.cache import SlotRows, on_device
 from gptworks.planning.inference import kv_cache_bytes
 
 _MOST_SLOT_BYTES = 1 << 19
-"""A slot's keys (or values) of one layer are in large pages of 2 MiB if they have at most this many bytes."""
+"""Maximum bytes of a slot's keys (or values) in one layer for which large pages of 2 MiB are used."""
 
 
 class Vectors:
@@ -155,7 +155,7 @@ class SlotCache:
             self.tokens[target, :n_tokens] = self.tokens[source, :n_tokens]
 
     def check(self, n_tokens: int) -> None:
-        """Raise ValueError if a slot does not hold this many tokens."""
+        """Raise a ValueError if this many tokens do not fit into a slot."""
         if n_tokens > self.capacity:
             raise ValueError(f"{n_tokens} tokens do not fit in a slot of {self.capacity}")
 

@@ -1,12 +1,12 @@
-"""The native backend, which computes steps in C++ (step.cpp; library.py builds and loads it), and `choose_backend`.
+"""The native backend, which computes steps in C++ (step.cpp, loaded by library.py), and `choose_backend`.
 
-Prefill, decoding and the check of draft tokens use the same call, with one row per token of any text; a long chunk
+Prefill, decoding and the check of draft tokens use the same call, with one row per token of any text. A long chunk
 takes several calls. The bits of a row's result depend neither on other rows nor on how its text is split into chunks.
 
-Activations are float32. If the processor can multiply narrower numbers, activations are rounded before a product. For
-bf16 weights, they are rounded to bf16, as in torch (AVX512_BF16, AMX). For 8-bit and 4-bit weights, they are rounded to
-16 bits with one scale per row, which is finer than bf16 (AVX2, AVX512_VNNI, ARM's dot products; AMX for int8). With a
-bf16 cache and AVX512_BF16, queries and attention weights are rounded to bf16.
+Activations are float32. If the processor can multiply narrower numbers, activations are rounded before a product. With
+bf16 weights, activations are rounded to bf16, as in torch (AVX512_BF16, AMX). With 8-bit and 4-bit weights, activations
+are rounded to 16 bits with one scale per row, which is finer than bf16 (AVX2, AVX512_VNNI, ARM's dot products; AMX for
+int8). With a bf16 cache and AVX512_BF16, queries and attention weights are rounded to bf16.
 """
 
 import ctypes
@@ -34,7 +34,8 @@ from gptworks.quantize.panels import UNIT, size_in_panels
 from gptworks.units import counted
 
 STEP_TOKENS, STEP_TOKENS_WITH_AMX = 128, 512
-"""Maximum tokens of a chunk in one call: enough that reading the weights again in the next call costs little."""
+"""Maximum tokens of a chunk in one call, without and with AMX. The numbers are large enough that reading the weights
+once per call costs little."""
 
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8)
 """The dtypes of matrices that the kernels multiply."""
@@ -50,7 +51,7 @@ def choose_backend(
     Args:
         n_slots, capacity: number of slots, and of tokens in each slot.
         dtype: the caches' dtype; None: the backend's default.
-        name: auto: as above. native: the native backend, or an error. torch: the model's own forward pass.
+        name: auto: choose as above. native: the native backend, or an error. torch: the model's own forward pass.
 
     Raises:
         UserError: name="native", and the native backend is unavailable.
@@ -94,8 +95,8 @@ def refusal(model: GPT) -> str | None:
 class NativeBackend(Backend):
     """Computes a model in C++ on the CPU. Moves the model's matrices (placement.py) and keeps their addresses.
 
-    Do not replace a matrix later. Only fp32 matrices whose rows are a multiple of 64 bytes may be changed in place: of
-    other matrices, the kernels may read a copy.
+    Do not replace a matrix later. Only fp32 matrices whose rows are a multiple of 64 bytes may be changed in place.
+    The kernels may read copies of the other matrices.
     """
 
     invariant = True

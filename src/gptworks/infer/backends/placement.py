@@ -1,4 +1,4 @@
-"""Allocate tensors in large memory pages, and move a model's matrices there: in panels if the kernels multiply panels.
+"""Allocate tensors in large memory pages, and move a model's matrices there, in panels if the kernels multiply panels.
 
 A step reads every weight once. Pages of 4 KiB instead of 2 MiB would need 512 times as many address translations.
 """
@@ -23,7 +23,7 @@ _PLACING = threading.Lock()
 
 
 def rooms_in_large_pages(wanted: Sequence[tuple[torch.dtype, int]]) -> list[Tensor]:
-    """Return zeroed tensors [n] of these dtypes and sizes, consecutive in a `large_block`."""
+    """Return zeroed one-dimensional tensors of these dtypes and sizes, in one `large_block`."""
     sizes = [-(-size * dtype.itemsize // 64) * 64 for dtype, size in wanted]
     parts = torch.split(large_block(sum(sizes)), sizes)
     return [part[: size * dtype.itemsize].view(dtype) for part, (dtype, size) in zip(parts, wanted, strict=True)]
@@ -53,8 +53,7 @@ def widest_panels(kernels: Library) -> dict[torch.dtype, int]:
 
 
 def matrices(model: GPT) -> Iterator[Any]:
-    """Yield the modules whose matrices a step multiplies by, in the order in which it reads them; also the token
-    embedding if another matrix is the head."""
+    """Yield the modules whose matrices a step reads: those in the blocks, the token embedding and an untied head."""
     for module in model.blocks.modules():
         weight = getattr(module, "weight", None)
         if isinstance(module, PackedMatrix) or (weight is not None and weight.dim() == 2):

@@ -1,4 +1,4 @@
-"""A model as the kernels read it: the structures of `entries`, with pointers that a subclass sets."""
+"""A model in the form that the C++ kernels read: the structures of `entries`, with pointers to its tensors."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ class ModelStructure:
     this process, or in a memory image that is written to a file."""
 
     types: ClassVar[Any] = entries
-    """Has the classes `Matrix`, `Norm`, `Layer` and `Model` as attributes, with pointers of the kernels' size."""
+    """Namespace of the classes `Matrix`, `Norm`, `Layer` and `Model`, whose pointers have the kernels' size."""
 
     model: GPT
     n_slots: int
@@ -45,8 +45,8 @@ class ModelStructure:
         raise NotImplementedError
 
     def place_cache(self, i: int) -> tuple[int, int, int, int, int, int]:
-        """Return the addresses of a layer's keys, key scales, values and value scales, then the number of bytes of the
-        keys and of the key scales."""
+        """Return the addresses of a layer's keys, key scales, values and value scales; then the bytes of the keys, and
+        the bytes of the key scales."""
         raise NotImplementedError
 
     def place_history(self) -> tuple[int, int]:

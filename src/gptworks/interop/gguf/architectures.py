@@ -49,7 +49,7 @@ class Architecture:
     biases: tuple[Bias, ...] = ()
     """Linear layers that may have biases."""
     always_biased: bool = False
-    """Whether a file must have all biases; an export writes zeros for those that the model lacks."""
+    """Whether a file must have all biases; an export writes zeros for biases that the model lacks."""
     joined: bool = False
     """Whether the file stores query, key and value as one tensor."""
     interleaved: bool = False
@@ -127,7 +127,7 @@ ARCHITECTURES = (
 
 def choose_architecture(config: ModelConfig) -> Architecture:
     """Return the first architecture of llama.cpp that supports a model. Raises a UserError if no architecture fits; the
-    message names the nearest ones and what they lack."""
+    message names the nearest architectures and the settings that they lack."""
     obstacles = {architecture.name: architecture.obstacles(config) for architecture in ARCHITECTURES}
     fitting = next((architecture for architecture in ARCHITECTURES if not obstacles[architecture.name]), None)
     if fitting is None:
@@ -169,7 +169,7 @@ def add_settings(writer: GGUFWriter, architecture: Architecture, config: ModelCo
         writer.add_attention_scale(config.score_scale)
         writer.add_logit_scale(1.0)
     if "none" in architecture.position:
-        writer.add_rope_scaling_finetuned(config.position == "rope")  # llama.cpp reads this as: rotate positions
+        writer.add_rope_scaling_finetuned(config.position == "rope")  # llama.cpp rotates if this is true
 
 
 def _add_rotation(writer: GGUFWriter, config: ModelConfig) -> None:

@@ -33,7 +33,7 @@ class Export:
     tokenizer: str | None
     """llama.cpp's name for the tokenizer; None if the file has no tokenizer."""
     notes: tuple[str, ...]
-    """Ways in which llama.cpp, with this file, differs from the run."""
+    """Differences between this file in llama.cpp and the run."""
 
 
 def export_gguf(
@@ -48,10 +48,10 @@ def export_gguf(
     """Write a run's model as a file that llama.cpp loads.
 
     Args:
-        quantization: format of the matrices. q8_0: 8.5 bits per weight. q4_0: 4.5, with embedding and head in q8_0.
-            A matrix whose row length is not a multiple of 32 is stored in f16; norms, biases, position embeddings
-            and routers in f32.
-        tokenizer: also write the tokenizer. Without it, the file works only with token ids.
+        quantization: format of the matrices. q8_0 has 8.5 bits per weight. q4_0 has 4.5, with embedding and head in
+            q8_0. With both, a matrix whose row length is not a multiple of 32 is stored in f16. Norms, biases,
+            position embeddings and routers are always stored in f32.
+        tokenizer: also write the tokenizer. Without a tokenizer, the file works only with token ids.
 
     Raises:
         UserError: the run does not exist or is quantized; `out` exists; llama.cpp lacks the run's architecture or
@@ -103,7 +103,7 @@ def export_gguf(
 
 
 def stored_as(name: str, shape: tuple[int, ...], quantization: GGUFType) -> gguf.GGMLQuantizationType:
-    """Return a tensor's format: the one that llama.cpp chooses, except that q4_0 has embedding and head in q8_0."""
+    """Return a tensor's format in the file: llama.cpp's choice, except that q4_0 has embedding and head in q8_0."""
     if len(shape) == 1 or name == "position_embd.weight" or name.endswith("ffn_gate_inp.weight"):
         return gguf.GGMLQuantizationType.F32
     if quantization == "q4_0" and name in ("token_embd.weight", "output.weight"):

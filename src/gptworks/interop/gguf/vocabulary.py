@@ -1,4 +1,4 @@
-"""Convert a tokenizer to llama.cpp's form (tokens, merges, pattern name); refuse one whose ids would differ there."""
+"""Convert a tokenizer to llama.cpp's form (tokens, merges, pattern name), or refuse it if token ids would differ."""
 
 import json
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from gptworks.errors import UserError
 from gptworks.infer.defaults import stated_sampling
 from gptworks.special_tokens import THEIR_SAMPLING, Stated, special_tokens
 
-# PATTERNS: splitting pattern of byte-level BPE in `tokenizer.json` → llama.cpp's two names for it (None: no name). The
-# second name is for `ignore_merges`, which keeps a word whole if it is a token.
+# PATTERNS: splitting patterns of a byte-level BPE in `tokenizer.json` → llama.cpp's names for them, without and with
+# `ignore_merges`; None: no name. With `ignore_merges`, a word that is a token is kept whole.
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -35,7 +35,7 @@ _RUNS_OF_UNKNOWN = "llama.cpp reads consecutive unknown characters as one <unk>,
 _UNNORMALIZED = "llama.cpp does not normalize text to Unicode's NFC form, and the run does"
 
 _THEIR_NAMES = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
-"""llama.cpp's names for sampling settings, where they differ."""
+"""llama.cpp's names for sampling settings, where they differ from ours."""
 
 _KNOWN_ENDS = frozenset(
     {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"}
@@ -60,13 +60,14 @@ class Vocabulary:
     """The tokenizer of a GGUF file."""
 
     model: str
-    """gpt2: byte-level BPE. t5: unigrams, used for single-character tokens, which can split a text in only one way."""
+    """llama.cpp's kind of tokenizer: gpt2 (byte-level BPE), or t5 (unigrams), used for single-character tokens."""
     pattern: str | None
     tokens: tuple[str, ...]
     types: tuple[TokenType, ...]
     merges: tuple[str, ...]
     special_ids: Mapping[str, int]
-    """Ids of the tokens that exist, by name: bos, eos, unk, pad; and eot and eom, which also end a text."""
+    """Ids of the special tokens, by name: bos, eos, unk, pad, eot and eom (eot and eom also end a text). A name without
+    a token is missing."""
     begins_with_bos: bool
     ends_with_eos: bool
     notes: tuple[str, ...]
@@ -76,7 +77,7 @@ class Vocabulary:
 def read_vocabulary(tokenizer: Tokenizer, n_rows: int, turn_end: int | None = None) -> Vocabulary:
     """Convert a run's tokenizer to llama.cpp's form, filled with unused tokens up to the embedding's `n_rows` rows.
     `turn_end`: the id of the token that the chat template puts after an answer. Raises a UserError if no tokenizer of
-    llama.cpp produces the same ids, or the run's has no token that ends a text."""
+    llama.cpp produces the same ids, or the run's tokenizer has no token that ends a text."""
     tree = json.loads(tokenizer.to_str())
     characters = _is_by_character(tree)
     pattern = None if characters else _bpe_pattern(tree)
@@ -166,7 +167,7 @@ def _bpe_pattern(tree: Mapping[str, Any]) -> str:
 
 
 def _pattern(step: Mapping[str, Any]) -> str | None:
-    """Return the splitting pattern of a pre-tokenizer's step; None: it does not split; "": its kind is unknown."""
+    """Return a pre-tokenizer step's splitting pattern: None if the step does not split, "" if its kind is unknown."""
     if step["type"] == "ByteLevel":
         return _GPT2 if step["use_regex"] else None
     if step["type"] == "Digits" and step["individual_digits"]:
@@ -184,7 +185,8 @@ def _refusal(reason: str) -> UserError:
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary | None) -> None:
-    """Write the tokenizer, and whether a text begins with bos and ends with eos. None: write that there is none."""
+    """Write the tokenizer, and whether a text begins with bos and ends with eos. For None, write that the file has no
+    tokenizer."""
     if vocabulary is None:
         writer.add_tokenizer_model("no_vocab")
         return

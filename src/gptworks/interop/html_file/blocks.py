@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 BLOCK_BYTES = 7 << 21
-"""Bytes of a block: browsers limit the length of a string, and static hosts limit files (some of them to 25 MiB)."""
+"""Size of a block in bytes. Browsers limit the length of a string, and static hosts limit files (some to 25 MiB)."""
 _AT_ONCE = 7 << 15
 _MASK = 0x55
 _REPLACED = (0x00, 0x0D, 0x3C)
@@ -22,7 +22,7 @@ for _i, _code in enumerate(_REPLACED):
 
 
 def as_text(content: bytes) -> str:
-    """Return bytes, padded to a multiple of four, and their checksums as text; js/blocks.js decodes it."""
+    """Return bytes, padded to a multiple of four, and their checksums as text, which js/blocks.js decodes."""
     content += bytes(-len(content) % 4)
     content += _sums(content)
     return "".join(_as_text(content[at : at + _AT_ONCE]) for at in range(0, len(content), _AT_ONCE))
@@ -47,7 +47,7 @@ def _as_text(content: bytes) -> str:
 
 
 def blocks(content: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """Divide a content, given in pieces, into blocks of `BLOCK_BYTES` and yield them; the last may be shorter."""
+    """Yield a content, given in pieces, in blocks of `BLOCK_BYTES`; the last block may be shorter."""
     held = bytearray()
     for piece in content:
         for at in range(0, len(piece), BLOCK_BYTES):

@@ -1,6 +1,6 @@
-"""Open a page in a browser that is installed here, without a window, and compute in it.
+"""Open a page in an installed browser, without a window, and evaluate JavaScript in the page.
 
-The DevTools protocol (https://chromedevtools.github.io/devtools-protocol) controls Chromium and its relatives over a
+The DevTools protocol (https://chromedevtools.github.io/devtools-protocol) controls Chromium, Chrome and Edge over a
 pipe, not over a port. The browser reaches no network except this process's web server, if the page must be served. Its
 profile is new, and is removed when the browser ends.
 """
@@ -27,7 +27,7 @@ from typing import Any
 from gptworks.errors import RunError, UserError
 
 BROWSER = "GPTWORKS_BROWSER"
-"""The environment variable that names a browser; empty: use none."""
+"""The environment variable that names the browser to use. If the variable is empty, no browser is used."""
 _NAMES = (
     "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge",
     "microsoft-edge-stable", "msedge",
@@ -47,7 +47,7 @@ for i, one in enumerate(pipes):
     os.dup2(one, 3 + i)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-"""Script that starts Chromium with two pipes: it reads commands from descriptor 3 and writes answers to 4."""
+"""Script that starts Chromium with two pipes: Chromium reads commands from descriptor 3 and writes answers to 4."""
 START_SECONDS = 60
 
 
@@ -56,7 +56,8 @@ class Unavailable(Exception):
 
 
 def find_browser() -> str:
-    """Return the path of the browser that the variable `BROWSER` names, else of one on PATH or in macOS's Applications.
+    """Return the path of the browser that the environment variable in `BROWSER` names. If the variable is not set, find
+    a browser on PATH or in macOS's Applications folders.
 
     Raises:
         Unavailable: there is no browser, the variable is empty, or the platform is Windows, where browsers take no
@@ -84,7 +85,7 @@ def opened(file: Path, seconds: float, served: bool = False) -> Iterator["Page"]
         served: open the file from a local web server, which also serves the files next to it.
 
     Raises:
-        Unavailable: there is no browser, or it does not start or may not read the file.
+        Unavailable: there is no browser, or the browser does not start or may not read the file.
         UserError: see `find_browser`.
         RunError: the time limit is exceeded.
     """
@@ -109,7 +110,7 @@ def opened(file: Path, seconds: float, served: bool = False) -> Iterator["Page"]
 
 @contextlib.contextmanager
 def _serving(file: Path) -> Iterator[str]:
-    """Serve a file's folder, until the context ends, to clients that know a secret; yield the file's URL."""
+    """Serve a file's folder until the context ends. Yield the file's URL; it contains a secret that requests need."""
     secret = secrets.token_urlsafe(16)
 
     class Handler(SimpleHTTPRequestHandler):
@@ -135,7 +136,7 @@ def _serving(file: Path) -> Iterator[str]:
 
 
 class Page:
-    """A page in a browser, and the messages to and from the browser: JSON, each ended by a zero byte."""
+    """A page in a browser. Messages to and from the browser are in JSON; a zero byte ends each message."""
 
     def __init__(self, to: int, back: int) -> None:
         self.program = ""
@@ -151,8 +152,8 @@ class Page:
         self._end, self._late = time.monotonic() + seconds, error
 
     def ask(self, method: str, **values: Any) -> Any:
-        """Call a method of the DevTools protocol; return the browser's answer. Raises an Unavailable if the browser has
-        ended, or refuses the call."""
+        """Call a method of the DevTools protocol; return the browser's answer. Raises Unavailable if the browser has
+        ended or refuses the call."""
         self._n += 1
         message = {"id": self._n, "method": method, "params": values}
         rest = json.dumps(message | ({"sessionId": self.session} if self.session else {})).encode() + b"\0"
@@ -207,7 +208,7 @@ class Page:
         return found["result"].get("value")
 
     def faults(self) -> list[str]:
-        """Return the errors that the page has reported so far, including what its security policy blocked."""
+        """Return the errors that the page has reported so far, including violations of its security policy."""
         self.ask("Runtime.evaluate", expression="0")  # reads all earlier events
         found = []
         for event, content in self.events:
@@ -227,7 +228,7 @@ def _thrown(details: Any) -> str:
 
 @contextlib.contextmanager
 def _running(program: str, profile: str) -> Iterator[Page]:
-    """Run a browser and yield its page, not yet opened; all its processes end with the context."""
+    """Run a browser and yield a `Page` that is not yet opened; the browser's processes end with the context."""
     with contextlib.ExitStack() as stack:
         commands, to, back, answers = (*os.pipe(), *os.pipe())
         for one in (to, back):

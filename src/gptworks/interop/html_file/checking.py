@@ -1,4 +1,4 @@
-"""Compare an exported file with the engine: the file's own code computes, in a browser or in Node."""
+"""Compare an exported file with the engine. The file's own code computes, in a browser or in Node."""
 
 import base64
 import json
@@ -29,7 +29,8 @@ from gptworks.tokenizer import StreamDecoder, encode_text
 GREEDY_TOKENS = 64
 PROMPT_TOKENS = 32
 TOLERANCES = {"fp32": 1e-3, "bf16": 3e-2, "int8": 1e-2, "int4": 1e-2}
-"""Largest accepted difference of logits, as a share of the largest logit: processors round activations differently."""
+"""Format of the weights → largest accepted difference of logits, as a share of the largest logit. Processors round
+activations differently."""
 SECONDS = 600
 _PARTS = (
     "hello", " world", "  two  spaces", "\t\ttabs", "\r\n\r\n  x", "it's", "I'LL we'Ve", "'\u017f", "na\u00efve",
@@ -39,8 +40,8 @@ _PARTS = (
     "\ufb01 \u24b6",
 )  # fmt: skip
 TEXTS = ("", *_PARTS, "a" * 300, "-" * 70, *map("".join, product(_PARTS, repeat=2)))
-"""Some 550 texts whose token ids are compared: words, spaces, scripts, special tokens and control characters, alone and
-in pairs."""
+"""Some 550 texts whose token ids are compared: words, spaces, scripts, special tokens and control characters, and pairs
+of these."""
 _JS = Path(__file__).with_name("js")
 
 
@@ -51,29 +52,29 @@ class Check:
     program: str
     """The browser and its version, or Node."""
     no_browser: str | None
-    """The reason why Node, which runs the file's code but not the page, was used; None: a browser was used."""
+    """The reason why Node was used, which runs the file's code but not the page; None if a browser was used."""
     logit_difference: float
-    """Largest difference of logits, as a share of the largest."""
+    """Largest difference of logits, as a share of the largest logit."""
     loss: float
     """Mean loss, in nats per token, that the file computes for the prompt (up to `PROMPT_TOKENS` arbitrary tokens) and
     the greedy tokens."""
     loss_difference: float
     """Difference of `loss` from the engine's mean loss."""
     greedy_tokens: int
-    """Number of equal greedy tokens: `GREEDY_TOKENS`, or as many as the context holds. The engine's token also counts
-    if its logit in the file is below the largest by at most the tolerance."""
+    """Number of equal greedy tokens: `GREEDY_TOKENS`, or as many as the context holds. A token also counts if its logit
+    in the file is below the file's largest logit by at most the tolerance."""
     texts: int
     chats: int
     tokens_per_second: float | None
-    """Speed at which the file generated the greedy text on this machine."""
+    """Speed at which the file generated the greedy text on this machine; None if the text has fewer than two tokens."""
 
 
 def check_file(
     file: Path, split: bool, model: GPT, weights: str, capacity: int, cache: torch.dtype, tokenizer: Tokenizer,
     template: ChatTemplate | None,
 ) -> Check | str:  # fmt: skip
-    """Compare a file with the engine; return the result, or the reason why this machine cannot compare them. `split`:
-    whether the page reads files next to it. Raises a RunError if something differs, or the file does not open."""
+    """Compare a file with the engine; return the result, or the reason why this machine cannot compare them. Raises a
+    RunError if something differs, or the file does not open. `split`: whether the page reads files next to it."""
     try:
         backend = NativeBackend(model, 1, capacity, dtype=cache)
     except NoKernels as error:
@@ -116,8 +117,8 @@ def _script() -> str:
 
 
 def _values(file: Path, split: bool, expressions: list[str]) -> tuple[str, str | None, list[Any]]:
-    """Evaluate expressions in a page, in a browser or else in Node. Return the program's name, the reason why it is not
-    a browser (None if it is one), and the values.
+    """Evaluate expressions in a page, in a browser or else in Node. Return the program's name, the reason why Node was
+    used (None if a browser was used), and the values.
 
     Raises:
         Unavailable: there is neither a browser nor Node.

@@ -36,9 +36,10 @@ from gptworks.units import readable
 
 MOST_PARAMETERS = 600_000_000
 MOST_CACHE_BYTES = 1 << 28
-"""Maximum size of keys and values; a longer context is cut to fit."""
+"""Maximum size of the cached keys and values; the context is cut to fit."""
 FP32_CACHE_BYTES = 1 << 26
-"""Keys and values are in fp32 up to this size, or if the weights are in fp32; otherwise they are in bf16."""
+"""Keys and values are cached in fp32 if they then take at most this size, or if the weights are in fp32; otherwise in
+bf16."""
 BYTES_PER_SECOND = {"fp32": 5e9, "bf16": 3e9, "int8": 6e9, "int4": 5e9}
 """Bytes of weights that one core reads per second in Chromium: 60 % of the best speed measured with 430M parameters on
 a busy server (2026)."""
@@ -49,7 +50,7 @@ HEADERS = """/*
   Cross-Origin-Opener-Policy: same-origin
   Cross-Origin-Embedder-Policy: require-corp
 """
-"""The file _headers, which Netlify and Cloudflare Pages read. Browsers let a page with these headers use threads."""
+"""Content of the file _headers for Netlify and Cloudflare Pages. Browsers let a page with these headers use threads."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Export:
     check: Check | None
     """The result of the comparison with the engine; None: the file is unchecked."""
     unchecked: str | None
-    """The reason why the file is unchecked."""
+    """The reason why the file is unchecked; None if it was checked."""
     notes: tuple[str, ...]
 
 
@@ -86,15 +87,15 @@ def export_html(
     The file is written piece by piece, and has a temporary path until it is checked.
 
     Args:
-        weights: number format of the matrices. None: int8, or a quantized run's own.
+        weights: number format of the matrices. None: a quantized run's own format, otherwise int8.
         verify: compare the file with the engine, in a browser or else in Node; a file that differs is deleted. On a
             machine that cannot compare them, the file stays unchecked.
         split: make `out` a folder for a static host: index.html, and the kernels and weights in files next to it.
 
     Raises:
-        UserError: the run does not exist, or is quantized in another format than `weights`; `out` exists, or is a file
-            that does not end in .html or .htm; the page cannot compute the architecture or the tokenizer; or the model
-            is too large.
+        UserError: the run does not exist, or is quantized in another format than `weights`; `out` exists; `split` is
+            false, and `out` does not end in .html or .htm; the page does not support the architecture or the
+            tokenizer; or the model is too large.
         RunError: the disk is full or fails, or the file differs from the engine.
     """
     out = Path(out)
@@ -179,7 +180,7 @@ def _write(
 
 
 def _check_computable(recipe: Recipe) -> None:
-    """Raise a UserError, before the model is loaded, if a page cannot hold or compute it."""
+    """Raise a UserError, before the model is loaded, if a page cannot hold or compute the model."""
     if reason := refused_architecture(recipe.model):
         raise UserError(
             f"--format html computes with the C++ engine, and {reason.rstrip('.')}. Export the run with --format hf."

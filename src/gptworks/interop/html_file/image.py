@@ -26,7 +26,7 @@ class Image:
     """A model's memory image, and the positions of its pointers, to which the page adds the image's address."""
 
     parts: tuple[tuple[int, memoryview], ...]
-    """Positions and contents, in order; bytes between them are zero."""
+    """Position and content of each part, in order; bytes between parts are zero."""
     model: int
     """Position of the `Model` structure."""
     pointers: tuple[int, ...]
@@ -47,8 +47,13 @@ class Image:
 
 
 def make_image(model: GPT, capacity: int, cache: torch.dtype) -> Image:
-    """Return the image of a model, packed or fp32, that the C++ kernels can compute (see `native.refusal`), with room
-    for one text: `capacity` positions of a cache in the dtype `cache`, fp32 or bf16."""
+    """Return the image of a model, packed or fp32, with room for one text. The C++ kernels must support the model (see
+    `native.refusal`).
+
+    Args:
+        capacity: maximum length of the text in tokens.
+        cache: dtype of the cached keys and values, fp32 or bf16.
+    """
     return _ForImage(model, capacity, cache).image()
 
 
@@ -104,7 +109,8 @@ class _ForImage(ModelStructure):
         return at
 
     def _put_structure(self, structure: Any) -> int:
-        """Place a structure, whose memory is read when the image is written, and note its pointers."""
+        """Place a structure, note its pointers, and return its position. Its memory is read only when the image is
+        written."""
         at = self._put(memoryview(structure).cast("B"))
         self.pointers += [at + offset for offset in _pointers(structure)]
         return at

@@ -1,8 +1,8 @@
 """The page of a model: the studio's own code and styles, a strict content security policy, and blocks of data.
 
-JavaScript modules are bundled into one script: each becomes a function that returns its exports, imported modules
-first. Imports and exports must have one of the forms that the studio's modules use, and begin a line. A list of exports
-may also follow a semicolon.
+JavaScript modules are bundled into one script, imported modules first; each module becomes a function that returns its
+exports. An import or export must have one of the forms that the studio's modules use. It must begin a line; a list of
+exports may also follow a semicolon.
 """
 
 import base64
@@ -43,7 +43,7 @@ def model_page(title: str, page: Any, about: Any, blocks: Iterable[tuple[str, by
 
     Args:
         page: the content that the page shows at once, for main.js.
-        about: the model, for model.js. If it has `files`, the page may fetch them from its own host.
+        about: data on the model, for model.js. With the key `files`, the page may fetch files from its own host.
         blocks: names and contents of blocks of bytes; read one at a time.
     """
     first = (_STUDIO / "js" / "theme.js").read_text(encoding="utf-8")
@@ -56,8 +56,8 @@ def model_page(title: str, page: Any, about: Any, blocks: Iterable[tuple[str, by
 
 
 def _policy(scripts: Iterable[str], style: str, fetches: bool) -> str:
-    """Return a content security policy that allows only these scripts, this style, WebAssembly, images and workers that
-    the page itself contains, and, if `fetches` is true, files from the page's own host."""
+    """Return a content security policy. It allows only these scripts, this style, WebAssembly, and images and workers
+    in the page itself. If `fetches` is true, it also allows files from the page's own host."""
 
     def digest(text: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
@@ -72,7 +72,7 @@ def _policy(scripts: Iterable[str], style: str, fetches: bool) -> str:
 
 def _inside(text: str) -> Markup:
     """Return code, styles or data as markup, which a template inserts into an element without escaping. Raises a
-    ValueError if the text would end the element or change how a page reads it."""
+    ValueError if the text has a tag of a script, the end of a style, or the start of a comment."""
     lower = text.lower()
     for end in ("</script", "<script", "<!--", "</style"):
         if end in lower:
@@ -93,7 +93,7 @@ def script() -> str:
     """Return the page's script: main.js and all that it imports, with the page's api.js instead of the studio's.
 
     Raises:
-        ValueError: modules import one another in a circle, or have a form of import or export that is not read.
+        ValueError: modules import one another in a circle, or an import or export has an unsupported form.
     """
     own = {(_STUDIO / "js" / "api.js").resolve(): (_JS / "api.js").resolve()}
     numbers: dict[Path, int] = {}
@@ -147,6 +147,6 @@ def _as_function(file: Path, number: Callable[[str], int]) -> str:
 
 
 def _names(text: str) -> list[tuple[str, str]]:
-    """Return the names of an import or export list, each with the name after `as`."""
+    """Return the names of an import or export list, each with the name after `as`, or itself."""
     pairs = [part.split(" as ") for part in re.sub(r"\s+", " ", text).split(",") if part.strip()]
     return [(pair[0].strip(), pair[-1].strip()) for pair in pairs]

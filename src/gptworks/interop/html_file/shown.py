@@ -1,5 +1,5 @@
-"""Collect what a model's page shows at once: figures, the card, the recipe, how it was made by the records of its run,
-and the architecture; without paths of the machine or passwords."""
+"""Collect the content that a model's page shows at once: figures, the model card, the recipe, the run's records of the
+training, and the architecture. Paths of the machine and passwords are removed."""
 
 import json
 import math
@@ -37,8 +37,8 @@ _SIGNED_IN = re.compile(r"://[^/\s@]+@")
 
 
 def shown(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool) -> dict[str, Any]:
-    """Return the JSON tree that main.js reads: `state`, in the form in which the studio's server sends it, and `page`,
-    the content of the page. All texts are fit to publish, see `public`.
+    """Return the JSON tree that main.js reads: `state`, in the form that the studio's server sends, and `page`, the
+    content of the page. `public` makes all texts fit to publish.
 
     Args:
         kind: formats of the weights, such as int8.
@@ -51,7 +51,7 @@ def shown(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool
     heads = f"{config.n_heads} of width {config.d_head}" + (
         f", {config.n_kv_heads} of keys and values" if config.n_kv_heads < config.n_heads else ""
     )
-    sections = recipe.model_dump(mode="json", include={"model", "train"})  # the others may name paths
+    sections = recipe.model_dump(mode="json", include={"model", "train"})  # other sections may name paths
     model: dict[str, Any] = {
         "id": recipe.name, "run": None, "chat": chats, "context": capacity, "parameters": parameters,
         "vocab_size": config.vocab_size, "state": "served", "checkpoints": [], "problem": None,
@@ -79,8 +79,8 @@ def shown(loaded: LoadedRun, image: Image, kind: str, capacity: int, chats: bool
 
 
 def _sheets(loaded: LoadedRun) -> dict[str, Any]:
-    """Return `made`, the distinct sheets of the layers, and `of`, the index in `made` of each layer's sheet. Sheets
-    that differ only in the layer's number and in tensor names count as one."""
+    """Return `made`, the distinct data sheets of the layers (see `ModelSheet`), and `of`, the index in `made` of each
+    layer's sheet. Sheets that differ only in the layer's number and in tensor names count as one."""
     recipe = loaded.recipe.model_copy(update={"model": loaded.model.config})  # without the heads that exports drop
     tensors, shapes = loaded.model.state_dict(), count_parameters(recipe.model).shapes
 
@@ -108,7 +108,7 @@ def _sheets(loaded: LoadedRun) -> dict[str, Any]:
 
 
 def public(tree: Any) -> Any:
-    """Return a JSON tree with texts that may be published: absolute paths are cut to their last name (home folders to
+    """Return a JSON tree with texts that may be published: absolute paths are cut to their last part (home folders to
     ~), URLs lose user names and passwords, and U+FFFD replaces characters that cannot be shown or change the direction
     of text."""
     if isinstance(tree, dict):
@@ -127,7 +127,7 @@ def _last_name(found: re.Match[str]) -> str:
 
 
 def how_made(loaded: LoadedRun) -> dict[str, Any]:
-    """Return what the run records about how its model was made. A figure that is not recorded is None or missing."""
+    """Return the run's records of how its model was made. A figure that is not recorded is None or missing."""
     recipe, checkpoint = loaded.recipe, loaded.checkpoint
     run_dir, state, outcome = checkpoint.run_dir, _state(loaded), read_outcome(checkpoint.run_dir)
     losses = _losses(loaded)
@@ -157,7 +157,8 @@ def _state(loaded: LoadedRun) -> dict[str, Any]:
 
 
 def _losses(loaded: LoadedRun) -> list[tuple[int, float | None, float | None]]:
-    """Return (step, training loss, held-out loss) for each step with a loss, in nats per token; None: no such loss."""
+    """Return (step, training loss, held-out loss) for each step with a loss, in nats per token. A missing loss
+    is None."""
     rows: dict[int, list[float | None]] = {}
     with suppress(UserError, OSError):
         for record in read_metrics(loaded.checkpoint.run_dir / LOG, kinds=("train", "validation")):
@@ -168,8 +169,8 @@ def _losses(loaded: LoadedRun) -> list[tuple[int, float | None, float | None]]:
 
 
 def _thinned(rows: list[Any]) -> list[Any]:
-    """Return at most `MOST_LOSSES` rows, by step: all if they fit, else the last row and evenly spaced others. Rows
-    with a held-out loss get at least half of the places if they need them."""
+    """Return at most `MOST_LOSSES` rows, by step: all if they fit, else the last row and evenly spaced others. Up to
+    half of the places go to rows with a held-out loss, and more if there are few other rows."""
     held = [row for row in rows[:-1] if row[2] is not None]
     others = [row for row in rows[:-1] if row[2] is None]
     room = MOST_LOSSES - 1
@@ -184,8 +185,8 @@ def _every_so_many(rows: list[Any], most: int) -> list[Any]:
 
 
 def _data(loaded: LoadedRun, fingerprint: object) -> dict[str, Any] | None:
-    """Return the name and the sizes of the run's training text; only the name if its dataset is not found; None if the
-    recipe names no text."""
+    """Return the name and the sizes of the run's training text. Return only the name if the run's dataset is not found,
+    and None if the recipe names no text."""
     recipe = loaded.recipe
     names = [*map(source_name, recipe.data.sources), *(one.name for one in recipe.data.mixture)]
     if not names:

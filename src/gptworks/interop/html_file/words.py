@@ -18,7 +18,7 @@ _UNUSED = {
     "dropout": (None, 0.0), "continuing_subword_prefix": (None, ""), "end_of_word_suffix": (None, ""),
     "alpha": (None,), "nbest_size": (None,),
 }  # fmt: skip
-"""Settings of tokenizer models that the page ignores → the values with which its token ids are still right."""
+"""Settings of tokenizer models that the page does not support → their accepted values, which have no effect."""
 _KEEPS = ("Isolated", "Removed", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 _Step = dict[str, Any]
 
@@ -144,7 +144,7 @@ def _decoder(step: _Step) -> _Step:
 
 
 def _added(tokens: Sequence[_Step], tokenizer: Tokenizer) -> list[_Step]:
-    """Return the added tokens. A token with `normalized` matches the normalized form of its text."""
+    """Return the added tokens for the page. `matched` is the text to find, normalized for a token with `normalized`."""
     made: dict[tuple[bool, str], _Step] = {}
     for token in sorted(tokens, key=lambda token: not token["special"]):
         name, normalized = token["content"], token["normalized"]
@@ -167,7 +167,7 @@ _WORD = r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}\xb2\xb3\xb9\xbc-\xbe"
 _SETS = {"s": _SPACE, "w": _WORD, "d": r"\p{Nd}"}
 _EDGE = f"(?:(?<=[{_WORD}])(?![{_WORD}])|(?<![{_WORD}])(?=[{_WORD}]))"
 _FOLDED = {"s": "ſ", "k": "\u212a"}
-"""For an ASCII letter, the character outside ASCII that matches it if case is ignored."""
+"""ASCII letter → the character outside ASCII that matches the letter if case is ignored."""
 _PIECES = re.compile(
     r"\[\\s\\S\]|\\[pP]\{[\^A-Za-z_= ]+\}|\\x\{[0-9a-fA-F]+\}|\\u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\.|"
     r"&&|\(\?[a-z]+:|\(\?[:=!]|\(\?<[=!]|\(\?|\{\d+(?:,\d*)?\}|[+*?}][+?]?|.",
@@ -180,7 +180,7 @@ def as_javascript(pattern: str) -> str:
     pattern has a construct that is not translated."""
     made: list[str] = []
     inside = 0  # number of open character classes
-    folding: list[bool] = [False]  # whether case is ignored, outside groups and in each open group
+    folding: list[bool] = [False]  # whether case is ignored: outside groups, then in each open group
     for piece in _PIECES.findall(pattern):
         made.append(_translated(piece, inside > 0, folding[-1], pattern))
         if inside:

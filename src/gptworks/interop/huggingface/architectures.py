@@ -1,7 +1,7 @@
 """The architectures of transformers that gptworks reads and writes.
 
-To add one, add an entry to `_ALL`; export and import then use it. The tables follow the classes of transformers 5, and
-test_huggingface.py compares each entry with its class.
+To add an architecture, add an entry to `_ALL`; export and import then use it. The tables follow the classes of
+transformers 5, and test_huggingface.py compares each entry with its class.
 """
 
 from typing import Any
@@ -344,7 +344,7 @@ _ALL = (
         rope=rope(theta_absent=1_000_000.0, window_theta="rope_local_base_freq", window_theta_absent=10_000.0,
                   kinds=_FIXED_LENGTH),
         modules=_QK_NORMS | _GATED_MLP,
-        # the first is for generation only; the second repeats `layer_types`
+        # `cache_implementation` is for generation only; `_sliding_window_pattern` repeats `layer_types`
         harmless=frozenset({"cache_implementation", "_sliding_window_pattern"}),
     ),
     like_llama("granite", "GraniteForCausalLM", _BOTH_FLAGS, SCALE_FACTOR, _MULTIPLIERS, heads=heads()),

@@ -71,7 +71,7 @@ def export_huggingface(
 
     Raises:
         UserError: the run does not exist or is quantized; `out` is not empty; no architecture of transformers fits the
-            model; a weight is too large for `precision`; transformers is not installed and `verify` is true.
+            model; a weight is too large for `precision`; or `verify` is true, and transformers is not installed.
         RunError: the folder differs from the model, or the disk is full or fails. No partial folder is left.
     """
     out = Path(out)
@@ -93,13 +93,13 @@ def export_huggingface(
     theirs = _rounded(dict(each_tensor(family.places, adapted, weights)), DTYPES[precision])
     with new_folder(out, sum(tensor.nbytes for tensor in theirs.values())) as aside:
         report(f"writing a {family.architecture} of {sum(w.numel() for w in weights.values()):,} parameters")
-        # an imported model ends as it did before, another one also at the tokens that end a turn in its chat template
+        # an imported model keeps the end tokens of its folder; other models also end at the template's end of a turn
         ends = template.end_token_ids if template and original is None else special_tokens(tokenizer).ends
         _write_settings(aside, family, config, tokenizer, ends, precision)
         _write_tokenizer(aside, tokenizer, config)
         if template is not None:
             save_chat_template(template, aside)
-        for name, source in others.items():  # of the folder that the run or its base was imported from
+        for name, source in others.items():  # from the folder that the run or its base was imported from
             (aside / TEMPLATE_FOLDER).mkdir(exist_ok=True)
             write_whole(aside / TEMPLATE_FOLDER / f"{name}.jinja", source, new=True)
         write_tensors(aside, theirs)
@@ -187,8 +187,8 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) ->
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard_bytes: int = 5_000_000_000) -> None:
-    """Write tensors to one file, or to shards with an index. A shard has at most `shard_bytes` or holds one tensor."""
-    from huggingface_hub import split_torch_state_dict_into_shards  # late, since the import reads HF_HOME
+    """Write tensors to one file, or to shards with an index. A shard has at most `shard_bytes` bytes, or one tensor."""
+    from huggingface_hub import split_torch_state_dict_into_shards  # imported late: it reads HF_HOME
 
     split = split_torch_state_dict_into_shards(dict(tensors), max_shard_size=shard_bytes)
     for file, names in split.filename_to_tensors.items():

@@ -1,4 +1,4 @@
-"""Data about one architecture of transformers: rules for its `config.json`, and where its files hold our tensors."""
+"""Data about one architecture of transformers: rules for its `config.json`, and places of our tensors in its files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ PLAIN_FIELDS: Values = EARLIER_DEFAULTS | {
     "init": "normal", "dropout_embedding": 0.0, "dropout_attention": 0.0, "dropout_residual": 0.0,
     "dropout_mlp": 0.0,
 } | {name: ModelConfig.model_fields[name].default for name in LABORATORY}  # fmt: skip
-"""Values of the fields of ModelConfig that no clause of an architecture sets."""
+"""Values of ModelConfig's fields, except the fields that a clause of the architecture sets."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Family:
     own_split: str | None = None
     """Splitting pattern that AutoTokenizer uses for this architecture instead of the pattern in the folder."""
     exported: bool = True
-    """Whether exports use this architecture. False if an architecture that more programs read holds the same models."""
+    """Whether exports use this architecture. False if an architecture that more programs read fits too."""
     advice: str = ""
     """Advice in README.md for the users of an exported folder."""
 
@@ -77,7 +77,7 @@ class Family:
 
 def what_decides(config: ModelConfig) -> Values:
     """Return the settings that decide a model's outputs, in a form that is equal for models with equal outputs. Biases
-    and the attention scale are left out, since fitting.py can change the weights to fit them."""
+    and the attention scale are left out, since fitting.py can adapt the weights to other values."""
     always = ("vocab_size", "n_layers", "d_model", "n_heads", "n_kv_heads", "d_head", "d_ff", "position", "norm",
               "norm_eps", "norm_placement", "mlp", "qk_norm", "tie_embeddings", "parallel_residual", "n_experts",
               "embedding_scale", "residual_scale", "logit_divisor", "attention_softcap", "logit_softcap",

@@ -1,4 +1,4 @@
-"""Fit a model to an architecture of transformers: choose one, and rewrite the weights for it."""
+"""Fit a model to transformers: choose the architecture, and rewrite the weights for it."""
 
 import json
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from gptworks.interop.tensors import expected_tensors
 
 def choose_family(config: ModelConfig, tokenizer: Tokenizer) -> tuple[Family, ModelConfig]:
     """Return the fitting architecture that adds the fewest zero biases, and the model's configuration in it. Raises a
-    UserError if no architecture fits; the message names the settings that the nearest ones lack."""
+    UserError if no architecture fits; the message names the nearest architectures and the settings that they lack."""
     split = _split_pattern(tokenizer)
     exported = [family for family in FAMILIES.values() if family.exported]
     families = [family for family in exported if family.own_split in (None, split)]
@@ -41,7 +41,8 @@ def choose_family(config: ModelConfig, tokenizer: Tokenizer) -> tuple[Family, Mo
 
 
 def _split_pattern(tokenizer: Tokenizer) -> str | None:
-    """Return a tokenizer's splitting pattern if it normalizes text to NFC, as Qwen's tokenizer does; else None."""
+    """Return a tokenizer's first splitting pattern; None without a pattern, or without normalization to NFC, which
+    Qwen's tokenizers have."""
     kind = json.loads(tokenizer.to_str())
     steps = (kind["pre_tokenizer"] or {}).get("pretokenizers", [{}])
     normalized = (kind["normalizer"] or {}).get("type")
@@ -52,8 +53,8 @@ def _split_pattern(tokenizer: Tokenizer) -> str | None:
 def adapt_weights(
     family: Family, config: ModelConfig, adapted: ModelConfig, tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return weights with which `adapted` computes what `config` computes with `tensors`, and notes about the changes.
-    Raises a UserError if the query's biases are not zero, and the architecture has none."""
+    """Return weights with which `adapted` has the same outputs as `config` with `tensors`, and notes about the changes.
+    Raises a UserError if query biases are not zero, and the architecture has no query biases."""
     weights, changes = dict(tensors), []
     if "qkv" in biases(config) - biases(adapted):
         _move_value_biases(family, config, weights)
@@ -71,7 +72,7 @@ def adapt_weights(
 
 
 def _move_value_biases(family: Family, config: ModelConfig, weights: dict[str, Tensor]) -> None:
-    """Remove the biases of query, key and value from `weights`, without changing what the model computes.
+    """Remove the biases of query, key and value from `weights`, without changing the model's outputs.
 
     Attention weights sum to 1, so a value's bias passes through unchanged and can move to the output projection. A
     key's bias adds the same number to all scores of a query, which softmax cancels. A query's bias must be zero.

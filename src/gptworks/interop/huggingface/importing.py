@@ -40,7 +40,8 @@ from gptworks.tensors import stored_tensors
 from gptworks.tokenizer import library_panics, load_tokenizer, save_tokenizer, vocabulary_size
 
 _BUFFERS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
-"""Matches the masks and rotary frequencies that older versions of transformers saved; the settings determine them."""
+"""Matches names of masks and rotary frequencies, which older versions of transformers saved. The settings determine
+these tensors."""
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -62,7 +63,7 @@ class Import:
     notes: tuple[str, ...]
     """Differences from the original that users should know."""
     logit_difference: float | None
-    """Largest difference between the run's logits and those in transformers; None if they were not compared."""
+    """Largest difference between the run's logits and transformers'; None without a comparison."""
 
 
 def import_huggingface(
@@ -72,7 +73,7 @@ def import_huggingface(
 
     Args:
         source: the folder's origin, for the run's card.
-        verify: compare the run's logits with transformers, if it is installed.
+        verify: compare the run's logits and token ids with transformers', if transformers is installed.
 
     Raises:
         UserError: the folder is missing, has no safetensors, or contains an unknown setting or tensor; `run_dir` is not
@@ -217,7 +218,7 @@ def _by_known_name(files: Mapping[str, Path], family: Family) -> dict[str, str]:
         module, _, kind = name.rpartition(".")
         if module in family.other_names:
             known = f"{family.other_names[module]}.{kind}"
-        else:  # a file that was saved without a head lacks the prefix
+        else:  # a file saved from a model without a head lacks the prefix
             whole = name == _head(family) or name.startswith(family.prefix)
             known = name if whole else f"{family.prefix}{name}"
         if known in theirs:
@@ -238,8 +239,8 @@ def _head(family: Family) -> str:
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Return each tensor's file by the tensor's name: model.safetensors, or without it the file that the index names.
-    Raises a UserError if there is neither that file nor an index, or a file is missing or lacks a tensor."""
+    """Return each tensor's file by tensor name: model.safetensors if it exists, else the file that the index names.
+    Raises a UserError if there is neither model.safetensors nor an index, or a file is missing or lacks a tensor."""
     single, index = folder / WEIGHTS, folder / INDEX
     if not single.exists() and not index.exists():
         others = sorted(path.name for kind in PICKLED for path in folder.glob(kind))
@@ -326,7 +327,8 @@ def _notes(folder: Path, tokenizer: Tokenizer, templates: FolderTemplates) -> It
 
 
 def _differences(folder: Path, original: Original) -> list[str]:
-    """Return a note if AutoTokenizer fails or encodes a text differently; none if transformers is not installed."""
+    """Return a list with a note if AutoTokenizer fails or encodes a text differently. Return an empty list if there is
+    no difference, or transformers is not installed."""
     try:
         require("transformers")
     except UserError:

@@ -1,7 +1,7 @@
-"""Keys in the JSON files of a Hugging Face folder, sorted into those honoured, ignored, and reported in a note; and
-reasons why gptworks cannot read some model types, by the types' exact names.
+"""The known keys in the JSON files of a Hugging Face folder: keys that gptworks reads, ignores, or reports in a note.
+Also the reasons why gptworks cannot read some model types, by the types' exact names.
 
-The clauses of each architecture (architectures.py) contain the honoured keys of config.json.
+The keys of config.json that gptworks reads are in the clauses of each architecture (architectures.py).
 """
 
 import difflib
@@ -17,14 +17,15 @@ from gptworks.special_tokens import GENERATION_CONFIG, ROLES, STATED_SAMPLING, T
 
 @dataclass(frozen=True)
 class Keys:
-    """The known keys of one JSON file. Unknown keys also get a note."""
+    """The known keys of one JSON file. Each unknown key gets a note."""
 
     file: str
     honoured: frozenset[str]
+    """Keys that gptworks reads."""
     harmless: frozenset[str]
     """Keys without effect in gptworks."""
     noted: Mapping[str, frozenset[str]]
-    """Keys that get a note, by the reason that the note states. Null, false and empty values get none."""
+    """Reason → keys that get a note with this reason. A key with the value null, false, 0, [] or {} gets no note."""
 
     def notes(self, values: Mapping[str, Any]) -> Iterator[str]:
         """Yield a note for each key that is set and neither honoured nor harmless."""
@@ -46,7 +47,7 @@ CONFIG_HARMLESS = _keys(
     # special tokens, which special_tokens.py reads or which only other kinds of model use
     "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id mask_token_id "
     "cls_token_id",
-    # how transformers computes the logits, without effect on them
+    # ways of computing the logits that do not change them
     "dtype torch_dtype use_cache cache_implementation attn_implementation pretraining_tp "
     "_attn_implementation_autoset _attn_implementation torchscript chunk_size_feed_forward "
     "gradient_checkpointing output_hidden_states output_attentions output_router_logits return_dict "
@@ -118,7 +119,7 @@ GENERATION_KEYS = Keys(
         "remove_invalid_values max_time",
         # length limits, which each request sets (an export writes them again)
         "max_length max_new_tokens min_length min_new_tokens max_context_size max_window_size chat_format",
-        # how transformers computes and what it returns
+        # computation and outputs of transformers' `generate`
         "use_cache cache_implementation cache_config max_cache_len compile_config disable_compile low_memory "
         "prefill_chunk_size return_dict_in_generate output_attentions output_hidden_states output_scores "
         "output_logits return_legacy_cache continuous_batching_config use_mtp is_assistant num_assistant_tokens "
@@ -167,13 +168,13 @@ _KINDS = {
 }
 REASONS = {kind: reason for reason, names in _KINDS.items() for kind in names.split()}
 _ONE_LETTER = 0.85
-"""Minimum similarity, by difflib, at which an unknown name counts as a misspelt known name."""
+"""Minimum similarity, by difflib, at which an unknown name counts as a misspelled known name."""
 
 
 def about(kind: str, known: Iterable[str]) -> str:
     """Return the end of an error about an unknown model type: a reason, the known type that was probably meant, or "".
 
-    Only a missing letter, or a wrong one in a long name, counts as a typing error: a different number or an extra
+    Only a missing letter, or a wrong letter in a long name, counts as a typing error. A different number or an extra
     letter means another model.
     """
     if kind in REASONS:

@@ -1,6 +1,6 @@
-"""Facts of an imported folder, kept in the run so that its exports can be compared with them.
+"""Facts of an imported folder, kept in the run so that exports of the run can be compared with them.
 
-`tokenizer/original.json` of an imported run:
+`tokenizer/original.json` of an imported run has these fields:
 
 texts      text → token ids, including the post-processor's, for texts on which tokenizers often differ
 ends       the ids that end generation
@@ -51,7 +51,7 @@ class Original:
 
 
 def original_of(tokenizer: Tokenizer, templates: FolderTemplates) -> Original:
-    """Collect facts of an imported folder. As in transformers, a special token's name in a text becomes the token."""
+    """Return facts of an imported folder. As in transformers, a special token's name in a text becomes the token."""
     special = special_tokens(tokenizer)
     names = [f"a{name} b" for name in dict.fromkeys(special.names.values())]
     reader = unpack_tokenizer(pack_tokenizer(tokenizer))
@@ -65,7 +65,7 @@ def original_of(tokenizer: Tokenizer, templates: FolderTemplates) -> Original:
 
 
 def read_original(tokenizer_folder: Path) -> Original | None:
-    """Read the facts in a run's tokenizer folder; None: the run was not imported. Raises a UserError if the file is
+    """Return the facts in a run's tokenizer folder; None if the run was not imported. Raises a UserError if the file is
     damaged."""
     path = tokenizer_folder / ORIGINAL_FILE
     if not path.exists():

@@ -37,8 +37,8 @@ def rope(
         window_theta: name of the setting for the windowed layers' base in earlier versions of transformers.
         window_theta_absent: default base of windowed layers; None: they rotate like other layers.
         absent: default of `rope_parameters`.
-        original_absent: default of a separate `original_max_position_embeddings`, which has precedence; None: the
-            architecture has no such setting.
+        original_absent: default of `original_max_position_embeddings` outside `rope_parameters`, which has precedence
+            over the same setting inside; None: the architecture has no such setting.
     """
 
     def write(config: ModelConfig) -> Values:
@@ -115,8 +115,8 @@ def _written(scaling: RopeScaling, original: int) -> Values:
 
 
 def _older(parameters: Values, context: int) -> Values:
-    """Return `rope_scaling` for earlier versions of transformers. For LongRoPE, leave out the keys that they refuse,
-    if they compute the same values themselves."""
+    """Return `rope_scaling` for earlier versions of transformers. For LongRoPE, leave out the keys that these versions
+    refuse, if they compute the same values themselves."""
     factors = {name: parameters[name] for name in ("short_factor", "long_factor") if name in parameters}
     if not factors or "attention_factor" in parameters:
         return dict(parameters)
@@ -197,8 +197,8 @@ def _n_layers(ours: Values) -> int:
 
 
 def _windowed(window: int | None, layers: list[bool], ours: Values) -> Values:
-    """Return ModelConfig's window fields; `layers` says whether each layer has the window. A window as long as the
-    context is dropped, unless windowed layers have a rotary base of their own."""
+    """Return ModelConfig's window fields; `layers` says whether each layer has the window. A window at least
+    as long as the context is dropped, unless windowed layers have a rotary base of their own."""
     context = ours["context_length"]
     if ours["window_rope_theta"] is not None and any(layers):
         window = context if window is None else min(window, context)
@@ -210,7 +210,7 @@ def _windowed(window: int | None, layers: list[bool], ours: Values) -> Values:
 
 def window_everywhere(absent: int | None = None, switch: str | None = None) -> Clause:
     """Return a clause for a window in every layer, or in none. `switch`: name of the flag that turns the window on; a
-    missing flag means false."""
+    missing flag means false. Without `switch`, the window is on."""
 
     def write(config: ModelConfig) -> Values:
         window = config.window if all(config.layer_windows) else None
@@ -247,8 +247,8 @@ def window_by_layer(
         switched: whether `use_sliding_window` turns windows on. Without `layer_types`, windows then begin at layer
             `max_window_layers`.
         by_rotation: whether, without `layer_types`, the layers without rotary positions are windowed.
-        full_every: without `layer_types`, one layer in this many is not windowed.
-        full_is: index of that layer among `full_every` layers: 0 first, -1 last.
+        full_every: without `layer_types`, one of every `full_every` layers is not windowed.
+        full_is: index of the layer without a window among `full_every` layers: 0 is the first, -1 the last.
         pattern: name of the setting that replaces `full_every`; None: there is no such setting.
     """
     known = _WINDOWED, _FULL

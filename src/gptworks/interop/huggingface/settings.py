@@ -1,7 +1,7 @@
 """Clauses: each writes some of a model's settings to `config.json` and reads them back.
 
-If an architecture cannot hold a value, the clause writes the nearest value that it can. Reading this back then gives
-another model, and the differences are the obstacles to an export (family.py).
+If an architecture does not support a value, the clause writes the nearest supported one. Reading the settings back then
+gives another model, and the differences are the obstacles to an export (family.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ Values = dict[str, Any]
 
 
 class Settings:
-    """The settings in a `config.json`, and which of them were taken, so that the others can be refused."""
+    """The settings in a `config.json`, with a record of those taken, so that an import can refuse the others."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
@@ -46,7 +46,7 @@ class Clause:
     write: Callable[[ModelConfig], Values]
     """Returns this clause's part of `config.json` for a model."""
     read: Callable[[Settings, Values], Values]
-    """Returns this clause's part as fields of ModelConfig, given those that earlier clauses read."""
+    """Returns this clause's part as fields of ModelConfig, given the fields that earlier clauses read."""
 
 
 def refusal(name: str, value: Any, rule: str) -> UserError:
@@ -75,7 +75,7 @@ def only(name: str, value: Any, absent: Any) -> Clause:
 
 
 def own_code(name: str) -> Clause:
-    """Return a clause that accepts `auto_map` only for class `name` of transformers. A folder's code is never run."""
+    """Return a clause that accepts `auto_map` only if it names the class `name`. A folder's code is never run."""
 
     def read(theirs: Settings, ours: Values) -> Values:
         code = (theirs.take("auto_map") or {}).get("AutoModelForCausalLM", name)
@@ -98,7 +98,7 @@ def optional(names: Mapping[str, tuple[str, Any]], *, nullable: bool = False) ->
     """Return a clause for optional settings.
 
     Args:
-        names: name in `config.json` → our field and its default, or a function that computes the default from the
+        names: name in `config.json` → our field and its default. A function as default computes the value from the
             fields of earlier clauses.
         nullable: whether null switches a setting off; if not, null means the default.
     """
@@ -126,10 +126,11 @@ def heads(
     width_absent: int | None = None,
     whole: bool = False,
 ) -> Clause:
-    """Return a clause for the number of query heads and of key/value heads and for their width.
+    """Return a clause for the numbers of query heads and of key/value heads, and for the width of a head.
 
     Args:
         heads, kv_heads, width: names of the settings; None: no such setting.
+        kv_absent, width_absent: values if the file lacks the setting. None: `n_heads`, and `d_model / n_heads`.
         whole: whether the number of heads must divide the model's width, even with the setting `width`.
     """
 
@@ -193,7 +194,7 @@ def activation(
     """Return a clause for the MLP's activation.
 
     Args:
-        choices: our name → theirs. An activation that is missing here is written as the first one.
+        choices: our name → theirs. An activation without an entry is written as the first one.
         other_names: name in `config.json` → name of the activation that this architecture uses instead.
     """
 

@@ -45,7 +45,7 @@ class Verification:
 
     transformers_version: str
     logit_difference: float
-    """Largest difference between our logits and those of transformers, over all positions of all sequences."""
+    """Largest difference between our logits and transformers', over all positions of all sequences."""
     largest_logit: float
     tokens: int
     """Number of positions compared."""
@@ -107,7 +107,7 @@ def verify_folder(
         UserError: transformers is not installed.
     """
     transformers = require("transformers")
-    # transformers reads these names as special tokens
+    # transformers reads these names as special tokens, so texts that contain one are left out
     special = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     texts = [text for text in dict.fromkeys((*TEXTS, *texts)) if text and not any(name in text for name in special)]
     with quiet():
@@ -146,14 +146,15 @@ def load_their_tokenizer(folder: Path) -> Any:
 
 
 def verify_import(run_dir: Path, library: str, load: Callable[[], Any], report: Report) -> float | None:
-    """Compare the logits of an imported run with those of the original in its library; return their largest difference,
-    or None if the library is not installed.
+    """Return the largest difference between the logits of an imported run and of the original in its library; None if
+    the library is not installed.
 
     Args:
-        load: function that loads the original in transformers or PEFT.
+        library: transformers or peft.
+        load: function that loads the original with the library.
 
     Raises:
-        RunError: the difference is above the bound.
+        RunError: the difference is above the bound (`logit_bound`).
         UserError: the library cannot load the original.
     """
     try:
@@ -282,7 +283,7 @@ def _compare_greedy(model: GPT, theirs: Any, prompt: list[int]) -> tuple[int, in
     """
     config = model.config
     by_length = config.rope_scaling is not None and config.rope_scaling.by_length
-    # Beyond the original context, transformers keeps cached keys as rotated for a shorter text; gptworks does not.
+    # Beyond the original context, transformers' cache has keys rotated for shorter texts; in gptworks, all keys agree.
     room = config.original_context_length if by_length else config.context_length
     n_new, n_ties = max(0, min(GREEDY_TOKENS, room - len(prompt))), 0
     cache, n_held, past = SlotCache(config, 1, len(prompt) + n_new), 0, None

@@ -77,7 +77,7 @@ def previous_tokens(tokens: Tensor, text_positions: Tensor | None = None) -> Ten
     """Return the token before each token, int64 [B, T]; NO_TOKEN at the beginning of each row and text.
 
     Args:
-        text_positions: each token's position in its text, from 0, int64 [B, T]; None: each row is one text.
+        text_positions: each token's position in its text, from 0, int64 [B, T]; None if each row is one text.
     """
     before = F.pad(tokens[:, :-1], (1, 0), value=NO_TOKEN)
     return before if text_positions is None else before.masked_fill(text_positions == 0, NO_TOKEN)

@@ -1,6 +1,6 @@
 """`init: induction`: initial weights with which the model can already copy from its context.
 
-A model repeats its context, A B … A → B, by two heads one layer apart (Elhage et al., 2021; Olsson et al., 2022:
+A model repeats its context, A B … A → B, with two heads one layer apart (Elhage et al., 2021; Olsson et al., 2022:
 induction heads). In the first layer, a head copies the previous token to each token. In the second, a head finds an
 earlier occurrence of the current token and copies its successor to the output. Training finds these two heads late, so
 the first heads of the first two layers are initialized as these two. Mimetic initialization likewise imitates trained
@@ -86,7 +86,8 @@ def begin_with_induction(
 
 
 def slow_elements(config: ModelConfig) -> Tensor:
-    """Return indices of the elements that the second head compares: at most (C - 2) / 2, rotated slowly or never."""
+    """Return the indices of a head's elements that the second head compares: at most (C - 2) / 2, rotated slowly or
+    never."""
     n_pairs = config.d_rotary // 2
     slow = torch.arange(n_pairs // 2, n_pairs)
     unturned = torch.arange(config.d_rotary, config.d_head)

@@ -110,8 +110,8 @@ class LabParts(nn.Module):
 
     @staticmethod
     def exit_cost(s: Shapes, layer: int) -> list[Stage]:
-        """Return the memory of a block's output that a skip connection reads too; its two gradients are added. The next
-        block saves the output as its input, unless autocast rounds that input."""
+        """Return the memory of a block's output that a skip connection reads too; the output's two gradients are added.
+        The next block saves the output as its input, unless autocast rounds that input."""
         stream = s.floats(s.config.d_model)
         only_here = s.autocast and s.config.norm_placement == "after"
         there = s.config.layer_is_skipped_to(layer)
@@ -159,8 +159,8 @@ class Gating(nn.Module):
 class Values(nn.Module):
     """A layer's values: its own, mixed with the first layer's (Zhou et al., 2024, `Value Residual Learning`).
 
-    A vector is then added: the token's from a table, or a projection of the first block's input. A gate for each head
-    scales the vector (nanochat's `ve_gate`, 2 · sigmoid).
+    A vector is then added: the token's vector from a table, or a projection of the first block's input. A gate for each
+    head scales the vector (nanochat's `ve_gate`, 2 · sigmoid).
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:

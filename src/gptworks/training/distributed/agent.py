@@ -1,8 +1,8 @@
 """Starts a run's ranks on this machine and watches over them, as torchrun's agent does.
 
-Unlike torchrun, the agent passes each signal to its ranks and lets them save, exits with a code that says whether the
-run is unfinished, and adds to the ranks' own messages only lines on restarts and killed ranks. In a run on several
-machines, each has an agent.
+Unlike torchrun, the agent passes each signal to its ranks and lets them save. Its exit code says whether the run is
+unfinished. It prints only lines on restarts and killed ranks; the ranks print their own messages. In a run on several
+machines, each machine has an agent.
 """
 
 import os
@@ -19,7 +19,7 @@ from gptworks.training.distributed.rendezvous import Round, ThisMachine
 from gptworks.training.signals import NOTICE, STOPS, UNFINISHED, exit_code_of
 
 GRACE_SECONDS = 5.0
-"""Seconds that other ranks have to exit on their own after one has failed."""
+"""Seconds that other ranks have to exit on their own after a rank has failed."""
 
 SAVE_SECONDS = 120.0
 """Seconds that ranks have to save and exit when another machine waits to take part."""
@@ -33,7 +33,7 @@ class Agent:
     def __init__(self, n_ranks: int, arguments: Sequence[str], rendezvous: ThisMachine, restarts: int = 0) -> None:
         """
         Args:
-            restarts: how often ranks are started again after one of them has failed.
+            restarts: number of times that the ranks are started again after a rank has failed.
 
         Raises:
             UserError: the system is Windows.
@@ -56,8 +56,8 @@ class Agent:
     def run(self) -> int:
         """Run the ranks, and restart them after a failure or when machines come or leave; return the exit code.
 
-        0: the run has ended, or SIGINT has stopped it. `UNFINISHED`: another signal has stopped it. Otherwise the code
-        of the first rank that failed, or 128 + n if signal number n has ended that rank.
+        The code is 0 if the run has ended or SIGINT has stopped it, and `UNFINISHED` if another signal has stopped it.
+        Otherwise, it is the code of the first rank that failed, or 128 + n if signal number n has ended that rank.
 
         Raises:
             RunError: the other machines do not arrive, or the run has ended on one of them.
@@ -140,7 +140,7 @@ class Agent:
         self._signal(signal.SIGKILL if self._ends_at_once else number)
 
     def _signal(self, number: int) -> None:
-        """Send the ranks a signal. The first SIGTERM is sent as SIGUSR1: a scheduler may send the ranks SIGTERM too."""
+        """Send the ranks a signal. The first SIGTERM becomes SIGUSR1: a scheduler may send the ranks SIGTERM too."""
         if number == signal.SIGTERM and self._asked != signal.SIGINT:
             number = self._notice
         for rank in self._ranks:
@@ -151,7 +151,7 @@ class Agent:
         """Wait for all ranks; return the exit code, and whether they were stopped because other machines wait.
 
         Once a rank has failed, the others have `GRACE_SECONDS` to exit. Once other machines wait, all ranks have
-        `SAVE_SECONDS`.
+        `SAVE_SECONDS` to save and exit. Ranks that still run then are killed.
         """
         code, changed, reported, deadline, look_at = 0, False, False, float("inf"), time.monotonic()
         while True:
@@ -176,7 +176,7 @@ class Agent:
         return code, changed
 
     def _code_of(self, number: int, ended: int) -> int:
-        """Return the agent's exit code for a rank that failed; report a rank that a signal has ended."""
+        """Return the agent's exit code for a rank that failed; print an error if a signal has ended the rank."""
         if ended > 0:
             return ended
         name = signal.Signals(-ended).name

@@ -1,5 +1,5 @@
-"""Checks that all ranks see the same run folder, and chooses one checkpoint for all ranks. Rank 0 chooses it, since the
-folder may change while ranks look."""
+"""Checks that all ranks see the same run folder, and chooses one checkpoint for all ranks. Rank 0 chooses the
+checkpoint, because the folder may change while ranks look."""
 
 import os
 import secrets
@@ -21,7 +21,9 @@ SHARED_SECONDS = 5.0
 
 
 def agreed_checkpoint(ranks: Ranks, run_dir: Path, choose: Callable[[], Checkpoint | None]) -> Checkpoint | None:
-    """Return, on every rank, the checkpoint that `choose` returns on rank 0; ranks compare the sha256 of its manifest.
+    """Return, on every rank, the checkpoint that `choose` returns on rank 0, or None.
+
+    Each rank compares the sha256 of the checkpoint's manifest with rank 0's.
 
     Raises:
         UserError: a rank does not see the checkpoint in `run_dir`; raised on all ranks.
@@ -109,7 +111,7 @@ def refuse_blind(ranks: Ranks, sees: bool, what: str, rule: str) -> None:
 
     Args:
         what: the file or folder that a rank may fail to see, for the message.
-        rule: a condition, besides the shared disk, that the message gives.
+        rule: a condition that the message states in addition to the shared disk.
 
     Raises:
         UserError: `sees` is false on a rank.

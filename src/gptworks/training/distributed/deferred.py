@@ -1,10 +1,10 @@
-"""Initialization of a sharded model without ever holding it whole.
+"""Initialization of a sharded model on ranks that never hold the whole model.
 
 On one device, building a model draws random numbers tensor by tensor. Here the same code builds the model on the meta
-device, and its operations are recorded. Once the model is sharded, the operations are repeated: each rank draws each
-whole tensor, in the same order and from the same generator, and keeps its part. The weights are bit for bit the same as
-on one device. A rank holds its parts and one whole tensor at a time; with `init: induction`, also the whole embedding,
-head and attention matrices of two blocks.
+device, and `Deferred` records the operations. Once the model is sharded, `Deferred.fill` repeats the operations: each
+rank draws each whole tensor, in the same order and from the same generator, and keeps its part. The weights are bit for
+bit the same as on one device. A rank holds its parts and one whole tensor at a time. With `init: induction`, a rank
+also holds the whole embedding, the head, and the attention matrices of the first two blocks.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,8 @@ from gptworks.training.distributed.shards import local, part_of
 
 aten = torch.ops.aten
 DRAWS = frozenset((aten.normal_.default, aten.uniform_.default))
-"""Random operations: repeated even if a later one overwrites the tensor, to leave the generator in the same state."""
+"""Random operations. `fill` repeats them even if a later operation overwrites the tensor, so that the generator's state
+stays the same as on one device."""
 
 _INDUCTION = ("token_embedding.", "untied_head.", "blocks.0.attention.", "blocks.1.attention.")
 """Prefixes of the names of tensors that `begin_with_induction` reads or changes."""
@@ -36,7 +37,7 @@ _CREATED_WITH = {aten.zeros.default: 0.0, aten.ones.default: 1.0, aten.full.defa
 
 
 class Deferred(OnMeta, TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context for building a model on the meta device; it records the operations that fill each tensor."""
+    """Context in which a model is built on the meta device and the operations that fill its tensors are recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,13 +94,13 @@ class Deferred(OnMeta, TorchDispatchMode):  # type: ignore[no-untyped-call]
                 whole[name] = value
             elif is_last:
                 keep(name, value)
-            del value  # frees it before the next tensor is made
+            del value  # frees its memory before the next tensor is made
         begin()
         assert not left, f"no recorded operation fills {min(left)}"
 
 
 def _begin_with_induction(config: ModelConfig, whole: dict[str, Tensor]) -> None:
-    """Write the attention heads of `init: induction` into whole tensors, by name."""
+    """Write the attention heads of `init: induction` into `whole`, the whole tensors by name."""
     embedding = whole["token_embedding.weight"]
     with torch.device("meta"):
         first, second = (Attention(config, layer) for layer in (0, 1))

@@ -9,9 +9,9 @@
     tensor    ranks have the same micro-batches and a shard of each block's heads and inner width. Embeddings, norms and
               the head are replicated.
 
-Gradients are float32, and are summed over ranks, not averaged: the loss is already divided by the number of targets of
-the step. A block's matrices are gathered in the precision of the products, which rounds them as autocast would. Shards,
-embedding, head, vectors, routers and the residual stream are float32.
+Gradients are float32. They are summed over ranks, not averaged, because the loss is already divided by the number of
+targets of the step. FSDP gathers a block's matrices in the precision of the products, so they are rounded as in
+autocast. Shards, embedding, head, vectors, routers and the residual stream are float32.
 """
 
 import math
@@ -61,10 +61,10 @@ class Parallel:
     layout = ONE_DEVICE
     ranks = ALONE
     gathers_once = False
-    """Whether all sharded blocks are gathered once to generate texts: if they fit on every rank, or if the objective
-    generates answers."""
+    """Whether sharded blocks are gathered once, not in each forward pass, to generate texts. This is so if
+    all blocks fit on every rank, or if the objective generates answers."""
     mesh: DeviceMesh | None = None
-    """All ranks, in dimensions data and tensor; None: a single rank."""
+    """All ranks, in dimensions data and tensor; None for a single rank."""
 
     def __init__(self, train: TrainConfig, varying_widths: bool = False) -> None:
         """With `varying_widths`, batches differ in length, and blocks are compiled for any length."""
@@ -102,8 +102,10 @@ class Parallel:
         return numbers
 
     def begin_all_reduce(self, timed: Timed) -> None:
-        """Let the next backward pass, the step's last, all-reduce the gradients, where the layout allows it. `timed`
-        measures waits for other ranks."""
+        """Let the next backward pass all-reduce the gradients, if the layout allows it.
+
+        Call this method before the step's last backward pass. `timed` measures waits for other ranks.
+        """
 
     def finish_gradients(self) -> None:
         """Finish the all-reduce of the step's gradients. Call it after the last micro-batch."""
@@ -112,7 +114,7 @@ class Parallel:
         """Return the norm of the gradients of all parameters whose names start with `prefix`.
 
         Args:
-            scalars: numbers that the host reads together with the norm; None: only the norm.
+            scalars: numbers that the host reads together with the norm; by default, the host reads only the norm.
         """
         scalars = Scalars() if scalars is None else scalars
         named = self.parameters.items()
@@ -121,14 +123,16 @@ class Parallel:
         return scalars["norm"]
 
     def clip_gradients(self, max_norm: float, norm: float) -> None:
-        """Scale the gradients, whose norm is `norm`, down to `max_norm`."""
+        """Scale the gradients, whose norm is `norm`, down to `max_norm` if `norm` is larger."""
         parameters = self.parameters.values()
         device = next(p.grad.device for p in parameters if p.grad is not None)
         nn.utils.clip_grads_with_norm_(parameters, max_norm, torch.full((), norm, device=device))
 
     def shard_tensors(self, tensors: dict[str, Tensor], holders: Holders = NO_HOLDERS) -> dict[str, Tensor]:
-        """Return this rank's shards of whole tensors, which are named `parameter` or `parameter/key`. A tensor that
-        another rank keeps has no memory here: it is on the meta device."""
+        """Return this rank's shards of whole tensors, by name. A tensor that another rank keeps is on the meta device.
+
+        Names are `parameter` or, for the optimizer's state, `parameter/key`.
+        """
         return tensors
 
     def parts(self, tensors: dict[str, Tensor], holders: Holders = NO_HOLDERS) -> Iterator[tuple[str, TensorPart]]:
@@ -143,8 +147,8 @@ class Parallel:
         """Context in which the model is used but not trained. All ranks must enter it together.
 
         Args:
-            generates: whether the engine generates texts in it, with a forward pass for each token. With
-                `gathers_once`, sharded blocks are gathered on entry and not again.
+            generates: whether the engine generates texts in the context, with a forward pass for each token. If
+                `gathers_once`, sharded blocks are then gathered only on entry.
         """
         yield
 
@@ -188,14 +192,14 @@ class ManyDevices(Parallel):
 
     @property
     def samples(self) -> bool:
-        """True on the first data-parallel rank, and on all if each forward pass gathers blocks."""
+        """True on the first data-parallel rank, and on all ranks if each forward pass gathers blocks."""
         return self._data_rank == 0 or (self._sharded and not self.gathers_once)
 
     # ------------------------------------------------------------------------------------------- model
 
     def build(self, make: Callable[[], GPT], device: torch.device) -> GPT:
         """Make this rank's parts of a model. If ranks divide the model, memory holds these parts and one whole tensor
-        at a time; with `init: induction`, more (deferred.py)."""
+        at a time; with `init: induction`, it holds more (see deferred.py)."""
         if self.layout.n_parts == 1:
             return self.place(make(), device)
         with Deferred() as deferred:
@@ -246,7 +250,7 @@ class ManyDevices(Parallel):
     def _placed(self, model: GPT) -> GPT:
         """Prepare a sharded model on its device for collectives, and return it."""
         for module in _sharded_modules(model):
-            module.unshard()  # allocates buffers now: those made in inference mode could not be trained
+            module.unshard()  # allocates buffers now: buffers allocated in inference mode could not be trained
             module.reshard()
         self.model, self.parameters = model, dict(model.named_parameters())
         if self._data.size() > 1:
@@ -299,7 +303,7 @@ class ManyDevices(Parallel):
         """Make gradients of replicated parameters equal on all tensor ranks.
 
         Gradients of query and key norms are summed, because each rank computes them from its own heads only. Other
-        gradients differ only by the order in which some kernels add; all ranks take those of the first tensor rank.
+        gradients differ only by the order in which some kernels add; all ranks take the first tensor rank's.
         """
         group = self._tensor.get_group()
         for name, gradient in self._local_gradients().items():
@@ -356,8 +360,11 @@ class ManyDevices(Parallel):
     # --------------------------------------------------------------------------------------- evaluation
 
     def split_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield every n-th batch on n data-parallel ranks. In the last round, a rank without a batch yields the round's
-        last batch with all targets ignored, because all ranks must take part in gathering blocks."""
+        """Yield every n-th batch on n data-parallel ranks.
+
+        In the last round, a rank without a batch yields the round's last batch with all targets ignored, because all
+        ranks must take part in gathering blocks.
+        """
         n, index = self._data.size(), self._data.get_local_rank()
         while turn := list(islice(batches, n)):
             if self.ranks.agree_to_stop(self.stop_asked()):
@@ -378,15 +385,17 @@ def compile_blocks(model: GPT, setting: str, device: torch.device, varying_width
 
 
 def compiles_blocks(model: GPT, setting: str, device: torch.device) -> bool:
-    """Whether the blocks are compiled: if the setting is `block`, or `auto` on CUDA. Auto does not compile blocks with
-    packed matrices, which might then stay unpacked until the backward pass."""
+    """Return whether the blocks are compiled: with `block` always, with `auto` on CUDA if no matrices are packed.
+
+    In compiled blocks, packed matrices might stay unpacked until the backward pass.
+    """
     return setting == "block" or (setting == "auto" and device.type == "cuda" and not packed_matrices(model))
 
 
 def tensor_plan(model: ModelConfig) -> dict[str, ParallelStyle]:
-    """Return a block's tensor-parallel plan: projections to heads and inner width are split by columns, those to the
-    residual stream by rows. Products of one input share a single copy of it, so that its gradient is all-reduced once.
-    """
+    """Return a block's tensor-parallel plan: projections to heads and inner width are split by columns, and
+    projections to the residual stream by rows. Projections of the same input share one copy of the input, so that the
+    input's gradient is all-reduced once."""
     gate: dict[str, ParallelStyle] = {"mlp.gate": ColwiseParallel()} if model.gated else {}
     whole = Replicate()
     return gate | {

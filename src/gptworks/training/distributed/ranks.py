@@ -6,10 +6,11 @@ by all, since ranks that disagree would wait for one another for ever.
 
 Ranks communicate by collectives, and through the launcher's store. A thread of each rank writes a heartbeat to the
 store every few seconds, with counts of the rank's work: common points passed, forward passes begun, collectives issued.
-If a rank's heartbeats stop (it was killed, or its machine lost), another rank reports this after `timeout_seconds`, or
-soon after a collective fails, and the run ends. The run also ends if all heartbeats continue but no counts rise for
-`timeout_seconds`. Every batch of training, evaluation, sampling or reference log-probabilities needs a forward pass,
-which a hook on the model counts (`ManyDevices._placed`): a run that computes is not taken for one that hangs.
+If a rank's heartbeats stop (the rank is killed, or its machine fails), another rank reports this after
+`timeout_seconds`, or soon after a collective fails, and the run ends. The run also ends if all heartbeats continue but
+no counts rise for `timeout_seconds`. A run that computes is not taken for one that hangs, because every batch of
+training, evaluation, sampling or reference log-probabilities needs a forward pass, and a hook on the model counts
+forward passes (`ManyDevices._placed`).
 """
 
 import contextlib
@@ -62,11 +63,14 @@ class Ranks:
         return work()
 
     def rank_zero_first(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0, then on the others, which can read the files it wrote; return this rank's result."""
+        """Run `work` on rank 0, then on the other ranks, which can read rank 0's files; return this rank's result."""
         return work()
 
     def agree_to_stop(self, stop: str | None) -> str | None:
-        """Return, on all ranks, a signal that asked any rank to stop, or None; `stop` is this rank's signal."""
+        """Return, on all ranks, the name of a signal that asked any rank to stop, or None.
+
+        `stop` is the name of the signal that asked this rank to stop, or None.
+        """
         return stop
 
     def all_reduce_max(self, seconds: float) -> float:
@@ -101,13 +105,15 @@ ALONE = Ranks()
 def join(timeout_seconds: float, device: torch.device) -> Iterator[Ranks]:
     """Context with the ranks of the run: all processes that a launcher started, or only this process.
 
+    If a rank hangs, a thread prints an error and ends the process without an exception.
+
     Args:
         timeout_seconds: the run ends if a rank writes no heartbeat, or if no rank's counts rise, for this time.
         device: the type of device that each rank uses.
 
     Raises:
-        UserError: a rank has no device, or environment variables that a launcher sets are missing.
-        RunError: a rank died or hangs inside the context; the message names it.
+        UserError: this rank has no GPU, the device is mps, or environment variables that a launcher sets are missing.
+        RunError: the ranks do not reach one another, or a rank died inside the context; the message names dead ranks.
         SystemExit: another rank has failed, and reports the error.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -142,7 +148,7 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
 
 
 class _Joined(Ranks):
-    """Communication of a rank with the others."""
+    """Communication between several ranks, by collectives and through the launcher's store."""
 
     def __init__(self, timeout_seconds: float, device: torch.device) -> None:
         try:
@@ -155,7 +161,7 @@ class _Joined(Ranks):
             ) from None
         _take_device(device, self.local_rank)
         hosts_store = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        connections = [  # one for each thread, so that none waits for a long call of another
+        connections = [  # one for each thread, so that no thread waits for a long call of another
             TCPStore(host, port, is_master=hosts_store and own, wait_for_workers=False) for own in (True, False, False)
         ]
         name = start_name(connections[0], self.rank, self.size, 2 * timeout_seconds + 60)
@@ -229,7 +235,11 @@ class _Joined(Ranks):
 
 
 def _take_device(device: torch.device, local_rank: int) -> None:
-    """Make this rank's device the current one; UserError if the machine has none for it, or if the device is mps."""
+    """Make this rank's GPU the current CUDA device; do nothing on a CPU.
+
+    Raises:
+        UserError: the machine has no GPU for this rank, or the device is mps.
+    """
     if device.type == "mps":
         raise UserError("device mps serves one process: use train.device=cpu, or start a single process.")
     if device.type == "cuda":
@@ -244,7 +254,7 @@ def _take_device(device: torch.device, local_rank: int) -> None:
 def _collectives_issued() -> int:
     """Return the number of collectives that this rank has begun, in all process groups.
 
-    A rank that others wait for has begun fewer than those others, even with NCCL, whose calls return at once.
+    A rank that the others wait for has begun fewer collectives. This also holds for NCCL, whose calls return at once.
     """
     total = 0
     if distributed.is_initialized():
@@ -275,7 +285,7 @@ class _Beat:
 
 
 class _Watch(threading.Thread):
-    """Thread that writes this rank's heartbeats, reads those of other ranks, and ends the process if a rank hangs."""
+    """Thread that writes this rank's heartbeats, reads those of all ranks, and ends the process if a rank hangs."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout_seconds: float) -> None:
         super().__init__(name="watch", daemon=True)
@@ -338,7 +348,7 @@ class _Watch(threading.Thread):
                 self._end(verdict)
 
     def _watch_store(self) -> None:
-        """End the process if the store does not answer: a call waits for ever if the network is cut."""
+        """End the process if the store does not answer. A call to the store waits for ever once the network is cut."""
         while not self._left.wait(self._interval):
             if time.monotonic() - self._answered_at > max(10.0, self._timeout) + self._interval:
                 self._end(_NO_LAUNCHER, asks=False)
@@ -352,8 +362,11 @@ class _Watch(threading.Thread):
         return self._accuse(silent or self._still(3 * self._interval) or self._behind())
 
     def who_is_gone(self) -> str | None:
-        """After a failed collective, return a sentence naming ranks whose heartbeats stopped; "" if a rank failed and
-        reports its own error; None if all ranks are alive."""
+        """Return a sentence that names the ranks whose heartbeats have stopped; None if all ranks are alive.
+
+        Call this method after a collective failed. The result is "" if a rank failed and reports its own error. If the
+        store does not answer, the sentence names the launcher instead.
+        """
         try:
             deadline = time.monotonic() + 4 * self._interval
             while time.monotonic() < deadline:
@@ -407,8 +420,10 @@ class _Watch(threading.Thread):
         ]
 
     def _behind(self) -> list[int]:
-        """Return the ranks for which the others wait: those that began fewer collectives or, if all began equally many,
-        passed fewer points; empty if there are none."""
+        """Return the ranks for which the others wait, or an empty list.
+
+        These ranks began fewer collectives than others. If all ranks began equally many, they passed fewer points.
+        """
         beats = {rank: beat for rank, (beat, _) in self._heard.items() if isinstance(beat, _Beat)}
         collectives = {rank: beat.collectives for rank, beat in beats.items()}
         marks = {rank: beat.marks for rank, beat in beats.items()}

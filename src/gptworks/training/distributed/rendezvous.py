@@ -1,7 +1,7 @@
-"""How a run's machines find one another, by torch's c10d rendezvous, and how the ranks of one start agree on a name.
+"""The rendezvous of a run's machines, by torch's c10d backend, and the name on which the ranks of one start agree.
 
-The first machine hosts the rendezvous' store, and the ranks of all machines use it too. Whoever can reach its port can
-change the run: the network of the machines must be trusted, as it must be for torchrun, gloo and NCCL.
+The first machine hosts the rendezvous' store; the ranks of all machines use the same store. Whoever can reach the
+store's port can change the run, so the machines' network must be trusted. torchrun, gloo and NCCL require this too.
 """
 
 import contextlib
@@ -29,7 +29,8 @@ T = TypeVar("T")
 DEFAULT_PORT = 29400
 
 JOIN_SECONDS = 600
-"""Time within which the machines of a round must arrive. A machine tries to reach the first machine for as long."""
+"""Time within which the machines of a round must arrive. Each machine tries for the same time to reach the first
+machine."""
 
 _STORE_SECONDS = 10
 _PART_SECONDS = 20.0
@@ -37,7 +38,7 @@ _POLL_SECONDS, _ASK_SECONDS = 0.02, 2.0
 
 
 class Round(NamedTuple):
-    """The machines that train together until a machine comes, leaves or fails."""
+    """The machines that train together until a machine comes or leaves, or a rank fails."""
 
     node: int
     """This machine's number, from 0."""
@@ -48,11 +49,12 @@ class Round(NamedTuple):
 
 
 class ThisMachine:
-    """The rendezvous of a run on one machine, which waits for no other. The ranks' store is at a loopback port."""
+    """The rendezvous of a run on one machine. It waits for no other machine, and the ranks' store has a loopback
+    address."""
 
     is_shared = False
     interface: str | None = None
-    """Network interface that gloo must use; None: gloo chooses one."""
+    """Network interface that gloo must use; None if gloo chooses it."""
 
     def __init__(self) -> None:
         self._store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -61,12 +63,12 @@ class ThisMachine:
         """Return the machines that train together next, once they have arrived.
 
         Raises:
-            RunError: too few arrive, or the run has ended on another machine.
+            RunError: too few machines arrive within `JOIN_SECONDS`, or the run has ended on another machine.
         """
         return Round(0, 1, "127.0.0.1", self._store.port)
 
     def others_wait(self) -> bool:
-        """Whether another machine waits to take part, so that the present round must end."""
+        """Return whether another machine waits to take part, in which case the current round must end."""
         return False
 
     def end_round(self) -> None:
@@ -75,7 +77,7 @@ class ThisMachine:
     def leave(self, over: bool) -> None:
         """Wait up to `_PART_SECONDS` for the ranks of all machines to end, since they may use this machine's store.
 
-        With `over`, the run has ended for all machines, so that none may join any more.
+        If `over`, the run has ended for all machines, and no machine may join any more.
         """
 
 
@@ -88,7 +90,7 @@ class Machines(ThisMachine):
         """
         Args:
             host, port: address of the first machine.
-            least, most: numbers of machines with which the run may train.
+            least, most: smallest and largest number of machines with which the run may train.
             run_id: name that distinguishes the run from another run at this address.
 
         Raises:
@@ -153,7 +155,7 @@ class Machines(ThisMachine):
             try:
                 backend, store = create_backend(settings)
             except RendezvousConnectionError:
-                if hosts:  # another process of this machine may host it
+                if hosts:  # another process of this machine may host the store
                     continue
                 raise
             return create_handler(store, backend, settings)
@@ -187,7 +189,10 @@ class Machines(ThisMachine):
 
 
 def _in_thread(work: Callable[[], T]) -> "Future[T]":
-    """Start work in a thread; return its future. The process does not wait for the thread: a store may never answer."""
+    """Start `work` in a thread, and return the future of its result.
+
+    The process does not wait for the thread when it exits, because a store may never answer.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
@@ -201,7 +206,7 @@ def _in_thread(work: Callable[[], T]) -> "Future[T]":
 
 
 def _call(work: Callable[[], T], seconds: float) -> T:
-    """Return what `work` returns, or raise a TimeoutError after `seconds`; meanwhile, signals are handled at once."""
+    """Return the result of `work`, or raise a TimeoutError after `seconds`. Signals are handled during the wait."""
     return _in_thread(work).result(seconds)
 
 
@@ -222,7 +227,7 @@ def check_host(host: str) -> None:
 
 
 def _addresses(host: str) -> list[str]:
-    """Return the addresses of a machine; none if its name is unknown, perhaps because it has not started yet."""
+    """Return the addresses of a machine by its name; an empty list if no machine with this name is known yet."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -231,7 +236,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def _is_own(address: str) -> bool:
-    """Whether an address is this machine's."""
+    """Return whether an address belongs to this machine."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -244,7 +249,8 @@ def _is_own(address: str) -> bool:
 def _interface_towards(address: str) -> str | None:
     """Return the name of the network interface that leads to an IPv4 address; None if unknown.
 
-    Gloo takes the interface that the machine's own name leads to, which is the loopback device on many machines.
+    By default, gloo takes the interface that the machine's own name leads to. On many machines, this is the
+    loopback device.
     """
     try:
         import fcntl
@@ -265,11 +271,12 @@ def _interface_towards(address: str) -> str | None:
 
 
 def start_name(store: Any, rank: int, size: int, timeout_seconds: float) -> str:
-    """Return a random name that the ranks of this start share; keys that begin with it are theirs only.
+    """Return a random name that the ranks of this start share. Only these ranks use keys that begin with the name.
 
     The launcher's store may still hold the keys of an earlier start. The restart count does not distinguish the starts,
-    because torchrun does not count a restart for a machine that comes or leaves. So each rank sends random characters
-    until rank 0 answers them with the name, and rank 0 answers until all ranks have confirmed the name.
+    because torchrun does not count a restart for a machine that comes or leaves. So each other rank sends
+    its own random characters until rank 0 answers with the name. Rank 0 answers until all other ranks have confirmed
+    the name.
 
     Raises:
         RunError: not all ranks answer within `timeout_seconds`.

@@ -1,10 +1,10 @@
-"""Which part of a sharded tensor a rank holds, and the division of computations on whole matrices among ranks, which
-hold the matrices in parts, in copies, or both.
+"""The part of a sharded tensor that a rank holds, and the division of computations on whole matrices among ranks.
 
 Each matrix has an owner: the rank that gathers the matrix's parts, computes with the whole matrix, and sends each rank
-its part of the result, as in the distributed Muon of torchtitan and Megatron. `n_copies` groups of `n_parts` ranks each
-hold every matrix. The owner gathers and sends within its group; then each rank of the group broadcasts its part of the
-result to the ranks that hold the same part. A rank's number as an owner is copy · n_parts + part.
+its part of the result, as in the distributed Muon of torchtitan and Megatron. There are `n_copies` groups of ranks. In
+each group, `n_parts` ranks hold the parts of every matrix. The owner gathers and sends within its group. Then each rank
+of the group broadcasts its part of the result to the ranks that hold the same part. A rank's number as an owner is
+copy · n_parts + part.
 
     replicated (DDP)             n_copies = ranks, n_parts = 1
     sharded (FSDP)               n_copies = 1,     n_parts = ranks
@@ -51,7 +51,7 @@ def sizes_of(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def places_of(mesh: DeviceMesh, rank: int | None = None) -> dict[str, int]:
-    """Return a global rank's index in each dimension of the mesh; None: this rank's."""
+    """Return the index of a global rank, by default this rank, in each dimension of the mesh."""
     rank = mesh.get_rank() if rank is None else rank
     return dict(zip(DIMENSIONS, divmod(rank, sizes_of(mesh)["tensor"]), strict=True))
 
@@ -62,8 +62,8 @@ def part_of(tensor: Tensor, mesh: DeviceMesh | None, rank: int | None = None) ->
     Tensor parallelism splits a dimension first, then FSDP splits the result; both split as `torch.chunk` does.
 
     Args:
-        mesh: all ranks, in dimensions data and tensor; None: a single rank.
-        rank: the global rank; None: this rank.
+        mesh: all ranks, in dimensions data and tensor; None for a single rank.
+        rank: the global rank; None for this rank.
     """
     held = [range(n) for n in tensor.shape]
     if isinstance(tensor, DTensor) and mesh is not None:
@@ -94,13 +94,15 @@ NOTHING: Part = (slice(0, 0), slice(0, 0))
 
 
 class Owners:
-    """The ranks that hold certain matrices, and the collectives with which they exchange parts. Methods take `owned`:
-    the matrices that each rank of this copy owns, by part number."""
+    """The ranks that hold certain matrices, and the collectives with which they exchange parts.
+
+    The methods' argument `owned` is the matrices that each rank of this copy owns, by part number.
+    """
 
     def __init__(self, mesh: DeviceMesh | None = None, divided_over: Sequence[str] = ()) -> None:
         """
         Args:
-            mesh: all ranks, in dimensions data and tensor; None: a single rank.
+            mesh: all ranks, in dimensions data and tensor; None for a single rank.
             divided_over: names of the mesh dimensions over which the matrices are sharded.
         """
         self._mesh, self._divided_over = mesh, divided_over
@@ -116,18 +118,23 @@ class Owners:
         self.copy, self.part = divmod(self.number, self.n_parts)
 
     def _group(self, of_parts: bool) -> distributed.ProcessGroup | None:
-        """Return the group of ranks that hold the parts of this rank's copy or, if not `of_parts`, the group of ranks
-        that hold the same part in each copy; None: all ranks."""
+        """Return a process group; None if it has all ranks.
+
+        With `of_parts`, the group's ranks hold the parts of this rank's copy. Otherwise, they hold the same part of
+        each copy.
+        """
         names = [name for name in DIMENSIONS if (name in self._divided_over) == of_parts]
         return self._mesh.get_group(names[0]) if self._mesh is not None and len(names) == 1 else None
 
     def part_of(self, matrix: Tensor, number: int | None = None) -> Part:
-        """Return the part of a matrix that the owner with this number holds; None: this rank."""
+        """Return the part of a matrix that the owner with this number, by default this rank, holds."""
         return part_of(matrix, self._mesh, None if number is None else self.ranks[number])
 
     def gather(self, owned: Sequence[Matrices], made: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        """Return a whole tensor for each matrix that this rank owns, [N, rows, columns], from the parts that the ranks
-        of this copy hold; [0, 0, 0] if it owns none. At least one rank owns some.
+        """Return a whole tensor for each matrix that this rank owns, [N, rows, columns].
+
+        The parts come from all ranks of this copy. If this rank owns no matrix, the shape is [0, 0, 0]. At least one
+        rank of this copy must own a matrix.
 
         Args:
             made: returns this rank's part of a matrix's tensor. The tensor has the matrix's shape; all tensors have one
@@ -147,8 +154,10 @@ class Owners:
         return whole
 
     def send(self, owned: Sequence[Matrices], whole: Tensor) -> list[Tensor]:
-        """Send each rank of this copy its parts of `whole`, a tensor for each matrix that this rank owns, [N, rows,
-        columns]; return the parts from each owner, in the same form."""
+        """Send each rank of this copy its part of `whole`; return the parts that this rank receives from each owner.
+
+        `whole` has a tensor for each matrix that this rank owns, [N, rows, columns]. The results have the same form.
+        """
         if self.n_parts == 1:
             return [whole]
         here = [self.part_of(matrices[0]) if matrices else NOTHING for matrices in owned]
@@ -160,8 +169,11 @@ class Owners:
         return [v.view(len(m), *shape_of(part)) for v, m, part in zip(received, owned, here, strict=True)]
 
     def send_rows(self, owned: Sequence[Matrices], values: Tensor) -> list[Tensor]:
-        """Send each rank of this copy `values`, a number per row of the matrices that this rank owns, [N, rows]; return
-        the numbers from each owner, in the same form."""
+        """Send `values` to each rank of this copy; return the values that this rank receives from each owner.
+
+        `values` has a number for each row of the matrices that this rank owns, [N, rows]. The results have the same
+        form.
+        """
         if self.n_parts == 1:
             return [values]
         shapes = [(len(matrices), matrices[0].size(0) if matrices else 0) for matrices in owned]
@@ -175,11 +187,11 @@ class Owners:
             distributed.broadcast(sent.view(torch.uint8), group=self._group(of_parts=False), group_src=copy)
 
     def _parts_of(self, matrices: Matrices) -> list[Part]:
-        """Return, for each rank of a copy, the part that it holds of any of these matrices, which are divided alike."""
+        """Return the part of each of these matrices that each rank of a copy holds. All are divided alike."""
         return [self.part_of(matrices[0], number) if matrices else NOTHING for number in range(self.n_parts)]
 
     def _exchange(self, sent: list[list[Tensor]], sizes: list[int], like: Tensor) -> list[Tensor]:
-        """Send lists of flat tensors to the ranks of this copy; return a flat tensor from each, of the given sizes."""
+        """Send each rank of this copy a list of flat tensors; return a tensor of `sizes` elements from each rank."""
         received, bytes_each = like.new_empty(sum(sizes)), like.element_size()
         distributed.all_to_all_single(  # as bytes, because gloo does not send bf16
             received.view(torch.uint8),
@@ -194,12 +206,12 @@ class Owners:
 def divided_among_owners(
     matrices: Matrices, mesh: DeviceMesh | None, work: Callable[[tuple[int, ...]], int]
 ) -> Iterator[tuple[Owners, list[list[nn.Parameter]]]]:
-    """Yield the owners of all matrices sharded over the same mesh dimensions, and each owner's matrices, by number.
+    """Yield, for all matrices sharded over the same mesh dimensions, the owners and the matrices of each owner.
 
     Owners get about equal work. All ranks compute the same division, which depends only on shapes and order.
 
     Args:
-        work: returns the cost of the computation for a matrix of a shape.
+        work: returns the cost of the computation for a matrix of a given shape.
     """
     alike: dict[tuple[str, ...], list[nn.Parameter]] = {}
     for matrix in matrices:

@@ -1,4 +1,4 @@
-"""All-reduce of gradients over ranks, a bucket at a time while the backward pass computes the next bucket."""
+"""All-reduce of gradients over ranks, one bucket at a time, while the backward pass computes the next bucket."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,12 +16,12 @@ Timed = Callable[[], AbstractContextManager[None]]
 class GradientSums:
     """All-reduces the gradients of replicated parameters over the ranks of a group.
 
-    Buckets and their order depend only on the parameters: all ranks send the same buckets, whichever gradients a rank
-    has and whenever these are ready. At most one bucket is in flight, so only its copy takes memory.
+    The buckets and their order depend only on the parameters. All ranks thus send the same buckets in the same order,
+    even if a rank lacks some gradients. At most one bucket is in flight, so memory holds the copy of one bucket only.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: distributed.ProcessGroup) -> None:
-        """`parameters` are replicated, and roughly in the order in which a backward pass computes their gradients."""
+        """`parameters` are replicated, in about the order in which a backward pass computes their gradients."""
         self._buckets: list[list[nn.Parameter]] = []  # each bucket has about BUCKET_BYTES of parameters
         self._awaited: list[int] = []  # number of gradients of each bucket that are not computed yet
         self._n_sent = 0
@@ -36,9 +36,10 @@ class GradientSums:
             parameter.register_post_accumulate_grad_hook(made)  # type: ignore[no-untyped-call]
 
     def begin(self, timed: Timed) -> None:
-        """Let the next backward pass, the step's last, send each bucket in order once its gradients are ready.
+        """Let the next backward pass send the buckets in order, each as soon as its gradients are ready.
 
-        `timed` returns a context that measures the wait for other ranks.
+        Call this method before the step's last backward pass. `timed` returns a context that measures the wait for
+        other ranks.
         """
         self._awaited, self._timed = [len(bucket) for bucket in self._buckets], timed
 
@@ -51,7 +52,7 @@ class GradientSums:
         self._n_sent = 0
 
     def _made(self, number: int, _: Tensor) -> None:
-        if self._awaited:  # empty before the last micro-batch, because later ones add to the gradient
+        if self._awaited:  # empty before the last micro-batch, because later micro-batches add to the gradient
             self._awaited[number] -= 1
             while self._n_sent < len(self._buckets) and not self._awaited[self._n_sent]:
                 with self._timed():

@@ -1,5 +1,5 @@
-"""Communication between the threads that write a checkpoint, one on each rank. They use the launcher's store and no
-collectives, because training issues collectives at the same time."""
+"""Communication between the threads that write a checkpoint, one on each rank. The threads use the launcher's store
+instead of collectives, because training issues collectives at the same time."""
 
 import math
 import time
@@ -26,7 +26,10 @@ class Writers:
         return text or ""
 
     def collect(self, text: str) -> list[str]:
-        """Return all ranks' texts on rank 0, once all ranks have called this; on other ranks, only their own."""
+        """Return the texts of all ranks on rank 0, and only this rank's text on other ranks.
+
+        Rank 0 waits until all ranks have called this method.
+        """
         return [text]
 
     def give_up(self) -> None:

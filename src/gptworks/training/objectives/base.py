@@ -79,22 +79,24 @@ class Objective:
         return self.loss
 
     def begin(self, run: RunContext) -> None:
-        """Called once per session, before its first step.
+        """Prepare for the session's steps; the loop calls this method once, before the first step.
 
         Raises:
             UserError: an input of the objective is missing or cannot be used.
         """
 
     def begin_step(self, share_done: float) -> None:
-        """Called before each step; `share_done` is the fraction of the run that is done, from 0 to 1."""
+        """Prepare for a step; `share_done` is the fraction of the run that is done, from 0 to 1."""
 
     def batch(self, position: int, micro_step: int, size: int) -> Batch:
         """Return the micro-batch that `Samples.batch` gives, with the additional tensors that the loss needs."""
         return self.samples.batch(position, micro_step, size)
 
     def generate(self, position: int, asked: StepBatches) -> StepBatches:
-        """Return the step's micro-batches to train on, generated from `asked`, which has the micro-batches that `batch`
-        returned. Called only if `generates`."""
+        """Generate and return the step's micro-batches to train on. The loop calls this method only if `generates`.
+
+        `asked` has the micro-batches that `batch` returned.
+        """
         raise NotImplementedError
 
     @property
@@ -104,12 +106,14 @@ class Objective:
 
     @property
     def n_evaluated(self) -> int:
-        """Number of validation samples in an evaluation, evenly spaced over the split; 0: all of them."""
+        """Number of validation samples in an evaluation, evenly spaced over the split; 0 for all samples."""
         return self.train.n_evaluated(self.n_validation, self.context_length)
 
     def count(self, batch: Batch) -> int:
-        """Return the batch's number of targets, or of pairs or answers if each of these has one loss. A step's sum of
-        losses is divided by the total of these numbers over its batches."""
+        """Return the number of the batch's losses, which is the number of its targets, pairs or answers.
+
+        A step's sum of losses is divided by the total of this number over the step's batches.
+        """
         return count_targets(batch)
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
@@ -148,7 +152,7 @@ def objective_of(settings: ObjectiveSettings, train: TrainConfig) -> Objective:
 
 
 def choose_objective(recipe: Recipe, folder: Path, verify: bool = False) -> Objective:
-    """Return the objective of a recipe, with its samples opened; arguments and errors are those of `open_samples`."""
+    """Return the objective of a recipe, with its samples opened; arguments and errors are as in `open_samples`."""
     objective = objective_of(recipe.objective, recipe.train)
     objective.take_data(recipe, open_samples(recipe, folder, verify))
     return objective

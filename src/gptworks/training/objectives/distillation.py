@@ -28,8 +28,8 @@ _MOST_NOTE_BYTES = 1 << 16
 
 
 def _teacher_of_the_start(folder: Path, kept: Path) -> Checkpoint:
-    """Return the teacher's checkpoint in `folder` that the file `kept` records; UserError if one of them is missing,
-    damaged or changed."""
+    """Return the teacher's checkpoint in `folder` that the file `kept` records; UserError if the file or the
+    checkpoint is missing, damaged or changed."""
     try:
         note = unsealed_json(read_regular(kept, _MOST_NOTE_BYTES, inside=kept.parent))
         checkpoint, sha256 = checkpoint_of_step(folder, note["step"]), note["manifest_sha256"]
@@ -100,8 +100,10 @@ class Distillation(Objective):
         run.report(f"the teacher is {folder}, step {teacher.step:,}")
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        """Return ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ model), summed over targets, with
-        the KL divergence at that temperature; a model with experts adds the losses of its routers."""
+        """Return ce_weight · cross-entropy + kl_weight · temperature² · KL(teacher ‖ model), summed over targets.
+
+        The KL divergence is between distributions at that temperature. With experts, add the routers' losses.
+        """
         inputs, targets, *texts = batch
         settings, teacher = self.settings, self._teacher
         router_logits: list[Tensor] = []

@@ -34,7 +34,7 @@ class Losses:
     loss: Tensor
     """The loss to report, without auxiliary terms."""
     expert_tokens: Tensor | None = None
-    """Number of tokens routed to each expert of each layer, int64 [L, E]; None: no experts."""
+    """Number of tokens routed to each expert of each layer, int64 [L, E]; None without experts."""
     figures: dict[str, Tensor] = field(default_factory=dict)
     """Other figures by name, as sums; their means are reported."""
     counts: dict[str, Tensor] = field(default_factory=dict)
@@ -53,13 +53,13 @@ LossFunction = Callable[[GPT, Batch], Losses]
 
 
 def next_token(model: GPT, batch: Batch, routing: Routing = Routing(), future_weights: Sequence[float] = ()) -> Losses:
-    """Return the targets' cross-entropy in nats; with experts, plus the two losses of each layer's router.
+    """Return the targets' cross-entropy in nats; with experts, add the two losses of each layer's router.
 
     As in DeepSeek-V3 (2024, section 2.2), all losses are divided by the number of next-token targets.
 
     Args:
-        future_weights: loss weights of the tokens after the next one, nearest first; empty: their heads are not
-            trained.
+        future_weights: loss weights of the tokens after the next one, nearest first. If empty, the heads for
+            these tokens are not trained.
     """
     inputs, targets, *texts = batch
     router_logits: list[Tensor] = []

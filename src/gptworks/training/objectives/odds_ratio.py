@@ -37,7 +37,7 @@ class OddsRatio(PairsObjective):
     figures = ("log_odds_ratio", "chosen_nats_per_token", "accuracy")
 
     def loss(self, model: GPT, batch: Batch) -> Losses:
-        """Return the `odds_ratio_loss` of a batch: inputs and targets, [2P, T]."""
+        """Return the `odds_ratio_loss` of a batch, which has inputs and targets, [2P, T]."""
         inputs, targets = batch
         router_logits: list[Tensor] = []
         logprobs = answer_logprobs(model, inputs, targets, router_logits) / answer_lengths(targets)

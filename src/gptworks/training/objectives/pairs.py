@@ -30,7 +30,7 @@ def answer_lengths(targets: Tensor) -> Tensor:
 
 
 class PairsObjective(Objective):
-    """Base class of objectives on pairs of answers; their `batch_size` is a number of pairs."""
+    """Base class of objectives on pairs of answers; `batch_size` is a number of pairs."""
 
     figures: tuple[str, ...]
     """Names of the figures reported in addition to the loss, each a mean over pairs."""
@@ -74,6 +74,6 @@ class PairsObjective(Objective):
 
 
 def counts(targets: Tensor) -> bool:
-    """Return whether an evaluation batch has targets. To keep ranks in step, `Workers.split_batches` gives a rank that
-    has no batch left a batch without targets."""
+    """Return whether an evaluation batch has targets. To keep ranks in step, `Workers.split_batches` gives a batch
+    without targets to a rank that has no batch left."""
     return bool((targets != IGNORED).any())

@@ -118,9 +118,9 @@ class Preference(PairsObjective):
         return reference
 
     def _logprobs(self, model: GPT, precision: Precision, split: str, workers: Workers) -> Tensor:
-        """Return log π of both answers of every pair, float32 [n, 2] on the CPU. Ranks divide the pairs among them.
+        """Return log π of both answers of every pair, float32 [n, 2] on the CPU. Ranks divide the pairs.
 
-        Gradients stay enabled, though unused, so that the kernels, and their rounding, are those of training.
+        Gradients stay enabled, though unused, so that the same kernels run as in training and round alike.
         """
         given = torch.zeros(len(self.pairs.pairs[split]), 2, device=model.device)
         chunks = self._chunks(list(range(len(given))))
@@ -147,7 +147,8 @@ class Preference(PairsObjective):
 
 
 def weights_fingerprint(model: GPT) -> str:
-    """Return the sha256 of a model's weights, in the order of their names; of this rank's shards, if sharded."""
+    """Return the sha256 of a model's weights, in the order of their names. If the model is sharded, only this
+    rank's shards count."""
     digest = hashlib.sha256()
     for name, parameter in sorted(weight_tensors(model).items()):
         digest.update(name.encode("utf-8"))

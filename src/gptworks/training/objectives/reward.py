@@ -70,7 +70,7 @@ def policy_loss(
 
     Args:
         logprobs, old, reference: each token's log-probability under the current policy, the policy that generated the
-            answers, and the starting model, [B, T].
+            answers, and the starting model, [B, T]. If `reference` is None, there is no KL term.
         advantage: each answer's advantage, [B].
         counted: whether a token belongs to the answer, [B, T].
     """
@@ -95,7 +95,8 @@ def scaled_logprobs(model: GPT, features: Tensor, targets: Tensor, temperature: 
 
 
 def trains_adapters_only(model: GPT) -> bool:
-    """Whether training changes only an adapter: the model without its adapter then equals the starting model."""
+    """Return whether training changes only an adapter. The model without the adapter then equals the starting
+    model."""
     return all(is_adapter(name) for name, parameter in model.named_parameters() if parameter.requires_grad)
 
 
@@ -160,7 +161,7 @@ class Reward(Objective):
             self._start = self._starting_model()
 
     def _end_token(self, engine: Engine) -> int:
-        """Return the id of the token that the chat template writes to end an answer; UserError if it writes none."""
+        """Return the id of the token that the chat template writes to end an answer; UserError if there is none."""
         ends = () if engine.chat_template is None else engine.chat_template.end_token_ids
         if not ends:
             raise UserError(
@@ -171,7 +172,7 @@ class Reward(Objective):
 
     def _fitting_prompts(self, split: str) -> dict[int, Prompt]:
         """Return the prompts of a split that leave room in the context for `max_tokens` more tokens, by number;
-        UserError if fewer than half of them do."""
+        UserError if fewer than half of the prompts do."""
         examples, tokenizer, prompts = self._examples[split], self._run.engine.tokenizer, {}
         n_prompts = len(examples.n_tokens)
         for i in range(n_prompts):
@@ -191,8 +192,8 @@ class Reward(Objective):
         return prompts
 
     def _starting_model(self) -> GPT | None:
-        """Return the starting model; None if it equals the current model without its adapter. A new run stores its
-        weights in the run folder; a resumed run reads them there."""
+        """Return the starting model; None if it equals the current model without its adapter. A new run stores the
+        starting weights in the run folder; a resumed run reads them from there."""
         if trains_adapters_only(self._run.model):
             return None
         path = self.recipe.run_dir / REFERENCE_MODEL
@@ -219,7 +220,7 @@ class Reward(Objective):
         return (torch.tensor([numbers[i] for i in chosen.tolist()]),)
 
     def _round_of(self, position: int) -> int:
-        """Return the number of the round of answers that the step at `position` uses; steps have a fixed batch size."""
+        """Return the number of the round of answers that the step at `position` uses; all steps have one batch size."""
         return position // self.train.batch_size // self.settings.steps_per_rollout
 
     def count(self, batch: Batch) -> int:
@@ -241,12 +242,13 @@ class Reward(Objective):
         return StepBatches(asked.numbers, rows, sum(map(self.count, rows)), sum(batch[0].numel() for batch in rows))
 
     def _answered(self, number: int, micro_step: int, chosen: list[int]) -> Batch:
-        """Generate answers to the `chosen` prompts; return inputs and targets, int64 [B, T]; rewards, advantages and
-        `sampling_gap`, [B]; log-probabilities under the current policy and, with `beta`, the starting model, [B, T].
+        """Generate answers to the `chosen` prompts; return the batch to train on.
 
-        The policy's log-probabilities are computed as in a training step, not taken from the engine, whose kernels
-        round differently. Without dropout, the probability ratios are thus exactly 1 in the first step on these
-        answers."""
+        The batch has inputs and targets, int64 [B, T]; rewards, advantages and `sampling_gap`, [B]; log-probabilities
+        under the current policy and, with `beta`, the starting model, [B, T]. The policy's log-probabilities are
+        computed as in a training step, not taken from the engine, whose kernels round differently. Without dropout, the
+        probability ratios are thus exactly 1 in the first step on these answers.
+        """
         settings, model = self.settings, self._run.model
         prompts = [self._prompts["train"][i] for i in chosen]
         seeds = np.random.SeedSequence((self.recipe.seed, number, micro_step)).generate_state(len(chosen), np.uint32)
@@ -330,7 +332,7 @@ class Reward(Objective):
 
     def evaluate(self, model: GPT, workers: Workers, precision: Precision) -> tuple[LossReport, dict[str, float]]:
         """Generate one answer to each evaluated validation prompt, always with the same seeds; return the negative mean
-        reward as loss, and the mean reward. Ranks divide the prompts among them."""
+        reward as loss, and the mean reward. Ranks divide the prompts."""
         prompts, numbers = self._prompts["validation"], self._numbers["validation"]
         chosen = torch.tensor([numbers[place] for place in evenly_spaced(len(numbers), self.n_evaluated)])
         n_chosen = len(chosen)

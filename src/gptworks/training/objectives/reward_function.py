@@ -11,7 +11,7 @@ from gptworks.errors import RunError, UserError
 from gptworks.files import read_regular, write_whole
 
 REWARD_FILE = "reward.py"
-"""Name of the reward function's file in the run folder, which is copied there when the run starts."""
+"""Name of the copy of the reward function's file in the run folder; a new run makes the copy."""
 
 RewardFunction = Callable[..., float]
 """Called as function(completion, prompt=..., answer=...), all strings; `answer` is the answer in the dataset."""
@@ -74,7 +74,7 @@ _MOST_BYTES = 1 << 24
 
 
 def keep_reward_file(name: str, run_dir: Path, is_new: bool, writes: bool) -> None:
-    """Copy the function's file to a new run's folder if this rank `writes`; in a resumed run, compare file and copy.
+    """Copy the function's file to a new run's folder if this rank `writes`; in a resumed run, compare it with the copy.
 
     Raises:
         UserError: the file has changed since the run began.

@@ -37,7 +37,7 @@ class RolloutStore:
                     old.unlink()
 
     def read(self, number: int, prompts: dict[int, list[int]]) -> dict[int, Batch] | None:
-        """Read the batches of round `number`, by micro-step; None if any is missing, damaged or for other prompts."""
+        """Read round `number`'s batches, by micro-step; None if a batch is missing, damaged or for other prompts."""
         made = {}
         for micro_step, chosen in prompts.items():
             with contextlib.suppress(UserError, KeyError):

@@ -1,4 +1,4 @@
-"""Common code of optimizers: how they are built, updates of whole matrices by their owners, and decoupled weight decay.
+"""Common code of optimizers: types, updates of matrices that ranks divide among them, and decoupled weight decay.
 
 Cautious decay affects only the elements that the update moves towards zero (Chen et al., 2025, "Cautious Weight Decay",
 arXiv 2510.12402, algorithm 1):
@@ -23,7 +23,7 @@ Group = dict[str, Any]
 """A parameter group of torch's optimizers: parameters that share a peak learning rate and a weight decay."""
 
 Mesh = DeviceMesh | None
-"""The ranks that hold the model, in a mesh with dimensions data and tensor; None: only this rank."""
+"""The ranks that hold the model, in a mesh with dimensions data and tensor; None if only this rank holds it."""
 
 Build = Callable[[list[Group], TrainConfig, Mesh], torch.optim.Optimizer]
 """Type of each optimizer file's function `build`, which makes the optimizer from parameter groups and settings."""
@@ -40,7 +40,7 @@ class ByOwners(torch.optim.Optimizer):
     ownership: Ownership
     """How the ranks divide the matrices."""
     expected_on_cuda: ClassVar[Mapping[tuple[str, str], str]] = {}
-    """Findings of `gptworks.training.rehearsal.watched` that are on purpose: (kind of finding, function) → reason."""
+    """Intended findings of `gptworks.training.rehearsal.watched`: (kind of finding, function) → reason."""
     mesh: Mesh
 
     @torch.no_grad()
@@ -76,7 +76,8 @@ class ByOwners(torch.optim.Optimizer):
         return ([matrix] for matrix in matrices)
 
     def _turn(self, turn: Sequence[Matrices], owners: Owners, group: Group) -> None:
-        """Update one batch of matrices, maybe empty, per owner. Memory holds this rank's updates and one other."""
+        """Update one batch of matrices, which may be empty, per owner. Memory holds this rank's updates and
+        one other update."""
         copies = [turn[i : i + owners.n_parts] for i in range(0, len(turn), owners.n_parts)]
         owned = copies[owners.copy]
         mine = self._updates(owned, owners, group) if any(owned) else []
@@ -89,8 +90,8 @@ class ByOwners(torch.optim.Optimizer):
                     self._apply(matrices, update, owners, group)
 
     def _updates(self, owned: Sequence[Matrices], owners: Owners, group: Group) -> list[Update]:
-        """Return this rank's parts of the updates of `owned`: the matrices of each owner in this rank's copy, of which
-        at least one has some."""
+        """Return this rank's parts of the updates of `owned`, the matrices of each owner in this rank's copy of the
+        model. At least one owner has matrices."""
         raise NotImplementedError
 
     def _no_update(self, matrices: Matrices, owners: Owners) -> Update:
@@ -111,8 +112,8 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
 def restore_state(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Tensor]]) -> None:
     """Restore state by parameter index. Tensors keep their dtypes; torch's `load_state_dict` would cast them.
 
-    Tensors are copied to the parameter's device, except the step count, and meta tensors, which stand for state that
-    other ranks keep.
+    Tensors are copied to the parameter's device, except step counts and meta tensors. Other ranks keep the state of
+    meta tensors.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     optimizer.state.clear()  # also drops state that the checkpoint lacks

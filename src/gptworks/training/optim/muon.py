@@ -48,12 +48,12 @@ closest to 1 on the interval to which the earlier ones map [0.001, 1] (Amsel et 
 
 SAFETY = 1.01
 """Divisor of the argument of each polynomial in `POLAR_EXPRESS` except the last; the first polynomial's argument is
-divided twice. Otherwise, a singular value that rounding moves above the interval would grow (the same paper, on finite
-precision)."""
+divided twice. Without this divisor, a singular value that rounding moves above the interval would grow (the same paper,
+on finite precision)."""
 
 
 def build(groups: list[Group], train: TrainConfig, mesh: Mesh, row_beta: float | None = None) -> torch.optim.Optimizer:
-    """Make a Muon, or, with `row_beta`, a NorMuon."""
+    """Make a Muon; with `row_beta`, make a NorMuon."""
     return Muon(
         groups,
         momentum=train.muon_momentum,
@@ -101,7 +101,7 @@ class Muon(ByOwners, torch.optim.Muon):  # type: ignore[misc]  # `step` takes no
         """
         Args:
             orthogonalizing: the polynomials of the iterations, in order.
-            row_beta: NorMuon's decay of the rows' second moments; None: plain Muon.
+            row_beta: NorMuon's decay of the rows' second moments; None for plain Muon.
         """
         super().__init__(*arguments, **settings)
         self._polynomials, self._cautious, self._row_beta = orthogonalizing, cautious, row_beta
@@ -109,7 +109,7 @@ class Muon(ByOwners, torch.optim.Muon):  # type: ignore[misc]  # `step` takes no
 
     @staticmethod
     def batches(matrices: Matrices) -> Iterator[Matrices]:
-        """Yield lists of matrices of one shape and sharding: at most `MUON_TOGETHER` elements, or one larger matrix."""
+        """Yield lists of matrices of one shape and sharding, each of at most `MUON_TOGETHER` elements or one matrix."""
         by_shape: dict[Any, list[nn.Parameter]] = {}
         for matrix in matrices:
             by_shape.setdefault((matrix.shape, getattr(matrix, "placements", None)), []).append(matrix)
@@ -129,7 +129,7 @@ class Muon(ByOwners, torch.optim.Muon):  # type: ignore[misc]  # `step` takes no
         else:
             whole = owners.gather(owned, lambda p: gradient_of(p).lerp(self._average(p), group["momentum"]).bfloat16())
             if mine:
-                # These serve as gradients and as averages: the lerp of two equal tensors returns the same values.
+                # `matrices` serve as gradients and as averages: the lerp of two equal tensors returns the same values.
                 matrices = list(whole.float())
                 del whole
                 whole = self._orthogonalized(matrices, matrices, group)

@@ -98,8 +98,8 @@ class Optimizer:
 
     @property
     def holders(self) -> dict[str, int]:
-        """The only rank that keeps a tensor of the state, by the tensor's name; on other ranks it is on the meta
-        device. Tensors that are not listed are sharded or replicated like their parameter."""
+        """The only rank that keeps a tensor of the state, by the tensor's name; on other ranks, the tensor is on
+        the meta device. Tensors that are not listed are sharded or replicated like their parameter."""
         return {
             f"{name}/{key}": ranks[self.parameters[name]]
             for kind, (optimizer, names) in self._optimizers.items()

@@ -36,7 +36,8 @@ def trainable_model(config: ModelConfig, adapter: LoRAConfig | None, freeze: Fre
 
 
 def check_trained(recipe: Recipe) -> None:
-    """Raise UserError if a pattern of `freeze` or all targets of `adapter` match no parameter, or none is trained."""
+    """Raise UserError if a pattern of `freeze` matches no parameter, `freeze` leaves no parameter to train, or no
+    target of `adapter` matches a layer."""
     model = recipe.model.model_copy(update={"vocab_size": recipe.model.vocab_size or 1})
     names = list(count_parameters(model).shapes)
     if recipe.freeze is not None:

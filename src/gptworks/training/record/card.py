@@ -35,9 +35,9 @@ class MemoryPeaks:
     """Predicted peak memory of the device's tensors; on a CPU, including the copy for a checkpoint."""
     measured_memory_bytes: int | None
     """Measured peak memory of tensors: on CUDA during the run; on a CPU during one step, plus the largest copy for a
-    checkpoint. None: not measured."""
+    checkpoint. None if not measured."""
     grown_memory_bytes: int | None = None
-    """Growth of the process's resident memory during the run, on a CPU. None: unknown, for example because the run used
+    """Growth of the process's resident memory during the run, on a CPU. None if unknown, such as when the run used
     memory that the process had freed before."""
 
 
@@ -54,7 +54,7 @@ def write_model_card(
     """Write `model-card.md`, with results from the run's metrics, and `outcome.json` into the run folder.
 
     Args:
-        reason: why the run has ended; None: the run continues, and `outcome.json` is not written.
+        reason: why the run has ended; None if the run continues. `outcome.json` is then not written.
         samples_per_epoch: number of samples in the training split.
         epochs: number of passes over each dataset of a mixture.
     """
@@ -149,7 +149,7 @@ def _training(
 
 
 def _mixture(recipe: Recipe, epochs: Mapping[str, float]) -> dict[str, str]:
-    """Return the card's rows about a mixture: each dataset's weight and its number of epochs; empty without mixture."""
+    """Return the card's rows about a mixture: each dataset's weight and number of epochs; empty without a mixture."""
     if not recipe.data.mixture:
         return {}
     anneal, first = recipe.data.anneal, recipe.anneal_from

@@ -30,7 +30,7 @@ LOSS_MEMORY = 0.95
 FORMS = range(8)
 """Forms of the progress line, from the longest, with all figures, to the shortest: step, loss and time left."""
 SAMPLE_LINES = 6
-"""Number of a sample prompt's last lines that are shown."""
+"""Number of lines that are shown of a sample's prompt: the last ones."""
 LEAST_BAR, MOST_BAR = 8, 40
 """Least and most columns of the bar on a terminal; the bar is left out if there is room for fewer."""
 MOST_LINES = 30
@@ -40,8 +40,8 @@ MOST_LINES = 30
 class Display:
     """Shows a run's progress and, above it, messages.
 
-    On a terminal, the progress has two lines, no wider than the terminal: step, bar and time left; then the losses and
-    the speed. Elsewhere it is one plain line, now and then.
+    On a terminal, the progress has two lines, no wider than the terminal: first step, bar and time left, then the
+    losses and the speed. Elsewhere, the progress is one plain line, printed again after `every_seconds`.
     """
 
     every_seconds = PLAIN_LINE_SECONDS
@@ -71,7 +71,7 @@ class Display:
             self._live = None
 
     def message(self, text: str) -> None:
-        """Print a message: on a terminal above the progress, and broken between words."""
+        """Print a message. On a terminal, print it above the progress and break lines between words."""
         if self.console.is_terminal:
             text = _broken(text, self.console.width)
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -139,7 +139,7 @@ class Display:
         return found[:width]
 
     def __rich_console__(self, console: RichConsole, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """Yield the two lines of a terminal."""
+        """Yield the progress as two lines for a terminal."""
         width = options.max_width
         for form in FORMS:
             ends = [self._reached(form), "  ".join(filter(None, [self._left(), "" if form > 4 else self._waiting()]))]

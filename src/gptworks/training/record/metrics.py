@@ -37,7 +37,7 @@ class Writer(Protocol):
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one JSON object per line, with a `step` and a `kind`: train, validation,
+    """Writes `metrics.jsonl`: one JSON object per line. Each has a `step` and a `kind`, which is train, validation,
     sample, skipped or rollback."""
 
     def __init__(
@@ -111,7 +111,8 @@ class Skipped:
 
 
 def open_log_file(path: Path) -> BufferedReader:
-    """Open a run's log; a link to a file outside the run folder is an error. Errors: see `open_regular`."""
+    """Open a run's log for reading. Raises the errors of `open_regular`, for example if the log is a link to a file
+    outside the run folder."""
     return open_regular(path, inside=path.parent, max_bytes=MOST_LOG_BYTES)
 
 
@@ -123,7 +124,7 @@ def read_metrics(path: Path, skipped: Skipped | None = None, kinds: Collection[s
     one unfinished line of up to 4 MiB.
 
     Args:
-        kinds: yield only records of these kinds, without parsing lines that name none of them; empty: all records.
+        kinds: yield only records of these kinds, without parsing lines that name none of them; empty for all records.
     """
     reader = MetricsReader(path, skipped, kinds)
     if path.exists():
@@ -140,7 +141,7 @@ MOST_LOG_BYTES = 1 << 34
 _MOST_LINE_BYTES = 1 << 22
 _BLOCK_BYTES = 1 << 18
 _KNOWN_BYTES = 256
-"""A reader remembers this many of the last bytes it read; if the file now differs there, it was rewritten."""
+"""Number of the last bytes read that a reader remembers. If the file now differs there, the file was rewritten."""
 
 
 class MetricsReader:
@@ -152,8 +153,8 @@ class MetricsReader:
     def __init__(self, path: Path, skipped: Skipped | None = None, kinds: Collection[str] = ()) -> None:
         """
         Args:
-            skipped: counts the lines that are not records; None: the reader makes its own.
-            kinds: pass over lines that name none of these kinds, without counting them; empty: read all lines.
+            skipped: counts the lines that are not records; None to make a new one.
+            kinds: pass over lines that name none of these kinds, without counting them; empty for all lines.
         """
         self.path, self.skipped = path, Skipped() if skipped is None else skipped
         self._names = [kind.encode() for kind in kinds]
@@ -165,7 +166,7 @@ class MetricsReader:
         self._inode: int | None = None
 
     def read(self) -> list[tuple[int, Record]]:
-        """Read the next 256 KiB; return the records, each with the byte offset of its line; empty without a file."""
+        """Return the records of the next 256 KiB, each with the byte offset of its line; empty if there is no file."""
         if not self.path.is_file():
             self.at_end = True
             return []
@@ -198,12 +199,12 @@ class MetricsReader:
         return self._offset - len(self._rest)
 
     def finish(self) -> None:
-        """Count an incomplete last line as skipped, because the log will not grow any more."""
+        """Count an incomplete last line as skipped. Call this when the log will not grow any more."""
         if self._rest or self._is_too_long:
             self._finished(self._rest)
 
     def continues(self) -> bool:
-        """Whether the file is still the one already read, perhaps grown; if not, a new reader must read it."""
+        """Whether the file is unchanged up to the bytes read so far. If not, a new reader must read the file."""
         if not self.path.is_file():
             return self._offset == 0
         with open_log_file(self.path) as file:
@@ -264,7 +265,7 @@ _TAIL_BYTES = 1 << 16
 
 
 def last_step(path: Path) -> int:
-    """Return the step of a log's last record; 0 if its last 4 MiB hold no record, or it cannot be read."""
+    """Return the step of a log's last record; 0 if the last 4 MiB hold no record, or the log cannot be read."""
     try:
         with open_log_file(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -338,7 +339,7 @@ def _fault(record: Any) -> str | None:
 
 def _checked(record: Record) -> Record:
     """Return the record with its figures as numbers, without invalid values, and with None for an evaluation's missing
-    perplexity and bits per byte; unchanged if its kind is unknown."""
+    perplexity and bits per byte. A record of an unknown kind stays unchanged."""
     if record["kind"] not in (*_NEEDED, "skipped"):
         return record
     for key in [key for key, value in record.items() if type(value) is not float]:  # floats, most values, are valid

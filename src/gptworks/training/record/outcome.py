@@ -26,9 +26,9 @@ class RunOutcome(BaseModel):
     skipped_steps: int = Field(ge=0)
     best_step: int = Field(ge=0)
     best_validation_loss: float | None
-    """Lowest validation loss; None: no evaluation had a finite loss."""
+    """Lowest validation loss; None if no evaluation had a finite loss."""
     predicted_memory_bytes: int | None = None
-    """Peak memory of tensors; this and the next two: see `card.MemoryPeaks`."""
+    """Planned peak memory of tensors. For this field and the next two, see `card.MemoryPeaks`."""
     measured_memory_bytes: int | None = None
     grown_memory_bytes: int | None = None
     training: dict[str, str]

@@ -47,8 +47,8 @@ class Reporter:
         self._end_announced = False
 
     def opening(self, model: torch.nn.Module, progress: Progress) -> None:
-        """Print the model's size, the device, the amount of text, the run's length, and what the figures
-        of the progress mean."""
+        """Print the model's size, the device, the amount of text, the run's length, and an explanation of the
+        progress figures."""
         total = count_parameters(self.recipe.model).total
         trained = sum(math.prod(p.shape) for p in model.parameters() if p.requires_grad)
         part = "" if trained == total else f", {trained:,} of them trained" if self.recipe.adapter is None else (
@@ -161,7 +161,7 @@ class Reporter:
         self.display.step(self.length.reached(progress), done, losses.loss, self._seconds_left(progress, done))
 
     def _seconds_left(self, progress: Progress, done: float) -> float:
-        """Return the seconds until the run's end at this session's pace, with evaluations; announce the end once."""
+        """Return the seconds until the run's end, with evaluations, at this session's pace; announce the end once."""
         began, done_before = self._started or (0.0, 0.0)
         if self._started is None or done <= done_before:
             return progress.seconds / done * (1 - done) if done else 0.0
@@ -232,8 +232,12 @@ class Reporter:
             write_samples(self.recipe.run_dir / LOG, self.recipe.run_dir / "samples.md", self._samples_rule())
 
     def end(self, progress: Progress, reason: str, memory: MemoryPeaks, talks: bool) -> None:
-        """Report the run's end, on rank 0: write curves, card and outcome.json, print a summary and commands to run
-        next (`talks`: the model has a chat template)."""
+        """Report the run's end: write curves, card and outcome.json, and print a summary and commands to run next. Only
+        rank 0 calls this.
+
+        Args:
+            talks: whether the model has a chat template.
+        """
         self.log.close()
         self._describe(progress, reason, memory)
         left = " Continue with --resume." if self.length.share_done(progress) < 1 else ""

@@ -16,7 +16,8 @@ MEASURE_AFTER_SECONDS = 10.0
 """Training time of a session after which the device's rate is measured; shorter sessions report no utilization."""
 
 MOST_MEASURED = 4
-"""Maximum number of measurements of the device's rate. The rate is measured again if training exceeds it."""
+"""Maximum number of measurements of the device's rate. The rate is measured again if training
+exceeds the measured rate."""
 
 
 class Stopwatch:
@@ -83,8 +84,8 @@ class Pace:
     flops_per_second: float
     """FLOPs of the model's matrix products, forward and backward, with full attention, without recomputation."""
     utilization: float | None
-    """`flops_per_second` divided by the devices' measured rate of large products in the same precision. None: not
-    measured yet, or the measured rate is too low to be right."""
+    """`flops_per_second` divided by the devices' measured rate of large products in the same precision. None if
+    the rate is not measured yet, or is too low to be right."""
 
     @property
     def record(self) -> dict[str, float]:
@@ -121,7 +122,7 @@ class Throughput:
         self._begun_seconds = seconds
 
     def pace(self, tokens: int, seconds: float) -> Pace:
-        """Return the speed since the last call, given the run's totals now; measures the device's rate when due."""
+        """Return the speed since the last call, given the run's totals now; measure the device's rate when due."""
         taken = seconds - self._seconds
         speed = (tokens - self._tokens) / taken if taken > 0 else 0.0
         self._tokens, self._seconds = tokens, seconds

@@ -13,7 +13,7 @@ from gptworks.training.record.metrics import LOG, MetricsLog, Record, Writer
 
 
 def check_writers(names: Sequence[str]) -> None:
-    """Raise UserError, which explains how to install it, if a logger is missing; called before any work is done."""
+    """Raise UserError if a logger is not installed; the message explains how to install it. Called before any work."""
     for name in names:
         if find_spec(name) is None:
             raise not_installed(name, name, f"train.loggers={name}")
@@ -105,7 +105,7 @@ class WeightsAndBiases:
         self._first_step: int = self._run.step  # 0 for a new run; otherwise the server's last step + 1
 
     def write(self, record: Record) -> None:
-        """Send a record. The records of a step are combined into one."""
+        """Send a record, unless the server already has a record of its step. One step's records are combined."""
         if record["step"] >= self._first_step:
             self._run.log({**scalars(record), **texts(record)}, step=record["step"])
 

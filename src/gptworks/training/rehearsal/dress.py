@@ -1,5 +1,7 @@
-"""A dress rehearsal of a run: the checks before its start, a step on fake tensors, compared with the plan, and the
-changes to recommend, with the settings to write. The machine may have none of the run's devices."""
+"""A dress rehearsal of a run: the checks before its start, a step on fake tensors, and recommended changes of settings.
+
+The step is compared with the plan. The machine needs none of the run's devices.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -25,14 +27,14 @@ DISK_GB_PER_SECOND = 1.0
 """Assumed GB/s at which all ranks together write a checkpoint."""
 
 CLOSE, CLOSE_BYTES = 0.01, 4096
-"""Relative tolerance, and tolerance in bytes, of counted against planned bytes: plans leave out the flags by which each
-DDP rank shows which tensors have gradients."""
+"""Relative tolerance, and tolerance in bytes, between counted and planned bytes. Plans leave out the flags by which
+each DDP rank shows which tensors have gradients."""
 
 LEAST_GAIN = 1.05
-"""Smallest ratio of speeds for which another layout is recommended: smaller ones are within the plan's errors."""
+"""Smallest ratio of speeds for which another layout is recommended. Smaller gains are within the plan's errors."""
 
 MOST_LOST_SECONDS = 1800
-"""Time between checkpoints above which more checkpoints are recommended: a failure loses the steps since the last."""
+"""Time between checkpoints above which more checkpoints are recommended."""
 
 LEAST_WRITE_SECONDS = 1
 """Time below which writing a checkpoint never counts as too slow."""
@@ -50,7 +52,7 @@ class Check:
 
     what: str
     problem: str | None
-    """The error that training would report; None: passed."""
+    """The error that training would report; None if the check passed."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,9 @@ class Advice:
     """A reason to change a run."""
 
     reason: str
-    """A sentence."""
+    """The reason, as a sentence."""
     settings: tuple[str, ...] = ()
-    """Settings to write, as arguments of a command; empty: the reason says what to do."""
+    """Settings to write, as arguments of a command. If empty, the reason says what to do."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,11 @@ class Rehearsed:
 
     plan: Plan
     checks: tuple[Check, ...]
-    """Empty for a preset, which is not a recipe that training could start."""
+    """The checks before a start; empty for a preset, which is not a recipe that training could start."""
     step: FakeStep | None
-    """A step of one device with the whole model, on fake CUDA tensors; None: the device is not a CUDA GPU."""
+    """A step of one device with the whole model, on fake CUDA tensors; None if the device is not a CUDA GPU."""
     placement: Placement | None
-    """None: the run has one device."""
+    """The ranks placed on a fake process group; None if the run has one device."""
     disk_gb_per_second: float
 
     @property
@@ -126,8 +128,8 @@ class Rehearsed:
 
     @property
     def in_order(self) -> bool:
-        """Whether the first and the last rank take part in the same collectives in the same order, so that none waits
-        for a collective that the other does not begin. In an all_to_all, ranks may send different amounts."""
+        """Whether the first and the last rank take part in the same collectives in the same order. Otherwise, a rank
+        would wait for a collective that the other does not begin. Bytes of an all_to_all may differ."""
         orders = {
             tuple((one.kind, one.dimension, 0 if one.kind == "all_to_all" else one.n_bytes) for one in rank.second)
             for rank in (self.placement.ranks if self.placement is not None else ())
@@ -136,7 +138,7 @@ class Rehearsed:
 
     @property
     def advice(self) -> list[Advice]:
-        """The recommended changes: first those for failed checks, then those for the plan."""
+        """The recommended changes: first for failed checks, then for the plan."""
         problems = [Advice(check.problem) for check in self.checks if check.problem is not None]
         return [*problems, *advice(self.plan, self.write_seconds)]
 
@@ -145,7 +147,7 @@ def rehearse(plan: Plan, checks: bool = True, disk_gb_per_second: float = DISK_G
     """Rehearse a planned run and return the results.
 
     Args:
-        checks: whether to check the recipe's inputs as training does; not for a preset, which has none.
+        checks: whether to check the recipe's inputs as training does; false for a preset, which has no inputs.
         disk_gb_per_second: GB/s at which all ranks together write a checkpoint.
     """
     n_ranks = plan.setting.layout.world_size
@@ -166,8 +168,8 @@ def _checked(recipe: Recipe, n_ranks: int) -> Iterator[Check]:
 
 
 def _step_bytes(rank: RankSteps, micro_steps: int) -> Counter[tuple[str, str]]:
-    """Return the bytes of a step's collectives by kind and dimension. Micro-batches are alike: each further one adds
-    the difference of the second and the first step."""
+    """Return the bytes of a step's collectives by kind and dimension. Each further micro-batch adds the
+    difference between the second and the first step."""
     first, second = _by_kind(rank.first), _by_kind(rank.second)
     more = micro_steps - rank.n_second
     return Counter({of: second[of] + more * (second[of] - first[of]) for of in {*first, *second}})
@@ -258,7 +260,7 @@ def _pace(plan: Plan, write_seconds: float) -> Iterator[Advice]:
 def _faster(plan: Plan) -> Advice | None:
     """Return advice to use a faster layout of the step; None if the gain is small, or the speed is unknown or measured.
 
-    Of the layouts that fit and are within 1% of the fastest, the one with the fewest changes is recommended.
+    The recommended layout has the fewest changes among all layouts that fit and are within 1% of the fastest.
     """
     if plan.tokens_per_second is None or plan.measured is not None:
         return None

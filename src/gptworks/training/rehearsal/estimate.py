@@ -31,7 +31,7 @@ def estimate(
         read: loads the recipe again with additional overrides; the plan uses it to test its advice.
 
     Raises:
-        UserError: `gptworks.planning.run.plan` raises it, or the data is missing and the vocabulary's size unknown.
+        UserError: as in `gptworks.planning.run.plan`; or the data is missing and the vocabulary's size is unknown.
     """
     planned, data, pairs = _with_data(recipe)
 
@@ -67,8 +67,8 @@ def with_what_is_prepared(recipe: Recipe) -> tuple[Recipe, Prepared | None]:
 
 
 def _with_data(recipe: Recipe) -> tuple[Recipe, DataSize, AnswerPairs | None]:
-    """Return the recipe with its vocabulary's size, if known; the size of its data, exact if prepared; and its pairs of
-    answers, if it has any and they are prepared."""
+    """Return the recipe with its vocabulary's size, if known; the size of its data, exact if prepared; and its prepared
+    pairs of answers, or None."""
     recipe, prepared = with_what_is_prepared(recipe)
     if prepared is None:
         size = data_size(recipe)
@@ -91,8 +91,8 @@ BYTES_PER_TOKEN = 4.0
 
 def data_size(recipe: Recipe) -> DataSize:
     """Estimate the size of the training split: bytes of the sources, without the held-out share, divided by the bytes
-    per token (1 for a character tokenizer, else `BYTES_PER_TOKEN`). If there are snippets, all text counts as Python.
-    Sizes of built datasets of a mixture are exact."""
+    per token (1 for a character tokenizer, else `BYTES_PER_TOKEN`). The share `data.snippets` is added as if all
+    text were Python. Sizes of built datasets of a mixture are exact."""
     if recipe.data.mixture:
         return _mixture_size(recipe)
     try:

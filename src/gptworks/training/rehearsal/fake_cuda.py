@@ -33,9 +33,9 @@ class Finding:
     """File and line, such as `model/moe.py:53`, of the code that called the operation; if autograd called it, of the
     code of the forward pass. Only the file for a tensor that stays on a wrong device; empty if unknown."""
     count: int = 1
-    """Number of times that it happened."""
+    """Number of occurrences in the step."""
     expected: str | None = None
-    """The reason, if gptworks does this on purpose; None: a fault."""
+    """The reason, if gptworks does this on purpose; None for a fault."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class FakeStep:
     """The operations of a training step on a fake CUDA device."""
 
     not_checked: str | None = None
-    """Why nothing was checked; None: the step was checked."""
+    """The reason why nothing was checked; None if the step was checked."""
     n_operations: int = 0
     findings: tuple[Finding, ...] = ()
     products: tuple[tuple[str, int], ...] = ()
     """Each dtype of matrix products and attention, and the number of products of this dtype."""
     n_graphs: int | None = None
-    """Number of graphs of the compiled blocks: one per block if none breaks. None: no block is compiled, or the step
-    failed or was not checked."""
+    """Number of graphs of the compiled blocks: one per block if no graph breaks. None if no block is compiled, or if
+    the step failed or was not checked."""
 
     @property
     def faults(self) -> tuple[Finding, ...]:
@@ -68,7 +68,7 @@ _SECONDS = 1800
 def step_on_fake_cuda(rehearsal: Rehearsal) -> FakeStep:
     """Run two training steps of a new model on fake CUDA tensors, in a new process, and report on the second.
 
-    `rehearsal` has the step's settings, of device cuda; `Rehearsal.of(plan, "cuda")` gives those of a plan.
+    `rehearsal` has the step's settings, with device cuda; `Rehearsal.of(plan, "cuda")` takes them from a plan.
     """
     try:
         guard = guard_library()
@@ -86,7 +86,7 @@ def preloading(guard: Path) -> dict[str, str]:
 
 
 def guard_library() -> Path:
-    """Return the compiled fake_cuda.cpp, from the cache of the kernels or compiled now.
+    """Return the path of the compiled fake_cuda.cpp; compile it if it is not in the cache of the kernels.
 
     Raises:
         Unavailable: this torch has CUDA, the system is not Linux, no compiler works, or no folder keeps the library.

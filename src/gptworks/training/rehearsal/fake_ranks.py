@@ -46,7 +46,7 @@ MOST_SECONDS = 1200.0
 """Maximum time of the process that rehearses all ranks."""
 
 MOST_DRAWN = 4 * 10**9
-"""Largest model that is built in memory, in parameters: each takes a random number, about 100 million a second."""
+"""Maximum number of parameters of a model that is built in memory. About 100 million are drawn at random per second."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Asked:
     builds: bool
     """Whether the first of `ranks` also makes its parts in memory."""
     memory_bytes: int
-    """Memory that the process may add to what it needs to start."""
+    """Bytes by which the process's memory may grow after its start."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Built:
 
     seconds: float
     grown_bytes: int | None
-    """Growth of the process's memory at its peak; None: unknown on this system."""
+    """Growth of the process's memory at its peak; None if unknown on this system."""
     held_bytes: int
     """Bytes of the parts."""
 
@@ -83,8 +83,8 @@ class Sent:
     dimension: str
     """Mesh dimension along which the ranks communicate: data, tensor or all."""
     n_bytes: int
-    """Bytes of the tensors as `gptworks.planning.network.Collective` counts them: the unsharded tensors; for
-    all_to_all, those that this rank sends, its own part included. 0: only counts or losses."""
+    """Bytes of the unsharded tensors; for all_to_all, bytes that this rank sends, also to itself. 0 if the tensors are
+    only counts or losses. `gptworks.planning.network.Collective` counts bytes in the same way."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class RankSteps:
     first: list[Sent]
     """Collectives of a step with one micro-batch."""
     second: list[Sent]
-    """Collectives of a step with two micro-batches; with one, if the run's steps have only one."""
+    """Collectives of a step with two micro-batches, or with one if the run's steps have only one."""
     n_second: int
     """Number of micro-batches of the second step."""
     seconds: float
@@ -112,11 +112,11 @@ class Placement:
     ranks: tuple[RankSteps, ...] = ()
     """The first and the last rank; empty if nothing was checked."""
     built: Built | None = None
-    """The first rank's parts; None: not built."""
+    """The first rank's parts; None if they were not built."""
     not_checked: str | None = None
-    """Why no rank was placed; None: ranks were placed."""
+    """The reason why no rank was placed; None if ranks were placed."""
     not_built: str | None = None
-    """Why no parts were made in memory; None: parts were made, or the process that makes them failed."""
+    """The reason not to make parts in memory; None if parts were made, or if the process that makes them failed."""
 
 
 def place_ranks(plan: Plan) -> Placement:
@@ -218,8 +218,10 @@ class _FakeRanks(Ranks):
 
 
 class _Measured(ManyDevices):
-    """Measures how much the process grows until the rank's parts are made, before FSDP first gathers some of them: on a
-    GPU, gathered parts are not in the host's memory."""
+    """Measures the growth of the process's memory until the rank's parts are made.
+
+    The measurement ends before FSDP first gathers parts, because on a GPU, gathered parts are not in the host's memory.
+    """
 
     grown_bytes: int | None = None
 
@@ -262,7 +264,7 @@ def _place(asked: Asked) -> Placement:
 
 @contextlib.contextmanager
 def _joined(rank: int, asked: Asked) -> Iterator[tuple[TrainConfig, Ranks, DeviceMesh, Layout]]:
-    """Context in which this process is a rank of a fake group; gives the arguments of the rank's `ManyDevices`."""
+    """Context in which this process is a rank of a fake group. It yields the arguments of the rank's `ManyDevices`."""
     layout = asked.layout
     distributed.init_process_group("fake", rank=rank, world_size=layout.world_size)
     try:

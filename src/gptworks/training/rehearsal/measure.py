@@ -1,4 +1,6 @@
-"""Measures memory and speed of real training steps: of a run, and of a new model, whose memory a new process measures:
+"""Measures memory and speed of real training steps, of a run or of a new model.
+
+A new process measures the memory of a new model:
 
 python -m gptworks.training.rehearsal.measure keep|return < rehearsal.json
 """
@@ -22,14 +24,14 @@ from gptworks.training.rehearsal.trace import LiveBytes, Rehearsal, take
 from gptworks.training.setup import PreparedRun
 
 SPEED_SECONDS, SPEED_STEPS = 2.0, 9
-"""Maximum seconds, unless the first measured step takes longer, and maximum number of steps of `measure_speed`."""
+"""Maximum seconds and maximum number of steps of `measure_speed`, which measures at least one step."""
 
 
 def measure_step(rehearsal: Rehearsal) -> Measured:
     """Measure a step's memory and speed in a new process, so that no other memory is counted.
 
-    On a CPU, there are two processes. The one that measures memory returns freed memory immediately, so that all its
-    resident memory is in use; the one that measures speed keeps freed memory, as `gptworks train` does.
+    On a CPU, there are two processes. One measures memory and returns freed memory immediately, so that all resident
+    memory is in use. The other measures speed and keeps freed memory, as `gptworks train` does.
 
     Raises:
         RunError: a process failed, perhaps for lack of memory.
@@ -54,7 +56,7 @@ def measure_speed(rehearsal: Rehearsal) -> Measured:
 
 def median_of_turns(turns: Iterable[tuple[float, ...]], least: int, most: int, seconds: float) -> list[float]:
     """Return the median of each column of `turns`, whose rows hold seconds. Read at least `least` rows and at most
-    `most`, and stop before another row like the last one would raise the sum above `seconds`.
+    `most`, and stop before another row like the last row would raise the sum above `seconds`.
 
     Raises:
         RunError: a step failed.
@@ -126,19 +128,19 @@ class StepMemory:
     """
 
     def __init__(self, setup: PreparedRun) -> None:
-        """Start to measure the growth of the process; the model must not be built yet."""
+        """Start to measure the growth of the process's memory. The model must not be built yet."""
         self._setup, self._n_whole = setup, 0
         self._counts = setup.device.type == "cpu" and setup.ranks.size == 1 and setup.recipe.train.compile != "block"
         self._before_bytes = reset_peak(setup.device)
         self.peak_bytes: int | None = None
-        """Peak memory of tensors in the counted step; None before it, and always on GPUs, on several ranks, or with
-        compiled blocks."""
+        """Peak memory of tensors in the counted step. None before that step, and always on GPUs, on several ranks, or
+        with compiled blocks."""
 
     @contextmanager
     def counted(self, is_whole: bool) -> Iterator[None]:
-        """Return a context for a step; in the second full step, when the optimizer has its state, it counts memory.
+        """Return a context for a step, which counts memory in the second full step, when the optimizer has its state.
 
-        With `is_whole`, the step is full: it has the batch and row sizes that the plan assumes.
+        With `is_whole`, the step is full: its batch and rows have the sizes that the plan assumes.
         """
         self._n_whole += is_whole
         if not (self._counts and is_whole and self._n_whole == 2):

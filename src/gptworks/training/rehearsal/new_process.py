@@ -26,7 +26,7 @@ def ask(
     """Run a module of this folder, which calls `answer`, in a new Python; return its result for the task `given`.
 
     Args:
-        environment: its environment variables; None: this process's.
+        environment: environment variables of the new process; by default, this process's variables.
 
     Raises:
         ProcessFailed: the process failed, with the last line of its errors, or took longer than `seconds`.
@@ -44,6 +44,6 @@ def ask(
 
 
 def answer(asked: type[Asked], work: Callable[[Asked], Any]) -> None:
-    """In the new process: read a task, and print the result of `work` on it."""
+    """Read a task from standard input, and print the result of `work` on it. The new process calls this function."""
     found = work(TypeAdapter(asked).validate_json(sys.stdin.buffer.read()))
     sys.stdout.buffer.write(TypeAdapter(type(found)).dump_json(found))

@@ -47,7 +47,7 @@ class Rehearsal:
 
     @classmethod
     def of(cls, plan: Plan, device: str) -> Self:
-        """Return the settings of one step of a planned run, with at most two micro-batches. Needs no data."""
+        """Return the settings of one step of a planned run, with at most two micro-batches. No data is needed."""
         recipe, setting = plan.recipe, plan.setting
         return cls(
             recipe.model, plan.one_step, device, setting.precision, recipe.adapter, recipe.freeze, recipe.objective,
@@ -68,8 +68,8 @@ class Rehearsal:
         return trainable_model(self.model, self.adapter, self.freeze)
 
     def batch(self, tokens: Tensor) -> Batch:
-        """Return a batch whose inputs and targets are `tokens`, int64 [B, T]. If `several_texts`, each row is one text
-        with its positions."""
+        """Return a batch whose inputs and targets are `tokens`, int64 [B, T]. If `several_texts`, each row is one
+        text, and the batch also has the positions and starts of texts."""
         if not self.several_texts:
             return tokens, tokens
         n_rows, length = tokens.shape
@@ -98,7 +98,7 @@ class Rehearsal:
 
 
 _MOST_SKIPPED = 32
-"""Maximum number of steps in fp16 that `take` skips; each halves the factor of the loss, which is 2^16 at first."""
+"""Maximum number of steps in fp16 that `take` skips. Each skip halves the factor of the loss, at first 2^16."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def trace_step(rehearsal: Rehearsal) -> Trace:
     """Return the peak memory of a step whose optimizer has its state, assuming that experts get equally many tokens.
 
     Raises:
-        UserError: torch cannot trace steps on this device; cuda needs a GPU, although nothing runs on it.
+        UserError: the device is neither cpu nor cuda, or it is cuda and the machine has no CUDA GPU.
     """
     train, place = rehearsal.train, torch.device(rehearsal.device)
     if place.type not in ("cpu", "cuda"):
@@ -148,7 +148,7 @@ def accumulate(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
 
 def take(step: TrainStep, train: TrainConfig, batch: Batch) -> None:
     """Do a whole training step, with its update, on a batch of `train.batch_size` rows. As in training, steps in fp16
-    whose gradient is not finite are skipped: each halves the factor of the loss.
+    whose gradient is not finite are skipped; each skip halves the factor of the loss.
 
     Raises:
         UserError: no step's gradient is finite.
@@ -167,8 +167,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages. `now_bytes` and `peak_bytes` count storages that operations create, while they
     exist; `found_bytes` counts storages that existed before, which are assumed to exist throughout.
 
-    Tensors on the meta device have no memory; `counts_meta` counts them as if they had. Storages may change their size:
-    FSDP frees gathered parameters by resizing their storages.
+    Tensors on the meta device have no memory, but count as if they had if `counts_meta`. Storages may change their
+    size: FSDP frees gathered parameters by resizing their storages.
     `torch.distributed._tools.mem_tracker.MemTracker` counts the same bytes (a test checks it), but is six times slower.
     """
 
@@ -229,7 +229,7 @@ INDEXING = (_aten.index, _aten.index_put_, _aten.index_put)
 
 
 def answered(function: Any, args: Sequence[Any], kwargs: dict[str, Any], selected: int = 1) -> Any:
-    """Run an operation on fake tensors, or return substitutes for values that they lack: a scalar is 1 or true, and a
+    """Run an operation on fake tensors, or return substitutes for missing values: a scalar is 1 or true, and a
     mask selects one in `selected` elements."""
     packet = function.overloadpacket
     if packet is _aten._local_scalar_dense:

@@ -38,7 +38,7 @@ from gptworks.training.step import TrainStep
 
 PACKAGE = str(Path(__file__).parents[2])
 _SKIPPED = (str(Path(__file__).parent), str(Path(dispatch.__file__)))
-"""Files that only pass operations on: findings name the code that calls them."""
+"""Files that only pass operations on to torch. Findings name the code that calls these files."""
 
 EXPECTED: dict[tuple[Kind, str, str], str] = {
     ("host read", "device.py", "__getitem__"): "the step's losses and gradient norm, read together",
@@ -51,7 +51,7 @@ _READS = {
     _aten._local_scalar_dense, _aten.equal, _aten.is_nonzero, _aten.nonzero, _aten.masked_select, _aten.bincount,
     _aten._unique2, _aten.unique_dim, _aten.unique_consecutive, _aten._linalg_eigh, _aten._linalg_check_errors,
 }  # fmt: skip
-"""Operations whose result's value or size the host must know."""
+"""Operations after which the host must read the result or its size."""
 _COPIES = {_aten._to_copy, _aten.copy_}
 _PRODUCTS = {
     _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.addbmm, _aten.mv, _aten.dot, _aten._grouped_mm,
@@ -98,7 +98,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if (
             torch.is_inference_mode_enabled() and function.namespace == "aten"
-        ):  # in this mode, operations may consist of others
+        ):  # in this mode, operations may consist of other operations
             with self:
                 parts = function.decompose(*args, **kwargs)
             if parts is not NotImplemented:
@@ -138,7 +138,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.record("blocking copy", name)
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings, those of one kind together."""
+        """Yield the findings, grouped by kind."""
         for (kind, operation, where, function), count in sorted(self.found.items()):
             reason = self.expected.get((kind, where.partition(":")[0], function))
             yield Finding(kind, operation, where, count, reason)
@@ -154,7 +154,7 @@ def _selects(packet: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 def _caller() -> tuple[str, str]:
     """Return "file:line" of the innermost code of gptworks, and its function's name. For an operation of autograd, this
-    is the code of the forward pass, which anomaly mode records. Empty texts if there is none."""
+    is the code of the forward pass, which anomaly mode records. The texts are empty if no code is found."""
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -181,7 +181,7 @@ def watched_step(rehearsal: Rehearsal) -> FakeStep:
         try:
             with watch:
                 step = rehearsal.new_step()
-            watch.forget_waits()  # a new model may wait
+            watch.forget_waits()  # building a model may wait for the GPU
             watch.expected |= _expected_of(step.optimizer)
             shape = rehearsal.train.batch_size, rehearsal.row_length
             batch = rehearsal.batch(torch.zeros(*shape, dtype=torch.int64, device="cuda"))
@@ -346,7 +346,7 @@ def install(watch: Watch) -> None:
         watch.record("host read", "tolist")
         return count(chosen, n_experts)
 
-    def tolist(x: Tensor) -> Any:  # torch's own reads one element after the other
+    def tolist(x: Tensor) -> Any:  # torch's own method reads one element after the other
         if x.device.type == "cuda":
             watch.record("host read", "tolist")
         return np.full(x.shape, 2.0 if x.is_floating_point() else 0).tolist()  # 2: a norm to clip; 0: a valid token
