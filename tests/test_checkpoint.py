@@ -99,8 +99,9 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert choose_checkpoint(tmp_path, "best").step == 2
     assert choose_checkpoint(tmp_path, "last").step == 6
     assert choose_checkpoint(tmp_path, "5").step == 5
-    with pytest.raises(UserError, match="use best, last or one of"):
-        choose_checkpoint(tmp_path, "4")
+    for name in ("4", "²", "9" * 5000):
+        with pytest.raises(UserError, match="use best, last or one of"):
+            choose_checkpoint(tmp_path, name)
 
 
 def test_each_kept_checkpoint_keeps_the_best_that_it_knows_of(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from gptworks.quantize.convert import kinds_to_pack, packed_kinds, read_packed, 
 from gptworks.quantize.linear import QuantizedGPT
 from gptworks.recipe import load_recipe, not_a_run
 from gptworks.tensors import Expected, Stored, TensorFile, Wanted, read_tensors, stored_tensors
+from gptworks.units import whole_number
 
 FORMAT = 2
 MAX_JSON_BYTES = 1 << 24
@@ -273,9 +274,9 @@ def choose_checkpoint(run_dir: Path, which: str = "best", report: Report = lambd
         raise UserError(f"run {run_dir} has no checkpoint yet: let it train to its first one (train.checkpoint_every).")
     if which not in ("best", "last"):
         steps = sorted({checkpoint.step for checkpoint in found})
-        if not which.isdigit() or int(which) not in steps:
+        if (step := whole_number(which)) is None or step not in steps:
             raise UserError(f"checkpoint `{which}` is not in {run_dir}: use best, last or one of {steps}.")
-        asked = checkpoint_of_step(run_dir, int(which))
+        asked = checkpoint_of_step(run_dir, step)
         asked.verify()
         return asked
     order = available

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic_core import to_jsonable_python
 
 from gptworks.errors import UserError
+from gptworks.units import whole_number
 
 
 def as_typed(value: Any) -> str:
@@ -68,18 +69,17 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             f"override `{override}` is not of the form key.path=value, such as train.max_steps=200, without spaces "
             f"around the equals sign."
         )
-    value = _value_of(tuple(int(part) if part.isdigit() else part for part in parts), text)
+    value = _value_of(tuple(part if (n := whole_number(part)) is None else n for part in parts), text)
     node: Any = tree
     index: Any
     for depth, part in enumerate(parts):
         where = ".".join(parts[: depth + 1])
         if isinstance(node, list):
-            n_items = len(node)
-            if not part.isdigit() or int(part) >= n_items:
+            n_items, index = len(node), whole_number(part)
+            if index is None or index >= n_items:
                 raise UserError(
                     f"override `{override}`: {where} is not an item of a list of {n_items}; use 0 to {n_items - 1}."
                 )
-            index = int(part)
         elif isinstance(node, dict):
             index = part
         else:

@@ -1,4 +1,4 @@
-"""Formatting of numbers for people."""
+"""Numbers for people: formatted, and read from what they type."""
 
 import math
 from collections.abc import Mapping
@@ -23,6 +23,11 @@ def significant(value: float, digits: int = 4) -> str:
     if not -5 <= size < 9:
         return f"{value:.{digits}g}"
     return f"{value:,.{max(0, digits - 1 - size)}f}"
+
+
+def whole_number(text: str) -> int | None:
+    """Return the whole number that a text of at most 18 decimal digits states; None for any other text."""
+    return int(text) if text.isdecimal() and len(text) <= 18 else None
 
 
 def counted(n: int, noun: str) -> str:

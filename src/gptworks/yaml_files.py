@@ -19,6 +19,7 @@ from yaml.scanner import Scanner
 
 from gptworks.errors import UserError
 from gptworks.files import read_text
+from gptworks.units import whole_number
 
 try:  # libyaml's parser is four times as fast
     from yaml.cyaml import CParser as _Parser  # type: ignore[attr-defined]
@@ -73,8 +74,10 @@ class Origin(str):
         for name in key.split(".") if key else ():
             if isinstance(node, yaml.MappingNode):
                 mark, node = next(((k.start_mark, v) for k, v in node.value if k.value == name), (None, None))
-            elif isinstance(node, yaml.SequenceNode) and name.isdigit() and int(name) < len(node.value):
-                node = node.value[int(name)]
+            elif isinstance(node, yaml.SequenceNode) and (item := whole_number(name)) is not None:
+                if item >= len(node.value):
+                    break
+                node = node.value[item]
                 mark = node.start_mark
             else:
                 break

@@ -29,6 +29,7 @@ from gptworks.data.sources.records import read_jsonl
 from gptworks.errors import UserError, did_you_mean, shortened
 from gptworks.files import read_given
 from gptworks.recipe import parse_section
+from gptworks.units import whole_number
 from gptworks.yaml_files import MAX_BYTES, parse_yaml
 
 Item = dict[str, Any]
@@ -263,8 +264,8 @@ class Task:
         choices, answer = self.choices(item), self.value(item, "answer")
         if isinstance(answer, str) and answer in choices:
             return choices.index(answer)
-        if str(answer).isdigit() and int(answer) < len(choices):
-            return int(answer)
+        if (index := whole_number(str(answer))) is not None and index < len(choices):
+            return index
         raise UserError(
             f"{self.origin}: item {self._number(item)} has the answer {answer!r}: it must be one of the choices "
             f"{choices}, or its index from 0 to {len(choices) - 1}."

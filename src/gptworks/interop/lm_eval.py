@@ -257,7 +257,8 @@ def _shares(samples: Sequence[dict[str, Any]]) -> list[float]:
         texts = [text.strip() for _, text in one["arguments"]]
         known = [texts.index(right.strip())] if isinstance(right, str) and right.strip() in texts else right
         indices = known if isinstance(known, list) else [known]
-        if len(scores) < 2 or "acc_mutual_info" in one or not all(isinstance(index, int) for index in indices):
+        is_choice = len(scores) > 1 and len(set(texts)) > 1  # else each choice is a context of the same continuation
+        if not is_choice or "acc_mutual_info" in one or not all(isinstance(index, int) for index in indices):
             return []
         shares.append(share_of_best(scores, indices))
     return shares

@@ -17,6 +17,7 @@ from torch import Tensor
 from gptworks.confined.expressions import find
 from gptworks.errors import UserError, shortened
 from gptworks.json_files import read_json
+from gptworks.units import whole_number
 
 CONFIG_FILE = "adapter_config.json"
 
@@ -128,11 +129,11 @@ class LoraSettings(BaseModel):
         patterns, layers = self.layers_pattern or r"[^.]*", self.layers_to_transform
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
             if (found := find(rf".*\.{pattern}\.(\d+)\.", [module], "match", _SECONDS)[0]) is not None:
-                if not found[1].isdigit():
+                if (layer := whole_number(found[1])) is None:
                     raise UserError(
                         f"layers_pattern={_short(pattern)} has a group: give only the name of the list of layers."
                     )
-                return int(found[1]) in (layers if isinstance(layers, list) else [layers])
+                return layer in (layers if isinstance(layers, list) else [layers])
         return False
 
     def rank_of(self, module: str) -> int:
