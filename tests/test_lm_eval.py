@@ -186,6 +186,32 @@ def test_minimal_pairs_tie_at_half_where_the_model_knows_nothing(
     assert {one.fingerprint for one in other}.isdisjoint(one.fingerprint for one in found.values() if one.n_items > 2)
 
 
+BLANKS = """
+task: blanks
+dataset_path: json
+test_split: train
+dataset_kwargs: {{data_files: {file}, cache_dir: {cache}}}
+output_type: multiple_choice
+doc_to_text: "{{{{right}}}}"
+doc_to_target: " jumps"
+doc_to_choice: "{{{{[first, second]}}}}"
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+@pytest.mark.harness
+def test_contexts_of_one_continuation_have_no_shared_ties(trained_run: Path, tmp_path: Path) -> None:
+    """In tasks like Winogrande, the choices are contexts, and the target is what follows each of them."""
+    from gptworks.interop.lm_eval import run_harness
+
+    lines = [{"first": f"line {n}: the fox", "second": f"line {n}: fox the", "right": n % 2} for n in range(6)]
+    file, task = tmp_path / "blanks.jsonl", tmp_path / "blanks.yaml"
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    task.write_text(BLANKS.format(file=file, cache=tmp_path / "cache"), encoding="utf-8")
+    [found] = run_harness(load(trained_run), [str(task)], run="run", step=200)
+    assert list(found.metrics) == ["acc"] and found.n_items == 6
+
+
 def numbers(tree: Any) -> list[float]:
     """Return the numbers in nested lists; booleans become 0 and 1."""
     if isinstance(tree, list | tuple):
