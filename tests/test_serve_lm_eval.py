@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gptworks.infer import Engine, SamplingSettings
+from gptworks.special_tokens import special_tokens
 from serving import KEY, running, tiny_engine
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
@@ -83,7 +84,7 @@ def test_local_completions(tmp_path: Path) -> None:
     (results,) = (tmp_path / "out").glob("**/results_*.json")
     assert json.loads(results.read_text())["results"]["choose"]["acc,none"] == n_chosen / len(DOCUMENTS)
     for sample, document in zip(samples(tmp_path / "out", "rolling"), DOCUMENTS, strict=True):
-        ids = [alone.end_of_text or 0, *alone.encode_prompt(document["text"])]
+        ids = [special_tokens(alone.tokenizer).eos or 0, *alone.encode_prompt(document["text"])]
         expected = math.fsum(one.logprob for one in alone.score(ids)[1:] if one is not None)
         assert float(sample["resps"][0][0]) == pytest.approx(expected, abs=1e-3)
     settings = SamplingSettings(temperature=0, max_tokens=12, stop=("e",))
