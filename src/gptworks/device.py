@@ -238,8 +238,8 @@ class BusyCores:
         return self.by_others()
 
     def by_others(self) -> float | None:
-        """Return the average number of cores used by other programs since the last call, or since this object was made;
-        None within a second of that time, or if the system has no CPU times."""
+        """Return the average number of cores used by other programs since the last call, or since this object was made.
+        None if that was at most a second ago, or if the system has no CPU times."""
         before, self._before = self._before, self._counts()
         if before is None or self._before is None:
             return None

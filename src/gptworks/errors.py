@@ -45,7 +45,7 @@ class RunError(RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name closest to `name`, else a name with these initials (`lr`: `learning_rate`), else None."""
+    """Return the known name closest to `name`, else one whose words have its letters as initials, else None."""
     names = list(known)
     matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     matches += [one for one in names if name == "".join(word[:1] for word in one.split("_"))]

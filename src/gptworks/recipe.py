@@ -172,10 +172,10 @@ def recipe_text(path: str | PathLike[str]) -> tuple[Path, str]:
 
 
 def read_recipe(path: str | PathLike[str]) -> tuple[Origin, dict[str, Any]]:
-    """Return a recipe's path, which carries the text for messages, and its parsed YAML; see `recipe_text`.
+    """Return a recipe's path with its text, by which messages state lines, and its parsed YAML; see `recipe_text`.
 
     Raises:
-        UserError: the file is missing, or its YAML is broken or not a mapping.
+        UserError: the file is missing or cannot be read, or its YAML is broken or not a mapping.
     """
     path, text = recipe_text(path)
     tree = parse_yaml(text, str(path))

@@ -22,7 +22,8 @@ class RepairEncoding(Section):
 
 
 class NormalizeUnicode(Section):
-    """Use one Unicode form, end lines with `\\n` and remove control characters."""
+    """Use one Unicode form, and end lines with `\\n`. Remove byte order marks, noncharacters, control characters except
+    tabs, and combining marks after the thirtieth in a row."""
 
     type: Measured[Literal["normalize-unicode"]]
     form: Measured[Literal["NFC", "NFKC"]] = Field(

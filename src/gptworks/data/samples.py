@@ -68,8 +68,8 @@ class Samples(ABC):
 
     @abstractmethod
     def rows(self, number: int, epoch: int = 0) -> list[Row]:
-        """Return item `number` of the training split as rows for display. The epoch decides a window's place, and which
-        examples a row joins."""
+        """Return item `number` of the training split as rows for display. The epoch decides where a window begins, and
+        which examples are joined in a row."""
 
     def item(self, position: int) -> tuple[int, int]:
         """Return the epoch and the item index of the sample at `position`; datasets of a mixture have their own epochs.

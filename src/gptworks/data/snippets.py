@@ -20,7 +20,8 @@ MOST_LINES = 40
 MOST_CHARACTERS = 200_000
 """Maximum characters of a text to parse: Python takes seconds and much memory for some longer texts."""
 MOST_DEPTH = 200
-"""Maximum levels of a syntax tree. Whether Python can parse deeper trees depends on the caller's stack."""
+"""Maximum levels of a syntax tree. A deeper file gives no snippets: whether Python can parse it depends on the caller's
+stack."""
 
 _ALSO_IN_PROSE = (ast.Assign, ast.Expr)
 _KINDS = (

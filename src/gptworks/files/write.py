@@ -87,7 +87,8 @@ def replacing(path: Path, *, inside: Path | None = None, private: bool = False) 
     writing fails, the old file stays. The new file has the old file's mode or, without an old file, the umask's mode.
 
     Args:
-        inside: a folder above `path` that no link may lead out of; None: the user named the path.
+        inside: a folder above `path` that no link may lead out of; None: links are followed, as in a path that the user
+            named.
         private: only the owner may read the file.
 
     Raises:

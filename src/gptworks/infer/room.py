@@ -33,13 +33,13 @@ class Room:
         backend: BackendName = "auto",
         cache_dtype: torch.dtype | None = None,
     ) -> None:
-        """Allocate nothing yet. The slots are allocated when the first text needs a slot.
+        """Make a room without slots: they are allocated when the first text needs one.
 
         Args:
             n_slots: maximum number of texts generated together. None: as many as requested, up to 32.
             slot_tokens: maximum tokens of a text with its prompt; None: as needed, up to the model's context.
-            reuse: whether a prompt that begins like an earlier text reuses its keys and values; see `scheduler.Reuse`.
-                Off if the model has rotary scaling by length.
+            reuse: which keys and values of an earlier text with the same beginning a prompt reuses: exact, all or off;
+                see `scheduler.Reuse`. Always off if the model has rotary scaling by length.
             prefill_tokens: maximum prompt tokens per step. Exact reuse shares complete chunks of this length.
             drafter: proposes draft tokens (speculate.py); it does not change the texts.
             backend, cache_dtype: see `choose_backend`.

@@ -30,7 +30,7 @@ CHATS: tuple[list[dict[str, Any]], ...] = (
         {"role": "user", "content": "\n"},
     ],
 )
-"""Conversations on which exported chat templates are compared with the run's, except those that a template refuses."""
+"""Conversations on which an exported chat template must give what the run's own gives, unless that refuses them."""
 
 
 def leave_out_heads(model: GPT) -> list[str]:

@@ -1,4 +1,4 @@
-"""Writes a job file, and submits it where the scheduler's program is installed."""
+"""Writes a job file, and submits it if the scheduler's program is installed."""
 
 import shutil
 import subprocess

@@ -146,7 +146,7 @@ class MoE(nn.Module):
             parts = [MLP.cost(s, c.d_ff, 0, share, expert=True) for _ in range(c.n_experts)]
         for e, part in enumerate(parts):
             stages = list(part)
-            if e == 0:  # the first expert's backward pass comes last and frees the gradient of all results
+            if e == 0:  # its backward pass comes last and frees the gradients of all experts' results
                 stages[-1] = replace(stages[-1], arrives=gathered)
             yield from stages
         yield Stage("reorder", arrives=gathered, leaves=gathered, scratch=gathered, unsaved=2 * gathered)

@@ -58,7 +58,7 @@ def write_page(text: str, path: Path, option: str) -> None:
 
 
 def cell(*parts: Markup) -> str:
-    """Return the HTML of the non-empty parts, for a `_repr_html_` to return. Text is escaped as on a page."""
+    """Return the HTML of the non-empty parts, for `_repr_html_`. Characters that cannot be shown become U+FFFD."""
     return printable(environment().get_template("cell.html").render(parts=parts))
 
 

@@ -80,7 +80,10 @@ def weights_bytes(parameters: ParameterCount, precision: str, outside: bool = Tr
 
 
 def tensor_bytes(shape: Shape, precision: str, in_block: bool) -> int:
-    """Return the bytes of a matrix in a precision, or of any tensor in fp32."""
+    """Return the bytes of a tensor in a precision; except in fp32, it must be a matrix.
+
+    int4 applies only to matrices of blocks whose rows can be divided into groups; others are then in int8.
+    """
     if precision == "fp32":
         return 4 * prod(shape)
     rows, columns = shape

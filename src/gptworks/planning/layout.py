@@ -89,7 +89,8 @@ class Shards:
     n_shards: int
     """Number of ranks that shard each tensor; 1 if not sharded."""
     padding: float
-    """Share of padding in the blocks' matrices and all tensors outside the blocks, relative to their elements."""
+    """Elements of padding for each element without padding, in the sharded tensors: the blocks' matrices and all
+    tensors outside the blocks."""
 
     def rank_bytes(self, n_bytes: int, whole_bytes: int) -> int:
         """Return the bytes that the first rank holds of tensors with `n_bytes`: `whole_bytes` that are not sharded, and

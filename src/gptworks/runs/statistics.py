@@ -130,7 +130,8 @@ class Verdict:
     """The mean difference."""
     low: float
     high: float
-    """`low` to `high` is the mean's confidence interval, valid after every pair with probability 1 − `error`."""
+    """`low` to `high` is the mean's confidence interval. With probability 1 − `error`, see `verdict`, the intervals
+    after all pairs contain the true mean."""
 
 
 def verdict(differences: Sequence[float], most_pairs: int, worth: float, error: float = 0.05) -> Verdict:

@@ -151,11 +151,13 @@ def _alone(place: Path, stop_asked: Callable[[], Any], report: Report) -> bool:
 
 @contextlib.contextmanager
 def open_folder(folder: Path, named: str, setting: str) -> Iterator[Callable[[], Any]]:
-    """Create a folder of trials, lock it for this process, and yield a function that returns whether to stop.
+    """Lock a folder of trials, made if it is missing, for this process. Yield a function that returns whether to stop.
+
+    Args:
+        named, setting: words for the error's message; see `locked`.
 
     Raises:
-        UserError: the folder is a URL, a link leads out of it, or another process uses it. For `named` and `setting`
-            see `locked`.
+        UserError: the folder is a URL, a link leads out of it, or another process uses it.
     """
     check_links(folder)
     make_folder(folder)

@@ -21,7 +21,7 @@ from gptworks.config.sampling import sampling
 from gptworks.serve.wire import MAX_CHARACTERS, Wire
 
 MAX_TOKENS = 1 << 20
-"""Maximum number of tokens in a request. Token ids are below this number too."""
+"""Maximum number of tokens of one prompt or of one generated text. Token ids are below this number too."""
 MAX_MESSAGES = 1024
 MAX_STOPS = 16
 

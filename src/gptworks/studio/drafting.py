@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def _texts(texts: Texts) -> Tree:
-    """Return the files by kind, the files left out in whole or in part, and passages, as JSON."""
+    """Return, for JSON, counts, the kinds of files, a line for each file left out in whole or in part, and passages."""
     kinds, left_out = texts.table(), reasons(texts.items)
     return {
         "n_read": texts.read.total(), "n_files": texts.n_files, "n_bytes": texts.n_bytes,

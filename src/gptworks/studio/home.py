@@ -1,5 +1,5 @@
-"""Routes of the Home tab: choosing a folder of texts, drafting a recipe for it, and a run's progress. The routes of
-the Start tab start runs.
+"""Routes of the Home tab: choosing a folder of texts, drafting a recipe for it, and a run's progress. The page
+starts a run by the routes of the Start tab.
 """
 
 import os
@@ -26,7 +26,7 @@ actions = APIRouter(include_in_schema=False, dependencies=[writable])
 """Routes for choosing a folder and for drafting a recipe in a process. A read-only studio rejects requests to
 these routes."""
 MOST_SAMPLES, MOST_CHARACTERS = 4, 4_000
-"""Maximum number of samples of a run in an answer, and of characters of a prompt or a text."""
+"""Maximum number of a run's samples in a response; of characters shown of a sample's prompt or continuation."""
 _PATH = r"^[^\x00]+$"
 
 

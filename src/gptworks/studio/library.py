@@ -1,5 +1,5 @@
-"""Find the run folders below the given folders. Their names and contents may be hostile: a requested id is looked up
-among the folders found, and never used as a path.
+"""Find the run folders below the given folders. The name and contents of a run may be hostile: a requested id is looked
+up among the runs found, and never used as a path.
 """
 
 import math

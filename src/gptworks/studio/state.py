@@ -33,7 +33,7 @@ class Served:
     engines: None = None
 
     def describe(self) -> dict[str, Any]:
-        """Return the answer of /studio/state."""
+        """Return what /studio/state answers: the version, the page's tabs, and the models."""
         models = [self._model(model.name) for model in self.service.models]
         return {"version": __version__, "parts": ("play",), "read_only": True, "models": models, "notice": None,
                 "sampling": SAMPLING._asdict()}  # fmt: skip
@@ -71,7 +71,7 @@ class Studio:
         return list(dict.fromkeys(str(one.absolute()) for one in (Path.cwd(), *self.library.roots)))
 
     def describe(self) -> dict[str, Any]:
-        """Return the answer of /studio/state. Slow: call it in a thread."""
+        """Return what /studio/state answers: the runs too. Slow: call it in a thread."""
         models = self.library.describe_all()
         return {"version": __version__, "parts": PARTS, "read_only": self.read_only, "models": models,
                 "notice": self.library.notice, "sampling": SAMPLING._asdict()}  # fmt: skip

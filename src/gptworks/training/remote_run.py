@@ -87,7 +87,8 @@ def remote_run(run_dir: Path, ranks: Ranks, report: Report) -> Iterator[Callable
 
 
 class Session:
-    """This process's claim on a remote folder: an object in the store whose number only one process can get."""
+    """This process's claim on a remote folder: a numbered object in the store, which lets only one process create the
+    object of a number."""
 
     def __init__(self, remote: Remote, report: Report) -> None:
         self.remote, self._report = remote, report
@@ -105,7 +106,9 @@ class Session:
         """Description of the process that has claimed the folder after this one; None if there is none."""
 
     def claim(self, mirror: Path) -> None:
-        """Claim the folder if the last session has ended or died; start to give signs of life; make the mirror current.
+        """Claim the folder, begin to rewrite the session's object as a sign of life, and make the mirror current.
+
+        If the last session has not ended, first wait to see whether it has died.
 
         Raises:
             UserError: another process trains in the folder, or the store refuses access.

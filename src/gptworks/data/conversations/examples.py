@@ -1,6 +1,7 @@
 """Encode conversations and preference pairs as examples, and write them to shards: tokens, loss masks and hashes.
 
-The learned tokens are the assistant's answers, each with its end token. Rendering finds the answers with any template:
+The learned tokens are the assistant's answers, each with its end token, except answers that a record excludes; of a
+pair, the last answers. Rendering finds the answers with any template:
 the turns before an answer are rendered with the generation prompt, which gives exactly the text that a model reads
 before it answers. In the whole conversation, the answer follows this text and includes the end token. If a token would
 span the border of an answer, the answers and the text between them are encoded separately, because the model reads one

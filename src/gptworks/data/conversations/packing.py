@@ -38,8 +38,8 @@ T in the remaining places."""
 
 
 class Examples:
-    """The examples of a split, packed into rows of at most `context_length` inputs. Raises UserError if the dataset
-    holds text, not conversations."""
+    """The examples of a split in rows of at most `context_length` inputs: packed, or, without `packing`, one in a row.
+    Raises UserError if the dataset holds text, not conversations."""
 
     def __init__(self, shards: TokenShards, context_length: int, packing: bool = True) -> None:
         if not shards.manifest.holds_examples:

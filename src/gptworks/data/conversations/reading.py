@@ -163,7 +163,7 @@ class Turns:
 
     messages: list[Message]
     unlearned: frozenset[int] = frozenset()
-    """Indices of the answers that are not learned."""
+    """Indices in `messages` of the answers that are not learned."""
     unread: tuple[str, ...] = ()
     """Keys of turns that other programs honour and gptworks does not read, each written as `turn.NAME`. For an Alpaca
     record, the names of fields with further answers."""

@@ -36,7 +36,7 @@ TEXTS = (
     "def area(radius):\n    return 3.14159 * radius**2  # in m²\n",
     "Zoë naïvely paid 1,234.50 € for 東京 🗼 — twice!\n\n\tWhy?",
 )
-"""Samples for the tokenizer: words, code with indentation, and multi-byte characters."""
+"""Texts on which token ids and logits are compared: words, code with indentation, and multi-byte characters."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Agent:
         self._stop: str | None = None
         """The first signal that asked this agent to stop."""
         self._asked: int | None = None
-        """The first SIGINT or SIGTERM; a second one ends the ranks at once."""
+        """The first SIGINT or SIGTERM; after a second one, the ranks end at once."""
         self._ends_at_once = False
         self._meets = False
 

@@ -23,12 +23,15 @@ Kind = Literal["wrong device", "host read", "blocking copy", "float32 product", 
 
 @dataclass(frozen=True)
 class Finding:
-    """An operation of the step that a GPU would refuse or wait for, a product in a wider dtype than asked, a break of a
-    graph, or the error that ended the step."""
+    """A fault or a delay that a GPU would show in the step.
+
+    It is an operation that fails or makes the host wait, a tensor on a wrong device, a product in a wider dtype than
+    the run's precision, a break of a graph, or the error that ended the step.
+    """
 
     kind: Kind
     operation: str
-    """Name of torch's operation, or why a graph breaks or the step failed."""
+    """Name of torch's operation or of the tensor on a wrong device, or why a graph breaks or the step failed."""
     where: str
     """File and line, such as `model/moe.py:53`, of the code that called the operation; if autograd called it, of the
     code of the forward pass. Only the file for a tensor that stays on a wrong device; empty if unknown."""

@@ -138,9 +138,11 @@ class StepMemory:
 
     @contextmanager
     def counted(self, is_whole: bool) -> Iterator[None]:
-        """Return a context for a step, which counts memory in the second full step, when the optimizer has its state.
+        """Return a context in which to run a step. It counts memory if this is the second whole step, when the
+        optimizer has its state.
 
-        With `is_whole`, the step is full: its batch and rows have the sizes that the plan assumes.
+        Args:
+            is_whole: whether the step's batch and rows have the sizes that the plan assumes.
         """
         self._n_whole += is_whole
         if not (self._counts and is_whole and self._n_whole == 2):

@@ -88,7 +88,7 @@ class Rehearsal:
             parallel = Parallel(self.train)
             with device:
                 model = self.new_model()
-            parallel.parameters = dict(model.named_parameters())  # not `place`: fake tensors cannot be moved
+            parallel.parameters = dict(model.named_parameters())  # `parallel.place` would move fake tensors
         else:
             model = parallel.build(self.new_model, device)
         with device:

@@ -342,7 +342,7 @@ def install(watch: Watch) -> None:
     torch.backends.cuda.is_flash_attention_available = lambda: True
     count = moe.tokens_per_expert
 
-    def tokens_per_expert(chosen: Tensor, n_experts: int) -> list[int]:  # does not read fake tensors
+    def tokens_per_expert(chosen: Tensor, n_experts: int) -> list[int]:  # `count` reads only real tensors
         watch.record("host read", "tolist")
         return count(chosen, n_experts)
 
