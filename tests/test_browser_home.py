@@ -127,6 +127,7 @@ def test_the_table_names_every_file_that_is_left_out(
 
 
 def test_a_folder_becomes_a_run_whose_samples_are_shown(new_page: Callable[..., Any], begun: Studio) -> None:
+    Path("letters/a.txt").write_text(prose(1_000_000), encoding="utf-8")  # a longer run, so that the page sees it train
     page = new_page()
     page.goto(f"{begun.url}/#/home")
     page.get_by_text("There is no model here yet").first.wait_for()
@@ -135,7 +136,7 @@ def test_a_folder_becomes_a_run_whose_samples_are_shown(new_page: Callable[..., 
     page.get_by_role("button", name="Look at it").click()
     page.get_by_role("alert").get_by_text("folder=/etc lies outside of").wait_for()
     page.get_by_label("Folder", exact=True).fill("letters")
-    page.get_by_label("Minutes", exact=True).fill("0.4")  # so that the page sees it train
+    page.get_by_label("Minutes", exact=True).fill("0.4")
     page.get_by_role("button", name="Look at it").click()
     page.get_by_role("button", name="Cancel").click()
     page.get_by_text("Cancelled.").wait_for()
