@@ -155,8 +155,9 @@ class Agent:
         """
         code, changed, reported, deadline, look_at = 0, False, False, float("inf"), time.monotonic()
         while True:
-            running = any(rank.poll() is None for rank in self._ranks)
-            ended = [(i, rank.returncode) for i, rank in enumerate(self._ranks) if rank.returncode]
+            codes = [rank.poll() for rank in self._ranks]  # of all: a rank may die while the ranks before it run
+            running = None in codes
+            ended = [(i, code) for i, code in enumerate(codes) if code]
             failed = [each for each in ended if each[1] != UNFINISHED]
             if failed and not reported:
                 code, reported = self._code_of(*failed[0]), True
