@@ -79,6 +79,7 @@ ONE_FAILS_ONCE = "mkdir failed 2>/dev/null && exit 1; exit 0"
         ("exit 75", 2, 75, 1),  # a signal came to a rank itself
         ("kill -KILL $$", 0, 137, 1),
         ('[ "$RANK" = 0 ] && exit 75; sleep 0.2; exit 1', 0, 1, 1),
+        ('[ "$RANK" = 1 ] && exit 3; sleep 0.5; exit 1', 0, 3, 1),  # the code of the rank that failed first
     ],
 )
 def test_ranks_start_again_after_a_failure_as_often_as_allowed(
