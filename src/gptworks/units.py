@@ -26,8 +26,8 @@ def significant(value: float, digits: int = 4) -> str:
 
 
 def whole_number(text: str) -> int | None:
-    """Return the whole number that a text of at most 18 decimal digits states; None for any other text."""
-    return int(text) if text.isdecimal() and len(text) <= 18 else None
+    """Return the whole number that a text of at most 18 ASCII digits states; None for any other text."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
 
 
 def counted(n: int, noun: str) -> str:

@@ -4,6 +4,7 @@ from gptworks.errors import UserError, refuse_unused
 from gptworks.launch.job import Job
 from gptworks.training.distributed.agent import Agent
 from gptworks.training.distributed.rendezvous import DEFAULT_PORT, Machines, ThisMachine, check_host
+from gptworks.units import whole_number
 
 
 def check_local(job: Job, nodes: str, rendezvous: str | None, resume: bool) -> tuple[str, int]:
@@ -32,10 +33,11 @@ def check_local(job: Job, nodes: str, rendezvous: str | None, resume: bool) -> t
         )
     host, _, port = rendezvous.rpartition(":") if ":" in rendezvous else (rendezvous, "", str(DEFAULT_PORT))
     host = host.strip("[]")
-    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+    number = whole_number(port) or 0
+    if not (host and 0 < number < 1 << 16):
         raise UserError(f"--rendezvous {rendezvous} is not HOST:PORT with a port from 1 to 65535.")
     check_host(host)
-    return host, int(port)
+    return host, number
 
 
 def run_local(job: Job, run_id: str, host: str, port: int, resume: bool) -> int:

@@ -1,6 +1,5 @@
 """The recipe that `plan` assumes for a preset."""
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from math import ceil
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from gptworks.config import ENDS, Recipe
 from gptworks.overrides import apply_overrides
 from gptworks.planning.arrange import Refusal, arrange, device_setting
+from gptworks.planning.bisection import largest_that_fits
 from gptworks.planning.devices import Device
 from gptworks.planning.fit import divisors
 from gptworks.planning.memory import training_peak
@@ -68,15 +68,15 @@ def _largest_that_fits(recipe: Recipe, device: Device, n_ranks: int) -> int:
     if isinstance(layout, Refusal):
         return recipe.train.micro_batch_size
 
-    def is_too_large(size: int) -> bool:
+    def fits(size: int) -> bool:
         setting = device_setting(_with(recipe, micro_batch_size=size), device, layout)
-        return training_peak(setting).total_bytes > device.memory_bytes
+        return training_peak(setting).total_bytes <= device.memory_bytes
 
     whole, *smaller = divisors(recipe.train.common_batch_size // layout.data_parallel)
-    if not smaller or not is_too_large(whole):  # one micro-batch accumulates no gradients
+    if not smaller or fits(whole):  # one micro-batch accumulates no gradients
         return whole
     ascending = smaller[::-1]
-    return ascending[max(0, bisect_left(ascending, True, key=is_too_large) - 1)]
+    return ascending[largest_that_fits(lambda place: fits(ascending[place]), 0, len(ascending))]
 
 
 def _with(recipe: Recipe, **train: int) -> Recipe:

@@ -27,6 +27,7 @@ from gptworks.training.changes import Change, History, Origin, check_changes, re
 from gptworks.training.objectives.base import objective_of
 from gptworks.training.progress import Progress
 from gptworks.training.record.metrics import LOG, MOST_LOG_BYTES, MetricsLog
+from gptworks.units import whole_number
 
 _one_at_a_time = threading.Lock()  # two forks with the same name would write to one folder
 
@@ -100,9 +101,9 @@ def origin_of(text: str) -> tuple[Path, int | None]:
         if best is None:
             raise UserError(f"{run} has no checkpoint that names the best: give RUN@STEP.")
         return run, best
-    if not (which.isascii() and which.isdigit() and len(which) < 19):
+    if (step := whole_number(which)) is None:
         raise UserError(f"{text}: what follows @ is a step, best or last, such as {folder}@500.")
-    return run, int(which)
+    return run, step
 
 
 def _checkpoint_of(source: Path, step: int | None) -> Checkpoint:
